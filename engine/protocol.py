@@ -218,6 +218,7 @@ class Finished:
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         gave_way: sentences on what is not done as it was planned; empty if all is.
+        pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
     """
 
     request_id: str
@@ -230,6 +231,9 @@ class Finished:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     gave_way: str = ""
+    pictures: int = 0
+    pictures_kept: int = 0
+    pictures_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ WAITING_TOKENS = 200
 _EVERY_S, _FIRST_EVERY_S = 8.0, 1.0
 _CORES = psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
+_PROMPTS_NS = 600_000_000_000
+"""Before a stretch of tokens their prompts were read."""
 _SAMPLED_NS, _SAMPLES = 2_000_000_000, 40
 """A range this long contains some sensor samples."""
 
@@ -56,12 +58,14 @@ class Stretch:
 
     Attributes:
         others: share of the CPU used by other programs, 0 to 1; 0 if no sensor reported it.
+        pictures: spans of those that were read for these steps' requests.
     """
 
     steps: Records
     spans: Records
     others: float
     is_batch: bool
+    pictures: Records
 
 
 class Analyser(QObject):
@@ -124,7 +128,7 @@ def last_stretch(history: History, tokens: int) -> Stretch | None:
     import numpy as np
 
     from app.services.history.history import of_last_kind
-    from engine.telemetry.lanes import BATCH_STEP
+    from engine.telemetry.lanes import BATCH_STEP, PICTURES
 
     steps = of_last_kind(history.last_steps(tokens + 50))[-tokens:]  # prefills are in between
     if len(steps):  # a batch step decodes many tokens
@@ -138,7 +142,10 @@ def last_stretch(history: History, tokens: int) -> Stretch | None:
         return None
     start_ns, end_ns = int(steps["start_ns"].min()), int(steps["end_ns"].max())
     spans, is_batch = history.spans_between(start_ns, end_ns), int(steps["name"][-1]) == BATCH_STEP
-    return Stretch(steps, spans, others_between(history, start_ns, end_ns), is_batch)
+    # They are read with prompts, which lie before the tokens that answer them.
+    earlier = history.spans_between(max(since, start_ns - _PROMPTS_NS), end_ns)
+    pictures = earlier[(earlier["lane"] == PICTURES) & np.isin(earlier["request"], np.unique(steps["request"]))]
+    return Stretch(steps, spans, others_between(history, start_ns, end_ns), is_batch, pictures)
 
 
 def others_between(history: History, start_ns: int, end_ns: int) -> float:
@@ -160,7 +167,15 @@ def _waiting_in(stretch: Stretch) -> Waiting:
     from engine.telemetry.analysis import waiting
 
     found = waiting(stretch.spans, stretch.steps)
-    return replace(found, steps=len(stretch.steps), is_batch=stretch.is_batch, others=stretch.others)
+    took_ns = int((stretch.pictures["end_ns"] - stretch.pictures["start_ns"]).sum())
+    return replace(
+        found,
+        steps=len(stretch.steps),
+        is_batch=stretch.is_batch,
+        others=stretch.others,
+        pictures=len(stretch.pictures),
+        pictures_s=took_ns / 1e9,
+    )
 
 
 def _advice(waited: Waiting, machine: Machine) -> Advice | None:

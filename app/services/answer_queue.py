@@ -448,6 +448,9 @@ class AnswerQueue(QObject):
                 guessed_tokens=event.guessed_tokens,
                 accepted_tokens=event.accepted_tokens,
                 gave_way=event.gave_way,
+                pictures=event.pictures,
+                pictures_kept=event.pictures_kept,
+                pictures_s=event.pictures_s,
             )
             if event.finish_reason == "cancelled":
                 self._end(turn, MessageState.PARTIAL, "", CANCELLED, stats)

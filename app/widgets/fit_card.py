@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.widgets.fields import Slider
 from app.widgets.fit_table import FitTable
-from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars
+from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars, picture_words
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import SEPARATOR, count, memory
 from app.widgets.scaffold import STRETCH, muted_label, push_button, set_message, text_label, vbox, warning_label
@@ -209,6 +209,8 @@ class FitCardView(QWidget):
             ]
         if row.kv_at_context and not problem:
             said.append(self.tr("keys and values of that context: {0}").format(memory(row.kv_at_context)))
+        if row.pictures is not None and not problem:
+            said.append(picture_words(row.pictures))
         if too_large:
             said.append(row.load_anyway)
         set_message(self.details, SEPARATOR.join(filter(None, said)))

@@ -8,8 +8,9 @@ from PySide6.QtCore import QCoreApplication
 
 from app.theme import ColourName
 from app.widgets.memory_bar import BarPart, TierBar, memory_parts
-from app.widgets.quantities import SEPARATOR, figures, file_size, rough
+from app.widgets.quantities import SEPARATOR, figures, file_size, memory, rough
 from engine.checkpoint.hub import Candidate
+from engine.planner.plan_parts import PicturePlan
 from engine.tuning.fit import FitRow, FitSpeed
 
 translate = QCoreApplication.translate
@@ -71,6 +72,14 @@ def first_token_words(speed: FitSpeed) -> str:
     if speed.timing != "estimated":
         return translate("Fit", "first token after {0} s").format(figures(speed.ttft))
     return translate("Fit", "first token after about {0} s").format(rough(speed.ttft))
+
+
+def picture_words(pictures: PicturePlan) -> str:
+    """`pictures: 0.4 s each, 620 MB`."""
+    words = translate("Fit", "pictures: about {0} s each on the graphics card, {1}")
+    if not pictures.on_card:
+        words = translate("Fit", "pictures: about {0} s each on the CPU, {1}")
+    return words.format(rough(pictures.seconds), memory(pictures.nbytes))
 
 
 def fit_bars(row: FitRow) -> tuple[TierBar, ...]:

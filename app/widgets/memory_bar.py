@@ -135,6 +135,7 @@ def memory_parts(tier: TierBytes, slots: int = 0) -> tuple[BarPart, ...]:
         BarPart(translate("PlanBars", "loading buffers"), tier.staging, "pcie"),
         BarPart(translate("PlanBars", "chat memory"), tier.kv, "disk"),
         BarPart(translate("PlanBars", "working memory"), tier.activations, "cpu"),
+        BarPart(translate("PlanBars", "reading pictures"), tier.pictures, "accent"),
         BarPart(translate("PlanBars", "safety margin"), tier.headroom, "faint", hatched=True),
         BarPart(translate("PlanBars", "other programs"), tier.other_programs, "idle", hatched=True),
     )

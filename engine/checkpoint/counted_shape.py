@@ -12,7 +12,7 @@ from engine.checkpoint.config_file import text_part
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.checkpoint.packed import is_blocks
-from engine.checkpoint.pictures import is_of_tower, why_blind
+from engine.checkpoint.pictures import is_of_tower, usual_gflops, why_blind
 from engine.checkpoint.profile import is_expert_key, number_of, profile_of
 from engine.checkpoint.stored import (
     StoredWeights,
@@ -52,6 +52,7 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
     found, tensors = profile_of(config, []), list(tensors)
     mine = [entry for entry in tensors if _is_mine(entry.key, found.layers)]
     sees = not why_blind(config, (entry.key for entry in tensors))
+    tower = sum(entry.numel for entry in tensors if is_of_tower(entry.key)) if sees else 0
     profile = profile_of(config, mine)
     moe_layers = len({_layer(entry.key) for entry in mine if is_expert_key(entry.key)}) if profile.experts else 0
     kept = [entry for entry in mine if is_expert_key(entry.key)] if moe_layers else []
@@ -87,7 +88,8 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
         table_rows=_rows_of_token(text, tables),
         table_columns=max((entry.shape[-1] for entry in tables), default=0),
         sees=sees,
-        tower_weights=sum(entry.numel for entry in tensors if is_of_tower(entry.key)) if sees else 0,
+        tower_weights=tower,
+        picture_gflops=usual_gflops(config, tower) if sees else 0,
     )
     return replace(shape, stored=_stored(shape, mine, kept))
 

@@ -77,6 +77,7 @@ class ModelShape:
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
         sees: whether it is given pictures, too.
         tower_weights: parameters of what sees, which is read with the first picture.
+        picture_gflops: billions of operations that this does for a picture of 1024 x 1024 pixels.
     """
 
     name: str
@@ -108,6 +109,7 @@ class ModelShape:
     stored: StoredWeights | None = None
     sees: bool = False
     tower_weights: int = 0
+    picture_gflops: int = 0
 
     @property
     def moe_layers(self) -> int:
@@ -238,6 +240,7 @@ _WITH_DEFAULT = {
     "table_rows": 0,
     "table_columns": 0,
     "tower_weights": 0,
+    "picture_gflops": 0,
 }
 
 

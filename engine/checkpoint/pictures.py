@@ -12,6 +12,8 @@ from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.families.pictures import SIGHTS, Grid, Sizes
 
+USUAL_PIXELS = 1024
+"""Of the sides of the picture that predictions are for."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _TOWER = re.compile(r"(^|\.)(visual|vision|vision_tower|vision_model|vision_encoder|vision_embedder|vit)\.")
 
@@ -48,6 +50,18 @@ def why_gguf_is_blind(directory: Path) -> str:
     from engine.checkpoint.gguf.projector import why_not
 
     return why_not(read_gguf(gguf))
+
+
+def tower_key(directory: Path) -> str:
+    """What tells that which sees in a model's folder from any other: how it prepares pictures, and of a GGUF file what
+    lies beside it."""
+    if (gguf := gguf_at(directory)) is None:
+        return repr(preprocessor_at(directory))
+    from engine.checkpoint.gguf.projector import beside
+    from engine.checkpoint.shards import fingerprint
+
+    file = beside(gguf)
+    return repr(fingerprint(file)) if file is not None else ""
 
 
 def sizes_of(directory: Path, config: Mapping[str, Any]) -> Sizes:
@@ -93,6 +107,20 @@ def picture_grid(sizes: Sizes, width: int, height: int) -> Grid:
             ErrorCode.INVALID_REQUEST,
             f"The model cannot read a picture of {width:,} x {height:,} pixels: {error}. Send a part of it.",
         ) from error
+
+
+def picture_gflops(config: Mapping[str, Any], sizes: Sizes, tower_weights: int, grid: Grid) -> float:
+    """Billions of operations that a tower does for a picture: two for each weight and patch, and attention's."""
+    vision, patches = config["vision_config"], sizes.patches(grid)
+    layers = len(vision.get("fullatt_block_indexes") or ()) or vision.get("depth") or vision.get("num_hidden_layers")
+    attention = 4 * (layers or 0) * (vision.get("hidden_size") or 0) * patches**2
+    return (2 * tower_weights * patches + attention) / 1e9
+
+
+def usual_gflops(config: Mapping[str, Any], tower_weights: int) -> int:
+    """The same of a picture of `USUAL_PIXELS` x `USUAL_PIXELS`, where the configuration alone is known."""
+    sizes = SIGHTS[config["model_type"]].reading(config["vision_config"], {}, config)
+    return round(picture_gflops(config, sizes, tower_weights, sizes.grid(USUAL_PIXELS, USUAL_PIXELS)))
 
 
 def picture_tokens(directory: Path, width: int, height: int) -> int:

@@ -48,6 +48,8 @@ class Cost(StrEnum):
     FETCHING_FOR_PROMPT = "the same in a prompt"
     ENTERING = "a prompt's way to the CPU and back, beside computing and copying"
     BETWEEN = "from experts that are brought ahead to the layer that they are for"
+    CPU_PICTURE = "a picture through the tower on the CPU, by billions of operations"
+    CARD_PICTURE = "the same on the card, its weights being copied there first"
     STEP = "a step of a chat, by tokens"
     TAKING_BACK = "forgetting the end of a step"
     TOKEN = "a token of each of those who are answered"
@@ -199,6 +201,12 @@ def prefers_cpu(costs: CostModel, record_nbytes: float, tokens: float = 1, *, pi
     """Fiddler's Algorithm 1 for an expert that is not on the card: cpu_lat(s) <= gpu_lat(s) + transfer_lat."""
     copied_s = costs.predict(Cost.H2D if pinned else Cost.H2D_PAGEABLE, record_nbytes)
     return costs.predict(Cost.CPU_EXPERT, tokens) <= costs.predict(Cost.CARD_EXPERT, tokens) + copied_s
+
+
+def picture_on_card(costs: CostModel, gflops: float) -> bool:
+    """Whether the card reads a picture: not where that is known to take longer than the CPU."""
+    on_cpu_s, on_card_s = costs.predict(Cost.CPU_PICTURE, gflops), costs.predict(Cost.CARD_PICTURE, gflops)
+    return not on_cpu_s or on_card_s <= on_cpu_s
 
 
 def drawn(experts: int, miss_ratio: float) -> list[float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount", "requests", "sweeps"]
-Colour = Literal["gpu", "cpu", "pcie", "disk", "muted"]
+Colour = Literal["gpu", "cpu", "pcie", "disk", "accent", "muted"]
 Unit = Literal["%", "", "/s", "B/s", "GB", "W", "GHz", "°C"]
 
 
@@ -152,6 +152,17 @@ LANES: tuple[Lane, ...] = (
             Track("cpu_attention", "attention and other layers on the CPU", "CPU attention"),
         ),
         in_strip=True,
+    ),
+    Lane(
+        "pictures",
+        "Pictures",
+        "Pictures being turned into tokens by the part of the model that sees, on the graphics card or the processor. "
+        "Each is read once: the next question about it begins at once.",
+        "share",
+        "accent",
+        tracks=(Track("pictures", "reading pictures", "pictures", counts="tokens"),),
+        weight=0.7,
+        needs="spans",
     ),
     Lane(
         "disk",

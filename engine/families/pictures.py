@@ -235,6 +235,12 @@ class Sizes:
             case "crops":
                 return self._of_crops(width, height, side)
 
+    def patches(self, grid: Grid) -> int:
+        """That the tower attends to in a picture of so many tokens."""
+        if self.sight.rule == "square":
+            return (self.edge // self.patch) ** 2
+        return grid.seen * self.merge**2
+
     def _of_canvas(self, width: int, height: int, side: int) -> Grid:
         rows, columns = math.ceil(height / side), math.ceil(width / side)
         if rows * columns < self.least:

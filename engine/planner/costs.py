@@ -14,7 +14,7 @@ from math import factorial, inf, sqrt
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.costs import Cost, CostModel, Source, prefers_cpu
-from engine.formats import careful, format_of
+from engine.formats import as_stored, careful, format_of
 from engine.hardware.machine import CallProfile, GpuProfile, HardwareProfile, Origin
 
 
@@ -317,10 +317,12 @@ class Costs:
             (Cost.CPU_EXPERT, "cpu.ram_bytes_per_s", self.cpu_experts),
             (Cost.CPU_LAYER, "cpu.ram_bytes_per_s", partial(self.cpu_layer, context=0.0)),
             (Cost.DISK, "disk_bytes_per_s", self.disk),
+            (Cost.CPU_PICTURE, "cpu.flops", lambda gflops: 1e9 * gflops / self.cpu_flops),
             *(
                 (
                     (Cost.CARD_EXPERT, "gpu.bytes_per_s", self.gpu_experts),
                     (Cost.CARD_LAYER, "gpu.bytes_per_s", partial(self.gpu_layer, context=0.0)),
+                    (Cost.CARD_PICTURE, "gpu.flops", self.gpu_picture),
                     (Cost.H2D, "link.h2d", self.h2d),
                     (Cost.H2D_PAGEABLE, "link.h2d_pageable", partial(self.h2d, pinned=False)),
                     (Cost.D2H, "link.d2h", self.d2h),
@@ -494,6 +496,15 @@ class Costs:
         return max(reading / bandwidth, flops / self.cpu_flops) * self.observed.cpu_attention
 
     # Transfers
+
+    @property
+    def tower_bytes(self) -> int:
+        """Of what reads pictures."""
+        return as_stored(self.precision).width * self.model.tower_weights
+
+    def gpu_picture(self, gflops: float) -> float:
+        """A picture through the tower, whose weights come over the link and go again."""
+        return self.h2d(self.tower_bytes, pinned=False) + 1e9 * gflops / self.card_flops
 
     def h2d(self, nbytes: float, *, pinned: bool = True) -> float:
         """Copies to the card."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from engine.checkpoint.model_shape import ModelShape
 from engine.common import footprint
 from engine.common.config import EngineConfig, Misses
+from engine.common.costs import Cost, picture_on_card
 from engine.formats import BF16, STORED, as_stored, careful, format_of, head_format
 from engine.hardware.machine import GpuProfile
 from engine.planner.costs import Cards, Costs
@@ -25,7 +26,7 @@ from engine.planner.placement import (
     converted_bytes,
     resolve,
 )
-from engine.planner.plan_parts import Limits, TierBytes
+from engine.planner.plan_parts import Limits, PicturePlan, TierBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class EngineMemory:
         written: what loading has to write of them to disk: those that are no ranges of the model's files.
         slots: experts on the card, without staging.
         all_experts: whether all experts stay on the card.
+        pictures: what reading them takes; None for a model that reads text only.
     """
 
     card: TierBytes | None
@@ -51,6 +53,7 @@ class EngineMemory:
     all_experts: bool = False
     written: int = 0
     tables: Tables = field(default=Tables())
+    pictures: PicturePlan | None = None
 
 
 def records_nbytes(model: ModelShape, precision: str) -> tuple[int, ...]:
@@ -201,7 +204,7 @@ def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
         activations_per_token=activation_token_bytes(model, precisions[0]),
         context_tokens=context_tokens(model, limits),
         experts_per_token=model.experts_per_token,
-        tower=plain.width * model.tower_weights,
+        tower=replace(costs, precision=precisions[0]).tower_bytes,
     )
 
 
@@ -278,7 +281,13 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
         less = tables.in_ram - tables.kept + streamed.nbytes - streamed.window
         whole = _ram(costs, limits, ram.experts, dense=True, less=less)
         return EngineMemory(
-            None, whole, placement.on_disk, streamed.nbytes, written=placement.written, tables=placement.tables
+            None,
+            whole,
+            placement.on_disk,
+            streamed.nbytes,
+            written=placement.written,
+            tables=placement.tables,
+            pictures=picture_plan(costs, None),
         )
     devices, gpu = placement.devices, costs.machine.gpu
     assert gpu is not None
@@ -300,7 +309,23 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
         all_experts=placement.all_experts,
         written=placement.written,
         tables=placement.tables,
+        pictures=picture_plan(costs, card),
     )
+
+
+def picture_plan(costs: Costs, card: TierBytes | None) -> PicturePlan | None:
+    """Where a picture is read and how long that takes; None for a model that reads text only.
+
+    Args:
+        card: what it holds, of which experts can give way; None if the model is not on it.
+    """
+    model, nbytes = costs.model, costs.tower_bytes
+    if not model.picture_gflops:
+        return None
+    has_room = card is not None and card.free + card.experts >= nbytes
+    on_card = has_room and picture_on_card(costs.by_kind, model.picture_gflops)
+    kind = Cost.CARD_PICTURE if on_card else Cost.CPU_PICTURE
+    return PicturePlan(costs.predict(kind, model.picture_gflops), nbytes, on_card)
 
 
 def _weights(costs: Costs) -> Weights:
@@ -419,6 +444,7 @@ def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False, les
         weights,
         experts,
         kv=kv,
+        pictures=costs.tower_bytes,
         headroom=max(0, free - footprint.without_headroom(free) - kv),
         other_programs=limits.ram_of_others,
     )

@@ -256,6 +256,7 @@ def make_plan(
         table_row_bytes=memory.tables.row_bytes if memory.tables.on_disk else 0,
         sharing="auto" if not shared else "experts" if best.cards is Cards.EXPERTS else "layers",
         sharing_words=shared,
+        pictures=memory.pictures,
         gave_way=f"{GIVEN} gives way to the planner's own: {why}." if why else "",
     )
 

@@ -75,6 +75,7 @@ class TierBytes:
         activations: activations of one chunk of a prompt.
         headroom: reserved for drivers, the desktop and the rest of the program.
         other_programs: held by other programs now.
+        pictures: the tower that reads pictures, from the first one on.
     """
 
     total: int
@@ -85,15 +86,31 @@ class TierBytes:
     activations: int = 0
     headroom: int = 0
     other_programs: int = 0
+    pictures: int = 0
 
     @property
     def held(self) -> int:
         """Bytes held by the engine."""
-        return self.weights + self.experts + self.staging + self.kv + self.activations
+        return self.weights + self.experts + self.staging + self.kv + self.activations + self.pictures
 
     @property
     def free(self) -> int:
         return max(0, self.total - self.held - self.headroom - self.other_programs)
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePlan:
+    """Reading pictures.
+
+    Attributes:
+        seconds: for one of 1024 x 1024 pixels, beside reading its tokens.
+        nbytes: of the tower, which is loaded with the first one.
+        on_card: whether the card computes it, for which experts there make room meanwhile.
+    """
+
+    seconds: float
+    nbytes: int
+    on_card: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +297,7 @@ class Plan:
         table_bytes: embeddings that stay on disk; table_rows, table_row_bytes: rows that a token reads there, and their
             bytes.
         sharing: how several cards share the model; sharing_words: a sentence on that, empty for one card.
+        pictures: what reading them takes; None for a model that reads text only.
         gave_way: a sentence on why this is not the policy that was asked for.
     """
 
@@ -311,6 +329,7 @@ class Plan:
     sharing: Sharing = "auto"
     sharing_words: str = ""
     gave_way: str = ""
+    pictures: PicturePlan | None = None
 
     def engine_config(self, model: str, device: str = "auto") -> EngineConfig:
         """The engine configuration that runs this plan.

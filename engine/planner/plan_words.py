@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from engine.common.sizes import about
 from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory
-from engine.planner.plan_parts import Help
+from engine.planner.plan_parts import Help, PicturePlan
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.step_time import costs_of_step
 from engine.planner.workload import Workload
@@ -52,6 +53,14 @@ def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, wo
         if costs.machine.gpu is not None
         else "The CPU limits the speed."
     )
+
+
+def picture_words(pictures: PicturePlan | None) -> str:
+    """`pictures: 0.4 s each (1024 x 1024) on the CPU, 620 MB`; empty for a model that reads text only."""
+    if pictures is None:
+        return ""
+    where = "the graphics card" if pictures.on_card else "the CPU"
+    return f"pictures: {pictures.seconds:.2g} s each (1024 x 1024) on {where}, {about(pictures.nbytes)}"
 
 
 def sharing_sentence(outcome: Outcome, costs: Costs, others: list[Outcome]) -> str:

@@ -39,6 +39,12 @@ class GenerationOutcome(Protocol):
     def guessed_tokens(self) -> int: ...
     @property
     def accepted_tokens(self) -> int: ...
+    @property
+    def pictures(self) -> int: ...
+    @property
+    def pictures_kept(self) -> int: ...
+    @property
+    def pictures_s(self) -> float: ...
 
 
 class ChatEngine(Protocol):
@@ -216,6 +222,9 @@ class ChatService:
                     outcome.guessed_tokens,
                     outcome.accepted_tokens,
                     FALLS.note,
+                    outcome.pictures,
+                    outcome.pictures_kept,
+                    outcome.pictures_s,
                 )
             )
         self._wrote(0)

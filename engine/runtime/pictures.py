@@ -14,9 +14,10 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,9 +27,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.pictures import picture_grid, sizes_of
+from engine.checkpoint.pictures import picture_gflops, picture_grid, sizes_of, tower_key
 from engine.common import clock
 from engine.common.chat import Picture
+from engine.common.costs import Cost, CostModel, Source, picture_on_card
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.pictures import read_picture, size_of
@@ -126,7 +128,11 @@ class Sight:
     ) -> None:
         self.sizes: Sizes = sizes_of(directory, raw)
         self._directory, self._place, self._devices = directory, place, devices
-        self._open_tower, self._is_whole = open_tower, is_whole
+        self.key = tower_key(directory)
+        """Says by what pictures are read: what is kept of them is of no use to anything else."""
+        self._open_tower, self._is_whole, self._raw = open_tower, is_whole, raw
+        self.costs_of: Callable[[], CostModel] = CostModel
+        """What the planner knows of this machine; asked once, if there is a card that could read pictures."""
         self._tower: Any = None
         self._processor: Any = None
         self._lists = True
@@ -277,6 +283,12 @@ class Sight:
         begun_ns = clock.now_ns()
         image = read_picture(seen.picture, "The picture")
         if self._tower is None:
+            if tower_key(self._directory) != self.key:
+                raise EngineError(
+                    ErrorCode.CHECKPOINT_DAMAGED,
+                    f"The part of {self._directory.name} that sees is another one than when the model was loaded: load "
+                    "the model again.",
+                )
             self._tower = self._open_tower()
             self._processor = processor_of(self._directory, self.sizes)
         try:
@@ -291,7 +303,9 @@ class Sight:
             if name in takes
         }
         numbers = sum(value.numel() for value in inputs.values() if torch.is_tensor(value))
-        with self._on_card(_ACTIVATIONS * numbers * dtype.itemsize) as place:
+        weights = sum(each.numel() for each in self._tower.parameters())
+        gflops = picture_gflops(self._raw, self.sizes, weights, seen.grid)
+        with self._placed(_ACTIVATIONS * numbers * dtype.itemsize, gflops) as place:
             inputs = {name: value.to(place) if torch.is_tensor(value) else value for name, value in inputs.items()}
             out = self._tower.get_image_features(**inputs, return_dict=True)
             if out.pooler_output is None:  # Llama 4's whole model joins what its tower makes to the text by itself
@@ -307,19 +321,40 @@ class Sight:
         self.read_pictures += 1
         self._lists = isinstance(out.pooler_output, list | tuple)
         if RECORDER.on:
-            RECORDER.span(lanes.PHASE, lanes.PICTURE, begun_ns, clock.now_ns(), layer=-1, count=expected)
+            RECORDER.layer_since_ns = clock.now_ns()  # what follows is dense work again
+            RECORDER.span(lanes.PICTURES, lanes.PICTURE, begun_ns, RECORDER.layer_since_ns, layer=-1, count=expected)
         return Features(rows.to(self._place), tuple(each.to(self._place) for each in deep))
 
     @contextmanager
-    def _on_card(self, activations: int) -> Iterator[torch.device]:
-        """Where the tower is meanwhile: on the first card, if the experts there can make room for it, or on the CPU.
+    def _placed(self, activations: int, gflops: float) -> Iterator[torch.device]:
+        """Where the tower is meanwhile: on the first card, if that is not slower and the experts there can make room
+        for it, or on the CPU; what it takes corrects what the planner knows.
 
         Its weights are copied there for a picture and stay in RAM: few are sent, and every token uses experts.
         """
-        cpu = torch.device("cpu")
         if self._devices is None:
-            yield cpu
+            yield torch.device("cpu")
             return
+        costs, before, begun_s = self.costs, self.read_on_card, clock.now()
+        wanted = picture_on_card(costs, gflops)
+        with self._on_card(activations) if wanted else nullcontext(torch.device("cpu")) as place:
+            yield place
+            if self.read_on_card > before:
+                self._devices.devices[0].synchronize()
+        kind = Cost.CARD_PICTURE if self.read_on_card > before else Cost.CPU_PICTURE
+        if costs.source(kind) is not Source.ASSUMED:
+            costs.observe(kind, gflops, clock.now() - begun_s)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """Of pictures, on the card and on the CPU."""
+        return self.costs_of()
+
+    @contextmanager
+    def _on_card(self, activations: int) -> Iterator[torch.device]:
+        """On the first card, or on the CPU if it has no room."""
+        assert self._devices is not None
+        cpu = torch.device("cpu")
         card, experts = self._devices.devices[0], self._devices.experts
         own = [*self._tower.parameters(), *self._tower.buffers()]
         reservation = card.memory.reserve(0, MemoryCategory.WEIGHTS)
@@ -347,22 +382,21 @@ class Sight:
             reservation.release()
             experts.take_back()
 
-    def given(self, layout: Layout, begin: int, end: int, model: Any) -> dict[str, Any]:
-        """Arguments of the model's forward for these tokens of a prompt, but for its cache."""
-        sight = self.sizes.sight
-        ids = torch.tensor([self.plain(layout.ids[begin:end])], device=self._place)
-        found: dict[str, Any] = {}
-        if layout.positions is not None:
-            found["position_ids"] = layout.positions[:, None, begin:end].to(self._place)
-        else:
-            found["position_ids"] = torch.arange(begin, end, device=self._place)[None]
-        rows, deep = self._rows(layout, begin, end)
+    def given(self, pieces: Sequence[PromptPart], model: Any) -> dict[str, Any]:
+        """Arguments of the model's forward, but for its cache, for tokens of one prompt, or of several as one."""
+        sight, tokens = self.sizes.sight, [token for piece in pieces for token in piece.ids]
+        ids = torch.tensor([self.plain(tokens)], device=self._place)
+        positions = [piece.positions(sight.axes) for piece in pieces]
+        found: dict[str, Any] = {"position_ids": torch.cat(positions, dim=-1).to(self._place)}
+        rows, deep = self._rows(pieces, model)
         if sight.experts:
-            own = [int(token >= FIRST or token in self._ends) for token in layout.ids[begin:end]]
+            own = [int(token >= FIRST or token in self._ends) for token in tokens]
             found[sight.experts] = torch.tensor([own], device=self._place)
         if sight.both_ways:
-            kinds = torch.tensor([[int(token >= FIRST) for token in layout.ids[:end]]], device=self._place)
-            found[sight.both_ways] = kinds
+            (piece,) = pieces
+            before = piece.layout.ids[: piece.begin] if piece.layout is not None else []
+            kinds = [int(token >= FIRST) for token in (*before, *tokens)]
+            found[sight.both_ways] = torch.tensor([kinds], device=self._place)
         if self._is_whole:
             found["input_ids"] = ids
             if rows:
@@ -377,23 +411,37 @@ class Sight:
             embedded = embedded.masked_scatter(mask, torch.cat(rows).to(embedded.dtype))
         return {**found, "inputs_embeds": embedded}
 
-    def _rows(self, layout: Layout, begin: int, end: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    def added(self, pieces: Sequence[PromptPart]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What is added to hidden states after the first layers: for which of these tokens, and rows for each layer."""
+        tokens = [token for piece in pieces for token in piece.ids]
+        places = [place for place, token in enumerate(tokens) if token >= FIRST]
+        _rows, deep = self._rows(pieces, None)
+        return torch.tensor(places, device=self._place), [torch.cat(each) for each in deep]
+
+    def _rows(self, pieces: Sequence[PromptPart], model: Any) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        """Rows for all placeholders in these tokens; one that the model itself wrote has its embedding."""
         rows, deep = list[torch.Tensor](), list[list[torch.Tensor]]()
-        for span in layout.spans:
-            if span.end <= begin or span.begin >= end:
-                continue
-            index = [
-                (token >> _CHUNK_BITS) & ((1 << _INDEX_BITS) - 1)
-                for token in layout.ids[max(begin, span.begin) : min(end, span.end)]
-                if token >= FIRST
-            ]
-            if not index:
-                continue
-            features = self.features(span.seen)
-            rows.append(features.rows[index[0] : index[-1] + 1])
-            deep = deep or [[] for _ in features.deep]
-            for place, each in enumerate(features.deep):
-                deep[place].append(each[index[0] : index[-1] + 1])
+        if not any(token >= FIRST for piece in pieces for token in piece.ids):
+            return rows, deep
+        for piece in pieces:
+            at = 0
+            while at < len(piece.ids):
+                token = piece.ids[at]
+                if token < FIRST:
+                    at += 1
+                    if token == self.placeholder_id and model is not None:
+                        rows.append(model.get_input_embeddings()(torch.tensor([token], device=self._place)))
+                    continue
+                assert piece.layout is not None
+                span = piece.layout.span_at(piece.begin + at)
+                own = piece.ids[at : span.end - piece.begin]
+                index = [(each >> _CHUNK_BITS) & ((1 << _INDEX_BITS) - 1) for each in own if each >= FIRST]
+                features = piece.layout.features(span)
+                rows.append(features.rows[index[0] : index[-1] + 1])
+                deep = deep or [[] for _ in features.deep]
+                for place, each in enumerate(features.deep):
+                    deep[place].append(each[index[0] : index[-1] + 1])
+                at += len(own)
         return rows, deep
 
     def close(self) -> None:
@@ -412,22 +460,40 @@ class Span:
     seen: SeenPicture
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """The tokens from `begin` on of a sequence, which may have pictures among them or before."""
+
+    layout: Layout | None
+    begin: int
+    ids: Sequence[int]
+
+    def positions(self, axes: bool) -> torch.Tensor:
+        """[1, T], or of three axes [3, 1, T]."""
+        if axes and self.layout is not None:
+            return self.layout.rotated(self.begin, len(self.ids))[:, None]
+        plain = torch.arange(self.begin, self.begin + len(self.ids))[None]
+        return plain.expand(3, 1, -1) if axes else plain
+
+
 class Layout:
     """Where pictures lie in a prompt, and the positions of its tokens.
 
     Attributes:
-        positions: of three axes [3, T], where tokens have such.
         shift: of the positions of all that comes behind the last picture.
         end: of the last picture.
+        read, read_s: pictures that the tower has read for this prompt, and the seconds that it took.
     """
 
     def __init__(self, sight: Sight, ids: list[int], spans: list[Span]) -> None:
         self.sight, self.ids, self.spans = sight, ids, spans
         self.end = spans[-1].end
-        self.positions: torch.Tensor | None = None
+        self.read, self.read_s = 0, 0.0
+        self._held = dict[Span, Features]()
+        self._positions: torch.Tensor | None = None
         self.shift = 0
         if sight.sizes.sight.axes:
-            self.positions, self.shift = self._laid_out()
+            self._positions, self.shift = self._laid_out()
 
     def _laid_out(self) -> tuple[torch.Tensor, int]:
         """As `get_rope_index` of the library: a picture is as long as its longer side."""
@@ -455,12 +521,55 @@ class Layout:
                 return span.begin if span.begin > begin else span.end
         return end
 
-    def given(self, begin: int, end: int, model: Any) -> dict[str, Any] | None:
-        """Arguments of the model for these tokens; `None` where they are those of text at shifted positions."""
+    def has_any(self, begin: int, end: int) -> bool:
+        """Whether the model needs to be told of pictures for these tokens: else they are text at shifted positions."""
         ends = bool(self.sight.sizes.sight.experts)  # which begin and end a picture
-        if begin >= self.end + ends or end <= self.spans[0].begin - ends:
-            return None
-        return self.sight.given(self, begin, end, model)
+        return begin < self.end + ends and end > self.spans[0].begin - ends
+
+    def given(self, begin: int, ids: Sequence[int], model: Any) -> dict[str, Any] | None:
+        """Arguments of the model for these tokens; `None` where they are those of text at shifted positions."""
+        return (
+            self.sight.given([PromptPart(self, begin, ids)], model) if self.has_any(begin, begin + len(ids)) else None
+        )
+
+    def seen_by(self, sight: Sight) -> Layout:
+        """The same for another copy of the model."""
+        return Layout(sight, self.ids, [replace(span, seen=sight.see(span.seen.picture)) for span in self.spans])
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What an answer says of its pictures; see `GenerationResult`."""
+        kept = len(self.spans) - self.read
+        return {"pictures": len(self.spans), "pictures_kept": kept, "pictures_s": self.read_s}
+
+    def look(self, begin: int, end: int) -> None:
+        """Has the tower read what lies among these tokens, and holds on to it until others are looked at.
+
+        Raises:
+            EngineError: as `Sight.features`.
+        """
+        now = [span for span in self.spans if span.begin < end and span.end > begin]
+        self._held = {span: self.features(span) for span in now}
+
+    def features(self, span: Span) -> Features:
+        """What the tower makes of a picture here."""
+        if (found := self._held.get(span)) is None:
+            before, begun_s = self.sight.read_pictures, clock.now()
+            found = self.sight.features(span.seen)
+            if self.sight.read_pictures > before:
+                self.read += 1
+                self.read_s += clock.now() - begun_s
+        return found
+
+    def span_at(self, index: int) -> Span:
+        """The picture among whose tokens this one is."""
+        return next(span for span in self.spans if span.begin <= index < span.end)
+
+    def rotated(self, begin: int, count: int) -> torch.Tensor:
+        """Positions [3, T] of these tokens, some of which may lie behind the prompt."""
+        assert self._positions is not None
+        behind = torch.arange(max(begin, len(self.ids)), max(begin + count, len(self.ids))) + self.shift
+        return torch.cat([self._positions[:, begin : begin + count], behind.expand(3, -1)], dim=1)
 
     def position(self, index: int) -> int:
         """Where a token lies that is not among pictures, for rotations."""

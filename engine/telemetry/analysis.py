@@ -101,6 +101,7 @@ class Waiting:
         steps: number of steps; 0 if not counted.
         is_batch: whether they belong to a batch, with many rows per step.
         others: CPU share of other programs meanwhile.
+        pictures: that were read for them, which took `pictures_s` seconds.
     """
 
     tokens: int
@@ -109,6 +110,8 @@ class Waiting:
     steps: int = 0
     is_batch: bool = False
     others: float = 0.0
+    pictures: int = 0
+    pictures_s: float = 0.0
 
     @property
     def most(self) -> str:

@@ -12,7 +12,7 @@ from engine.common.lanes import TRACKS, track_number
 
 PHASE, GPU, H2D, D2H = map(track_number, ("phase", "gpu", "h2d", "d2h"))
 CPU_EXPERTS, CPU_ATTENTION, DISK = map(track_number, ("cpu_experts", "cpu_attention", "disk"))
-SMALL_COPY, REQUESTS, SWEEPS = map(track_number, ("small_copy", "requests", "sweeps"))
+SMALL_COPY, REQUESTS, SWEEPS, PICTURES = map(track_number, ("small_copy", "requests", "sweeps", "pictures"))
 ALL_LANES = tuple(track.name for track in TRACKS)
 
 NAMES = (
@@ -46,7 +46,7 @@ NAMES = (
     "kept on disk",
     "waiting elsewhere",  # a request to another server, until the first piece of its answer
     "written elsewhere",  # `count` tokens of its answer, or pieces where the server does not count
-    "picture",  # phase: `count` tokens are made of a picture
+    "picture",  # `count` tokens are made of it
 )
 """Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 

@@ -23,7 +23,7 @@ from engine.common.sizes import about, rounded_up
 from engine.formats import AUTO
 from engine.hardware.profiles import EMULATED
 from engine.planner.engine_memory import context_tokens
-from engine.planner.plan_parts import Limits, TierBytes
+from engine.planner.plan_parts import Limits, PicturePlan, TierBytes
 from engine.planner.predict import DecodePrediction, predict_decode
 from engine.planner.workload import CHAT
 from engine.tuning.machine_state import MachineLook, plan_here
@@ -98,6 +98,7 @@ class FitRow:
         why: what the verdict rests on, in a sentence.
         load_anyway: what happens if it is loaded all the same, in a sentence.
         precision: what it runs in, for people; empty if the model does not fit.
+        pictures: what reading them takes; None for a model that reads text only.
         kv_at_context: bytes of keys and values once the wanted context is full; room for it is taken from the cache.
         fits_alone: whether it would fit if no other program held any memory.
     """
@@ -115,6 +116,7 @@ class FitRow:
     load_anyway: str
     precision: str = ""
     kv_at_context: int = 0
+    pictures: PicturePlan | None = None
     fits_alone: bool = True
 
 
@@ -191,6 +193,7 @@ class _Run:
     written: int
     precision: str
     speed: FitSpeed
+    pictures: PicturePlan | None
 
 
 def _row(
@@ -223,6 +226,7 @@ def _row(
         from_disk=run.from_disk,
         speed=run.speed,
         precision=held.words(run.precision),
+        pictures=run.pictures,
         quality=_left(candidate.quality, run.precision),
     )
     return _without_room(row) or _judged(row, run)
@@ -334,7 +338,8 @@ def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path |
             return timed
     memory = found.memory
     speed = FitSpeed(found.tokens_per_s, found.low, found.high, found.ttft_s, "estimated")
-    return _Run(memory.card, memory.ram, memory.disk + memory.streamed, memory.written, found.precision, speed)
+    from_disk = memory.disk + memory.streamed
+    return _Run(memory.card, memory.ram, from_disk, memory.written, found.precision, speed, memory.pictures)
 
 
 def _timed(shape: ModelShape, look: MachineLook, limits: Limits, config: EngineConfig) -> _Run | None:
@@ -344,7 +349,8 @@ def _timed(shape: ModelShape, look: MachineLook, limits: Limits, config: EngineC
         return None
     told = plan.speed
     speed = FitSpeed(told.decode_tokens_per_s, told.low, told.high, told.ttft_s, "measured here")
-    return _Run(plan.card, plan.ram, plan.disk_bytes + plan.streamed_bytes, plan.written_bytes, plan.precision, speed)
+    from_disk = plan.disk_bytes + plan.streamed_bytes
+    return _Run(plan.card, plan.ram, from_disk, plan.written_bytes, plan.precision, speed, plan.pictures)
 
 
 def _predicted(

@@ -389,6 +389,9 @@ def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str,
         "device_note": info.device_note,
         "template_note": info.template_note,
         "gave_way": FALLS.note,
+        "pictures": result.pictures,
+        "pictures_kept": result.pictures_kept,
+        "pictures_s": result.pictures_s,
     }
     emit(document, as_json=args.json, human="")  # the text has been streamed; this ends its line
     return 0

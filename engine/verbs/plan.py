@@ -149,6 +149,8 @@ def timing_text(speed: Speed) -> str:
 
 
 def plan_text(plan: Plan) -> str:
+    from engine.planner.plan_words import picture_words
+
     work, speed, cache = plan.workload, plan.speed, plan.cache
     lines = [
         f"{plan.model} on {plan.machine}, {work.name}: {work.sequences} x {work.prompt_tokens} tokens read, "
@@ -171,6 +173,8 @@ def plan_text(plan: Plan) -> str:
     if plan.table_bytes:
         each = f"{plan.table_rows} {'row' if plan.table_rows == 1 else 'rows'}, {plan.table_row_bytes:,} bytes"
         lines.append(f"{'disk':<14}{plan.table_bytes / 1e9:.1f} GB of embeddings, of which a token reads {each}")
+    if said := picture_words(plan.pictures):
+        lines.append(said[0].upper() + said[1:] + ", loaded with the first one.")
     if plan.written_bytes:
         lines.append(f"{'':<14}{plan.written_bytes / 1e9:.1f} GB must be free there for what is converted once")
     if plan.card is not None and cache.all_experts:

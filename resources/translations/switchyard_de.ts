@@ -1564,6 +1564,26 @@ negativ</translation>
             <translation>gestoppt</translation>
         </message>
         <message>
+            <source>picture read before</source>
+            <translation>Bild schon gelesen</translation>
+        </message>
+        <message>
+            <source>picture read in {0} s</source>
+            <translation>Bild in {0} s gelesen</translation>
+        </message>
+        <message>
+            <source>{0} pictures read in {1} s</source>
+            <translation>{0} Bilder in {1} s gelesen</translation>
+        </message>
+        <message>
+            <source>{0} pictures read before</source>
+            <translation>{0} Bilder schon gelesen</translation>
+        </message>
+        <message>
+            <source>{0} of {1} pictures read before, the others in {2} s</source>
+            <translation>{0} von {1} Bildern schon gelesen, die übrigen in {2} s</translation>
+        </message>
+        <message>
             <source>Thinking… {0}</source>
             <translation>Denkt nach… {0}</translation>
         </message>
@@ -3916,6 +3936,14 @@ negativ</translation>
             <translation>erstes Token nach etwa {0} s</translation>
         </message>
         <message>
+            <source>pictures: about {0} s each on the graphics card, {1}</source>
+            <translation>Bilder: je etwa {0} s auf der Grafikkarte, {1}</translation>
+        </message>
+        <message>
+            <source>pictures: about {0} s each on the CPU, {1}</source>
+            <translation>Bilder: je etwa {0} s auf der CPU, {1}</translation>
+        </message>
+        <message>
             <source>download</source>
             <translation>Download</translation>
         </message>
@@ -4607,6 +4635,22 @@ negativ</translation>
             <translation>Attention auf der CPU</translation>
         </message>
         <message>
+            <source>Pictures</source>
+            <translation>Bilder</translation>
+        </message>
+        <message>
+            <source>Pictures being turned into tokens by the part of the model that sees, on the graphics card or the processor. Each is read once: the next question about it begins at once.</source>
+            <translation>Bilder, die der sehende Teil des Modells in Tokens verwandelt, auf der Grafikkarte oder dem Prozessor. Jedes wird einmal gelesen: Die nächste Frage dazu beginnt sofort.</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>Bilder lesen</translation>
+        </message>
+        <message>
+            <source>pictures</source>
+            <translation>Bilder</translation>
+        </message>
+        <message>
             <source>Disk</source>
             <translation>Datenträger</translation>
         </message>
@@ -5188,6 +5232,10 @@ negativ</translation>
         <message>
             <source>activations</source>
             <translation>Aktivierungen</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>Bilder lesen</translation>
         </message>
         <message>
             <source>the engine itself</source>
@@ -6310,6 +6358,10 @@ negativ</translation>
         <message>
             <source>working memory</source>
             <translation>Arbeitsspeicher</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>Bilder lesen</translation>
         </message>
         <message>
             <source>safety margin</source>
@@ -8860,6 +8912,14 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>Other programs used {0}% of the CPU, which slows everything down.</source>
             <translation>Andere Programme nutzten {0} % der CPU; das bremst alles.</translation>
+        </message>
+        <message>
+            <source>A picture was read first, in {0} s.</source>
+            <translation>Zuvor wurde ein Bild gelesen, in {0} s.</translation>
+        </message>
+        <message>
+            <source>{0} pictures were read first, in {1} s.</source>
+            <translation>Zuvor wurden {0} Bilder gelesen, in {1} s.</translation>
         </message>
         <message>
             <source>Batch: last {0} tokens, {1} per step, {2}/s.</source>

@@ -1564,6 +1564,26 @@ negativo</translation>
             <translation>detenida</translation>
         </message>
         <message>
+            <source>picture read before</source>
+            <translation>imagen ya leída</translation>
+        </message>
+        <message>
+            <source>picture read in {0} s</source>
+            <translation>imagen leída en {0} s</translation>
+        </message>
+        <message>
+            <source>{0} pictures read in {1} s</source>
+            <translation>{0} imágenes leídas en {1} s</translation>
+        </message>
+        <message>
+            <source>{0} pictures read before</source>
+            <translation>{0} imágenes ya leídas</translation>
+        </message>
+        <message>
+            <source>{0} of {1} pictures read before, the others in {2} s</source>
+            <translation>{0} de {1} imágenes ya leídas, las demás en {2} s</translation>
+        </message>
+        <message>
             <source>Thinking… {0}</source>
             <translation>Pensando… {0}</translation>
         </message>
@@ -3916,6 +3936,14 @@ negativo</translation>
             <translation>primer token a los {0} s aprox.</translation>
         </message>
         <message>
+            <source>pictures: about {0} s each on the graphics card, {1}</source>
+            <translation>imágenes: unos {0} s cada una en la tarjeta gráfica, {1}</translation>
+        </message>
+        <message>
+            <source>pictures: about {0} s each on the CPU, {1}</source>
+            <translation>imágenes: unos {0} s cada una en la CPU, {1}</translation>
+        </message>
+        <message>
             <source>download</source>
             <translation>descarga</translation>
         </message>
@@ -4607,6 +4635,22 @@ negativo</translation>
             <translation>atención en CPU</translation>
         </message>
         <message>
+            <source>Pictures</source>
+            <translation>Imágenes</translation>
+        </message>
+        <message>
+            <source>Pictures being turned into tokens by the part of the model that sees, on the graphics card or the processor. Each is read once: the next question about it begins at once.</source>
+            <translation>Imágenes que la parte del modelo que ve convierte en tokens, en la tarjeta gráfica o en el procesador. Cada una se lee una vez: la siguiente pregunta sobre ella empieza de inmediato.</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>lectura de imágenes</translation>
+        </message>
+        <message>
+            <source>pictures</source>
+            <translation>imágenes</translation>
+        </message>
+        <message>
             <source>Disk</source>
             <translation>Disco</translation>
         </message>
@@ -5188,6 +5232,10 @@ negativo</translation>
         <message>
             <source>activations</source>
             <translation>activaciones</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>lectura de imágenes</translation>
         </message>
         <message>
             <source>the engine itself</source>
@@ -6310,6 +6358,10 @@ negativo</translation>
         <message>
             <source>working memory</source>
             <translation>memoria de trabajo</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>lectura de imágenes</translation>
         </message>
         <message>
             <source>safety margin</source>
@@ -8860,6 +8912,14 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>Other programs used {0}% of the CPU, which slows everything down.</source>
             <translation>Otros programas usaron el {0} % de la CPU, lo que lo ralentiza todo.</translation>
+        </message>
+        <message>
+            <source>A picture was read first, in {0} s.</source>
+            <translation>Antes se leyó una imagen, en {0} s.</translation>
+        </message>
+        <message>
+            <source>{0} pictures were read first, in {1} s.</source>
+            <translation>Antes se leyeron {0} imágenes, en {1} s.</translation>
         </message>
         <message>
             <source>Batch: last {0} tokens, {1} per step, {2}/s.</source>

@@ -1564,6 +1564,26 @@ négatif</translation>
             <translation>arrêtée</translation>
         </message>
         <message>
+            <source>picture read before</source>
+            <translation>image déjà lue</translation>
+        </message>
+        <message>
+            <source>picture read in {0} s</source>
+            <translation>image lue en {0} s</translation>
+        </message>
+        <message>
+            <source>{0} pictures read in {1} s</source>
+            <translation>{0} images lues en {1} s</translation>
+        </message>
+        <message>
+            <source>{0} pictures read before</source>
+            <translation>{0} images déjà lues</translation>
+        </message>
+        <message>
+            <source>{0} of {1} pictures read before, the others in {2} s</source>
+            <translation>{0} images sur {1} déjà lues, les autres en {2} s</translation>
+        </message>
+        <message>
             <source>Thinking… {0}</source>
             <translation>Réflexion… {0}</translation>
         </message>
@@ -3916,6 +3936,14 @@ négatif</translation>
             <translation>premier token après environ {0} s</translation>
         </message>
         <message>
+            <source>pictures: about {0} s each on the graphics card, {1}</source>
+            <translation>images : environ {0} s chacune sur la carte graphique, {1}</translation>
+        </message>
+        <message>
+            <source>pictures: about {0} s each on the CPU, {1}</source>
+            <translation>images : environ {0} s chacune sur le processeur, {1}</translation>
+        </message>
+        <message>
             <source>download</source>
             <translation>téléchargement</translation>
         </message>
@@ -4607,6 +4635,22 @@ négatif</translation>
             <translation>attention CPU</translation>
         </message>
         <message>
+            <source>Pictures</source>
+            <translation>Images</translation>
+        </message>
+        <message>
+            <source>Pictures being turned into tokens by the part of the model that sees, on the graphics card or the processor. Each is read once: the next question about it begins at once.</source>
+            <translation>Images que la partie du modèle qui voit transforme en tokens, sur la carte graphique ou le processeur. Chacune est lue une fois : la question suivante à son sujet commence aussitôt.</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>lecture d'images</translation>
+        </message>
+        <message>
+            <source>pictures</source>
+            <translation>images</translation>
+        </message>
+        <message>
             <source>Disk</source>
             <translation>Disque</translation>
         </message>
@@ -5188,6 +5232,10 @@ négatif</translation>
         <message>
             <source>activations</source>
             <translation>activations</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>lecture d'images</translation>
         </message>
         <message>
             <source>the engine itself</source>
@@ -6310,6 +6358,10 @@ négatif</translation>
         <message>
             <source>working memory</source>
             <translation>mémoire de travail</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>lecture d'images</translation>
         </message>
         <message>
             <source>safety margin</source>
@@ -8860,6 +8912,14 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>Other programs used {0}% of the CPU, which slows everything down.</source>
             <translation>D’autres programmes ont utilisé {0} % du processeur, ce qui ralentit tout.</translation>
+        </message>
+        <message>
+            <source>A picture was read first, in {0} s.</source>
+            <translation>Une image a d'abord été lue, en {0} s.</translation>
+        </message>
+        <message>
+            <source>{0} pictures were read first, in {1} s.</source>
+            <translation>{0} images ont d'abord été lues, en {1} s.</translation>
         </message>
         <message>
             <source>Batch: last {0} tokens, {1} per step, {2}/s.</source>

@@ -1549,6 +1549,26 @@ negative</source>
             <translation>停止</translation>
         </message>
         <message>
+            <source>picture read before</source>
+            <translation>画像は読み取り済み</translation>
+        </message>
+        <message>
+            <source>picture read in {0} s</source>
+            <translation>画像を {0} 秒で読み取り</translation>
+        </message>
+        <message>
+            <source>{0} pictures read in {1} s</source>
+            <translation>{0} 枚の画像を {1} 秒で読み取り</translation>
+        </message>
+        <message>
+            <source>{0} pictures read before</source>
+            <translation>{0} 枚の画像は読み取り済み</translation>
+        </message>
+        <message>
+            <source>{0} of {1} pictures read before, the others in {2} s</source>
+            <translation>{1} 枚中 {0} 枚の画像は読み取り済み、残りは {2} 秒</translation>
+        </message>
+        <message>
             <source>Thinking… {0}</source>
             <translation>思考中… {0}</translation>
         </message>
@@ -3895,6 +3915,14 @@ negative</source>
             <translation>最初のトークンまで約{0}秒</translation>
         </message>
         <message>
+            <source>pictures: about {0} s each on the graphics card, {1}</source>
+            <translation>画像: グラフィックスカードで 1 枚あたり約 {0} 秒、{1}</translation>
+        </message>
+        <message>
+            <source>pictures: about {0} s each on the CPU, {1}</source>
+            <translation>画像: CPU で 1 枚あたり約 {0} 秒、{1}</translation>
+        </message>
+        <message>
             <source>download</source>
             <translation>ダウンロード</translation>
         </message>
@@ -4579,6 +4607,22 @@ negative</source>
             <translation>CPUアテンション</translation>
         </message>
         <message>
+            <source>Pictures</source>
+            <translation>画像</translation>
+        </message>
+        <message>
+            <source>Pictures being turned into tokens by the part of the model that sees, on the graphics card or the processor. Each is read once: the next question about it begins at once.</source>
+            <translation>モデルの画像を見る部分が、グラフィックスカードまたはプロセッサーで画像をトークンに変換しています。どの画像も読み取りは 1 回だけで、同じ画像への次の質問はすぐに始まります。</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>画像の読み取り</translation>
+        </message>
+        <message>
+            <source>pictures</source>
+            <translation>画像</translation>
+        </message>
+        <message>
             <source>Disk</source>
             <translation>ディスク</translation>
         </message>
@@ -5157,6 +5201,10 @@ negative</source>
         <message>
             <source>activations</source>
             <translation>アクティベーション</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>画像の読み取り</translation>
         </message>
         <message>
             <source>the engine itself</source>
@@ -6276,6 +6324,10 @@ negative</source>
         <message>
             <source>working memory</source>
             <translation>作業メモリ</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>画像の読み取り</translation>
         </message>
         <message>
             <source>safety margin</source>
@@ -8824,6 +8876,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>Other programs used {0}% of the CPU, which slows everything down.</source>
             <translation>ほかのプログラムがCPUの{0}%を使っており、全体が遅くなっています。</translation>
+        </message>
+        <message>
+            <source>A picture was read first, in {0} s.</source>
+            <translation>その前に画像を 1 枚、{0} 秒で読み取りました。</translation>
+        </message>
+        <message>
+            <source>{0} pictures were read first, in {1} s.</source>
+            <translation>その前に画像を {0} 枚、{1} 秒で読み取りました。</translation>
         </message>
         <message>
             <source>Batch: last {0} tokens, {1} per step, {2}/s.</source>

@@ -1549,6 +1549,26 @@ negative</source>
             <translation>已停止</translation>
         </message>
         <message>
+            <source>picture read before</source>
+            <translation>图片先前已读取</translation>
+        </message>
+        <message>
+            <source>picture read in {0} s</source>
+            <translation>图片读取用时 {0} 秒</translation>
+        </message>
+        <message>
+            <source>{0} pictures read in {1} s</source>
+            <translation>{0} 张图片读取用时 {1} 秒</translation>
+        </message>
+        <message>
+            <source>{0} pictures read before</source>
+            <translation>{0} 张图片先前已读取</translation>
+        </message>
+        <message>
+            <source>{0} of {1} pictures read before, the others in {2} s</source>
+            <translation>{1} 张图片中 {0} 张先前已读取，其余用时 {2} 秒</translation>
+        </message>
+        <message>
             <source>Thinking… {0}</source>
             <translation>思考中… {0}</translation>
         </message>
@@ -3895,6 +3915,14 @@ negative</source>
             <translation>首个 token 约 {0} 秒</translation>
         </message>
         <message>
+            <source>pictures: about {0} s each on the graphics card, {1}</source>
+            <translation>图片：在显卡上每张约 {0} 秒，{1}</translation>
+        </message>
+        <message>
+            <source>pictures: about {0} s each on the CPU, {1}</source>
+            <translation>图片：在 CPU 上每张约 {0} 秒，{1}</translation>
+        </message>
+        <message>
             <source>download</source>
             <translation>下载</translation>
         </message>
@@ -4579,6 +4607,22 @@ negative</source>
             <translation>CPU 注意力</translation>
         </message>
         <message>
+            <source>Pictures</source>
+            <translation>图片</translation>
+        </message>
+        <message>
+            <source>Pictures being turned into tokens by the part of the model that sees, on the graphics card or the processor. Each is read once: the next question about it begins at once.</source>
+            <translation>模型中负责看图的部分正在显卡或处理器上把图片转换为 token。每张图片只读取一次：下一个关于它的问题会立即开始。</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>读取图片</translation>
+        </message>
+        <message>
+            <source>pictures</source>
+            <translation>图片</translation>
+        </message>
+        <message>
             <source>Disk</source>
             <translation>磁盘</translation>
         </message>
@@ -5157,6 +5201,10 @@ negative</source>
         <message>
             <source>activations</source>
             <translation>激活值</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>读取图片</translation>
         </message>
         <message>
             <source>the engine itself</source>
@@ -6276,6 +6324,10 @@ negative</source>
         <message>
             <source>working memory</source>
             <translation>工作内存</translation>
+        </message>
+        <message>
+            <source>reading pictures</source>
+            <translation>读取图片</translation>
         </message>
         <message>
             <source>safety margin</source>
@@ -8824,6 +8876,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>Other programs used {0}% of the CPU, which slows everything down.</source>
             <translation>其他程序占用了 {0}% 的 CPU，拖慢了一切。</translation>
+        </message>
+        <message>
+            <source>A picture was read first, in {0} s.</source>
+            <translation>此前读取了 1 张图片，用时 {0} 秒。</translation>
+        </message>
+        <message>
+            <source>{0} pictures were read first, in {1} s.</source>
+            <translation>此前读取了 {0} 张图片，用时 {1} 秒。</translation>
         </message>
         <message>
             <source>Batch: last {0} tokens, {1} per step, {2}/s.</source>

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from PySide6.QtCore import QObject, Signal
 
@@ -195,10 +196,10 @@ class ScriptedEngine(QObject):
         self.finish()
 
     def finish(
-        self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6, gave_way: str = ""
+        self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6, **more: Any
     ) -> None:
         tokens = self._tokens[self.request_id]
-        event = Finished(self.request_id, reason, prompt_tokens, 0, tokens, 0.8, rate, gave_way=gave_way)
+        event = Finished(self.request_id, reason, prompt_tokens, 0, tokens, 0.8, rate, **more)
         self._ends()
         if self._now.command.remote is None:
             self.answered.emit(event)

@@ -1078,7 +1078,7 @@ def _chat_pictures_here(stage: Stage) -> None:
     stage.until(lambda: len(chat.presenter.pictures) == 1)
     chat.presenter.send("What time of day is it in this picture?")
     stage.engine.write("Early morning: the sun stands low on the right, and the hills have hardly any shadow.")
-    stage.engine.finish()
+    stage.engine.finish(pictures=1, pictures_s=1.84)
     chat.attaching.give([_picture(900, 900), _picture(300, 900), _picture(1600, 500)])
     stage.until(lambda: len(chat.presenter.pictures) == 3)
     chat.composer.box.setPlainText("And in these?")

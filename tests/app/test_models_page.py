@@ -31,7 +31,7 @@ from engine.checkpoint.mounts import Room
 from engine.checkpoint.removing import Removed
 from engine.common.config import KvPrecision
 from engine.common.paths import models_dir
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import Limits, PicturePlan
 from engine.tuning.fit import DiskBytes, FitCard
 from tests.app import model_parts as parts
 from tests.app import tuning_results as made
@@ -532,6 +532,9 @@ def test_what_cannot_run_says_why_and_offers_nothing(scene: Scene) -> None:
     assert "adapter" in fit.details.text()
     assert fit.download.isHidden()
     assert fit.anyway.isHidden()
+    seeing = replace(parts.fit_row(parts.CANDIDATES[0]), pictures=PicturePlan(0.42, 620 * 2**20))
+    scene.hub.judged.emit(FitCard((seeing,), 0, ""))
+    assert "pictures: about 0.4 s each on the CPU, 620 MB" in fit.details.text()
 
 
 def test_offline_is_said_once_and_calmly(scene: Scene) -> None:

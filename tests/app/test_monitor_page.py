@@ -248,6 +248,7 @@ def test_sentences() -> None:
     assert "disk" not in said
     busy = waiting_sentence(replace(waited, others=0.94))
     assert busy.index("94%") < busy.index("200 tokens")
+    assert "2 pictures were read first, in 1.3 s." in waiting_sentence(replace(waited, pictures=2, pictures_s=1.3))
     batch = waiting_sentence(replace(waited, tokens=240, steps=20, is_batch=True))
     assert "Batch" in batch
     assert "12 per step" in batch

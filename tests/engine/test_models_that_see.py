@@ -6,6 +6,7 @@ import base64
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,18 +20,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from engine import cli
-from engine.batch_files.rows import RowRequest
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.library import show
 from engine.checkpoint.pictures import picture_tokens
 from engine.common.chat import ChatMessage, Picture
-from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.costs import Cost, CostModel, Source
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.kept_context import keep_chat
 from engine.common.pictures import read_picture
 from engine.families.pictures import SIGHTS
 from engine.jobs.rows import never
-from engine.runtime.batch.job_plan import plan_asked
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.kv_session import KvSession
@@ -133,9 +133,23 @@ def loaded(folder: Path, precision: Any = "fp32", **options: Any) -> Iterator[Lo
         model.close()
 
 
+def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence[ChatMessage]) -> list[list[int]]:
+    """As rows of a file that share their sweeps."""
+    sampling, answers = SamplingParams(temperature=0, max_tokens=TOKENS), dict[int, GenerationResult]()
+    rows = [BatchRequest(row, tuple(each), sampling=sampling, end_ids=NO_END) for row, each in enumerate(conversations)]
+    executor = BatchExecutor(model, policy)
+    try:
+        assert "picture" not in executor.note  # some families read long prompts at once
+        executor.run(iter(rows), lambda answer: answers.update({answer.row: answer}))
+    finally:
+        executor.close()
+    assert not any(answer.error for answer in answers.values()), answers
+    return [list(answers[row].token_ids) for row in range(len(rows))]
+
+
 @pytest.mark.parametrize("family", SEEING)
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
-    """Two pictures of odd sizes between text, in one piece and in many, then token by token."""
+    """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
     with loaded(checkpoint(family, folder)) as model:
         assert model.info.sees
         assert "no images" not in model.info.device_note
@@ -159,6 +173,14 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
         for again in range(2):  # what came before is gone on with
             (answer,) = ask(Scheduler(model), MESSAGES)
             assert list(answer.token_ids) == tokens, again
+            assert (answer.pictures, answer.pictures_kept) == (2, 2)
+        text, one = (ChatMessage("user", "Which experts does a token use?"),), (turn("And ", B),)
+        alone = [list(ask(Scheduler(model), each)[0].token_ids) for each in (text, one)]
+        for sweep_tokens in (4096, 9):
+            policy = BatchPolicy(rows=4, sweep_tokens=sweep_tokens)
+            found = in_company(model, policy, MESSAGES, text, one, MESSAGES)
+            assert found == [tokens, *alone, tokens], sweep_tokens
+        assert model.sight.read_pictures == 2  # each once, whoever asks
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"])
@@ -170,10 +192,16 @@ def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
         session = KvSession(model)
         with torch.inference_mode():
             *_, logits = [*_logits_after(session, ids)]
+            tokens, after = [int(logits.argmax())], logits
+            while len(tokens) < TOKENS:
+                after = session.step(torch.tensor([tokens[-1:]]), tokens[-1])
+                tokens.append(int(after.argmax()))
         assert (logits.float() - expected[0]).abs().mean() < 0.2 * expected[0].std()  # one expert may be another
         (answer,) = ask(Scheduler(model), MESSAGES)
         (again,) = ask(Scheduler(model), MESSAGES)
-        assert answer.token_ids == again.token_ids
+        assert list(answer.token_ids) == list(again.token_ids) == tokens
+        together = ask(Scheduler(model), (turn("And ", B),), MESSAGES, (turn(A, "?"),))
+        assert [len(each.token_ids) for each in together] == [TOKENS] * 3  # of which near ties may change places
 
 
 def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -193,19 +221,37 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
         alone = [ask(Scheduler(model), messages)[0].token_ids for messages in (MESSAGES, text)]
         ids = Preparation(model).prompt(MESSAGES, never)
         assert list(alone[0]) == library_answer(model, place, ids, (A, B))[0]
-        together = ask(Scheduler(model), MESSAGES, text, (turn("And ", B),))
-        assert [each.token_ids for each in together[:2]] == alone
+        together = ask(Scheduler(model), text, MESSAGES, (turn("And ", B),))
+        assert [each.token_ids for each in together[:2]] == alone[::-1]
         (beams,) = ask(Scheduler(model), MESSAGES, beams=2)
         assert len(beams.token_ids) == TOKENS
+        layout = model.sight.layout(ids) if model.sight is not None else None
+        assert layout is not None
+        rows = layout.features(layout.spans[0]).rows
     with on_disk(monkeypatch, place, "fp32") as model:
         assert "read from disk" in model.info.device_note
-        assert ask(Scheduler(model), MESSAGES)[0].token_ids == alone[0]
-    with opened(place, vram_bytes=8 * MIB) as model:
-        scheduler = Scheduler(model)
-        assert ask(scheduler, MESSAGES)[0].token_ids == alone[0]
         assert model.sight is not None
-        assert model.sight.read_on_card == 2
-        scheduler.close()
+        moved = layout.seen_by(model.sight)  # of a request that goes on elsewhere
+        assert model.sight.layout(ids) is not None
+        torch.testing.assert_close(moved.features(moved.spans[0]).rows, rows)
+        assert ask(Scheduler(model), MESSAGES)[0].token_ids == alone[0]
+    for card_s, on_card in ((0.1, 2), (10.0, 0)):  # the planner says where
+        with opened(place, vram_bytes=8 * MIB) as model:
+            scheduler, sight = Scheduler(model), model.sight
+            assert sight is not None
+            assert sight.costs_of().predict(Cost.CARD_PICTURE, 1) > sight.costs_of().predict(Cost.H2D, 1)
+            sight.costs_of = CostModel
+            sight.costs.know(Cost.CARD_PICTURE, lambda _gflops, card_s=card_s: card_s)  # type: ignore[misc]
+            sight.costs.know(Cost.CPU_PICTURE, lambda _gflops: 1.0)
+            assert ask(scheduler, MESSAGES)[0].token_ids == alone[0]
+            assert (sight.read_pictures, sight.read_on_card) == (2, on_card)
+            both = ask(scheduler, text, MESSAGES, (turn("And ", B),))
+            assert [each.token_ids for each in both[:2]] == alone[::-1]
+            answered = in_company(model, BatchPolicy(rows=3), MESSAGES, text, (turn("And ", B),))
+            assert [tuple(each) for each in answered[:2]] == alone
+            seen = Cost.CARD_PICTURE if on_card else Cost.CPU_PICTURE
+            assert [kind for kind in Cost if sight.costs.source(kind) is Source.OBSERVED] == [seen]
+            scheduler.close()
 
 
 def test_a_picture_is_read_once_and_never_taken_for_another(folder: Path) -> None:
@@ -225,40 +271,53 @@ def test_a_picture_is_read_once_and_never_taken_for_another(folder: Path) -> Non
         assert other.token_ids == fresh.token_ids
 
 
-def test_rows_of_files_and_the_time_that_a_picture_takes(folder: Path) -> None:
-    """Rows with pictures are answered one by one; in sweeps of text one says that it cannot be."""
+def test_a_damaged_picture_harms_no_other_row_and_the_time_of_each_is_recorded(folder: Path) -> None:
+    cut = Picture("image/png", base64.b64encode(_without_pixels(base64.b64decode(B.data))).decode())
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS)
+    asked = ((turn("Look ", cut),), MESSAGES, (turn("Look ", A, cut),), (turn("And ", B),))
+    rows = [BatchRequest(row, each, sampling=sampling, end_ids=NO_END) for row, each in enumerate(asked)]
     with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
-        expected = ask(Scheduler(model), MESSAGES)[0].token_ids
-        asked = [(1.0, RowRequest(0, MESSAGES, SamplingParams(max_tokens=TOKENS)))]
-        plan = plan_asked(BatchJob("rows.csv", "answers.csv"), asked, model)
-        assert plan.policy.reads_pictures
-        assert not plan_asked(BatchJob("rows.csv", "answers.csv"), [], model).policy.reads_pictures
-        row = BatchRequest(0, MESSAGES, sampling=SamplingParams(temperature=0, max_tokens=TOKENS), end_ids=NO_END)
-        for policy in (plan.policy, BatchPolicy(rows=2)):
-            answers = list[GenerationResult]()
-            executor = BatchExecutor(model, policy)
+        expected = [ask(Scheduler(model), each)[0].token_ids for each in (MESSAGES, asked[3])]
+        assert model.sight is not None
+        for most in (4, 1):
+            answers = dict[int, GenerationResult]()
+            executor = BatchExecutor(model, BatchPolicy(rows=most))
+            model.sight.close()
             RECORDER.start()
             try:
-                assert model.sight is not None
-                model.sight.close()
-                executor.run(iter([row]), answers.append)
-                names = set(RECORDER.take_spans()["name"].tolist())
+                executor.run(iter(rows), lambda answer, found=answers: found.update({answer.row: answer}))  # type: ignore[misc]
+                spans = RECORDER.take_spans()
             finally:
                 RECORDER.stop()
                 executor.close()
-            (answer,) = answers
-            if policy.reads_pictures:
-                assert "they have pictures" in executor.note
-                assert answer.token_ids == expected
-                assert lanes.PICTURE in names
-            else:
-                assert answer.error is not None
-                assert "put rows with pictures into a file of their own" in answer.error.message
+            assert [answers[row].token_ids for row in (1, 3)] == expected
+            for row in (0, 2):
+                assert "damaged" in str(answers[row].error)
+            pictures = spans[spans["lane"] == lanes.PICTURES]
+            assert pictures["name"].tolist() == [lanes.PICTURE] * 2
+            assert pictures["count"].tolist() == [each.tokens - 2 for each in _grids(model, A, B)]
+            read = [answers[row] for row in (1, 3)]
+            assert sum(each.pictures - each.pictures_kept for each in read) == 2
+            assert all((each.pictures_s > 0) == (each.pictures_kept < each.pictures) for each in read)
 
 
-def test_what_was_read_of_pictures_survives_a_restart(folder: Path) -> None:
-    place, chat = checkpoint("qwen3_vl_moe", folder), "a chat with pictures"
-    messages = [turn(drawn(60, 60, 5), drawn(50, 62, 6), " what are they?")]
+def _grids(model: LoadedModel, *pictures: Picture) -> list[Any]:
+    assert model.sight is not None
+    return [model.sight.see(each).grid for each in pictures]
+
+
+def _without_pixels(data: bytes) -> bytes:
+    """A PNG whose chunks are those of one, and whose pixels are none."""
+    at = data.index(b"IDAT")
+    nbytes = int.from_bytes(data[at - 4 : at], "big")
+    return data[: at + 4] + bytes(nbytes) + data[at + 4 + nbytes :]
+
+
+@pytest.mark.parametrize("words", ["", " and where do they stand, from left to right, and what is beside them" * 2])
+def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) -> None:
+    """Also what a tower has to do with them: nothing at all, where as much as a block of text comes behind them."""
+    place, chat = checkpoint("qwen3_vl_moe", folder), f"a chat with pictures {words}"
+    messages = [turn(drawn(60, 60, 5), drawn(50, 62, 6), f" what are they{words}?")]
     keep_chat(chat)
     answers = []
     for restart in range(2):
@@ -269,8 +328,10 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path) -> None:
             scheduler = Scheduler(model)
             (answer,) = ask(scheduler, messages, chat=chat)
             answers.append(answer.token_ids)
-            assert answer.from_disk == (64 if restart else 0)
-            assert model.sight.read_pictures == 2 - restart  # the second begins behind the first 64 tokens
+            blocks = 2 if words else 1
+            assert answer.from_disk == (64 * blocks if restart else 0)
+            # Without these words the second begins behind the first 64 tokens.
+            assert model.sight.read_pictures == (0 if restart and words else 2 - restart)
             assert model.kept.settle(30)
             scheduler.close()
     assert answers[0] == answers[1]
@@ -336,8 +397,18 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     cost = picture_tokens(place, 30, 22)
     assert cost == 14
     assert document["prompt_tokens"] > 2 * cost
+    assert (document["pictures"], document["pictures_kept"]) == (2, 1)
+    assert document["pictures_s"] > 0
     assert cli.main(["models", "show", str(place)]) == 0
-    assert "text and pictures (512 x 512: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "text and pictures (512 x 512: " in said
+    assert re.search(r"; [\d.e-]+ s each \(1024 x 1024\) on the CPU, ", said)
+    for verb in (["plan", "--model"], ["models", "fit"]):
+        assert cli.main([*verb, str(place), "--device", "cpu", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)["pictures"]
+        assert told["nbytes"] > 10_000
+        assert told["seconds"] > 0
+        assert not told["on_card"]
     assert show(str(place)).sees
     blind = tiny_checkpoint("mixtral", tmp_path / "mixtral")
     assert cli.main([*ask_about[:2], str(blind), *ask_about[3:]]) == 2
@@ -385,6 +456,31 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
         each.write_bytes(each.read_bytes()[:3000])
     with loaded(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
         Preparation(ours).prompt(MESSAGES, never)
+
+
+def test_nothing_of_another_tower_is_used_again(tmp_path: Path) -> None:
+    file = with_picture_tokens(unpacked("qwen3vl", tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
+    written, chat = unpacked("mmproj-qwen3vl", tmp_path)[0], "a chat about a picture"
+    first = written.read_bytes()
+    keep_chat(chat)
+    asked, answers = [turn(drawn(60, 60, 5), " what is it? " * 8)], list[Any]()
+    for tower in ("first", "first", "second"):
+        if tower == "second":
+            written.write_bytes(first[:-4096] + bytes(4096))
+        with loaded(file, "fp32") as model:
+            (fresh,) = ask(Scheduler(model), asked)
+            model.kept = open_kept(model)
+            assert model.kept is not None
+            scheduler = Scheduler(model)
+            answers += ask(scheduler, asked, chat=chat)
+            assert answers[-1].token_ids == fresh.token_ids
+            assert model.kept.settle(30)
+            scheduler.close()
+    assert [bool(answer.from_disk) for answer in answers] == [False, True, False]
+    with loaded(file, "fp32") as model:  # one that comes after the model, and before its first picture
+        written.write_bytes(first)
+        with pytest.raises(EngineError, match="another one than when the model was loaded"):
+            Scheduler(model).answer(BatchRequest(0, tuple(asked)))
 
 
 def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path) -> None:

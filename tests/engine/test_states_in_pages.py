@@ -341,10 +341,12 @@ def test_a_step_without_memory_loses_no_answer(loaded: LoadedModel, monkeypatch:
     """States that it has half written are read again."""
     scheduler, own, calls = Scheduler(loaded), PagedSteps.write, 0
 
-    def failing(self: PagedSteps, ids: Sequence[int], pieces: Sequence[object]) -> torch.Tensor:
+    def failing(
+        self: PagedSteps, ids: Sequence[int], pieces: Sequence[object], positions: Sequence[int]
+    ) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        logits = own(self, ids, pieces)  # type: ignore[arg-type]
+        logits = own(self, ids, pieces, positions)  # type: ignore[arg-type]
         if calls == 5:
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "no memory")
         return logits

@@ -17,8 +17,9 @@ from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import sizes_of
 from engine.planner.placement import least_ram
 from engine.planner.plan import Limits, Plan, make_plan
-from engine.planner.plan_parts import TierBytes
+from engine.planner.plan_parts import TierBytes, total_held
 from engine.planner.plan_search import Question, runs_here
+from engine.planner.plan_words import picture_words
 from engine.planner.what_helps import Change, what_helps, what_if
 from engine.planner.workload import BATCH, CHAT, WORKLOADS
 from tests.refusals import refused
@@ -177,6 +178,25 @@ def test_more_memory_is_never_slower() -> None:
     before = make_plan(GAMER, QWEN, limits=Limits(precision="int8")).speed.tokens_per_s
     after = make_plan(what_if(GAMER, Change(vram_bytes=24 * _GIB)), QWEN, limits=Limits(precision="int8"))
     assert after.speed.tokens_per_s >= 0.99 * before
+
+
+def test_pictures_are_read_where_that_is_faster_and_there_is_room() -> None:
+    seeing = replace(QWEN, sees=True, tower_weights=600 * 10**6, picture_gflops=7_000)
+    slow_link = replace(GAMER, link=replace(GAMER.link, h2d=2e7, h2d_pageable=2e7))
+    seconds = []
+    for machine, on_card in ((BARE, False), (GAMER, True), (slow_link, False)):
+        found = make_plan(machine, seeing).pictures
+        assert found is not None
+        assert (found.on_card, found.nbytes) == (on_card, 1_200 * 10**6)
+        seconds.append(found.seconds)
+        assert picture_words(found).endswith(f"on {'the graphics card' if on_card else 'the CPU'}, 1.2 GB")
+    assert seconds[1] < min(seconds[0], seconds[2])
+    plan = make_plan(BARE, seeing)
+    assert plan.ram.pictures == 1_200 * 10**6
+    assert plan.ram.held == sum(total_held(plan.ram).values()) - plan.ram.headroom - plan.ram.other_programs
+    assert make_plan(BARE, QWEN).pictures is None
+    full = replace(seeing, tower_weights=20 * 10**9)  # no card has room for it
+    assert not make_plan(GAMER, full).pictures.on_card  # type: ignore[union-attr]
 
 
 def test_free_is_what_nobody_has() -> None:

@@ -337,6 +337,9 @@ def _stats(raw: dict[str, Any]) -> AnswerStats:
         guessed_tokens=int(raw.get("guessed_tokens", 0)),
         accepted_tokens=int(raw.get("accepted_tokens", 0)),
         gave_way=_text(raw.get("gave_way", "")),
+        pictures=int(raw.get("pictures", 0)),
+        pictures_kept=int(raw.get("pictures_kept", 0)),
+        pictures_s=_time(raw.get("pictures_s", 0.0)),
     )
 
 

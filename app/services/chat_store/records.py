@@ -54,6 +54,7 @@ class AnswerStats:
     Attributes:
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         gave_way: sentences of the engine on what it did not do as planned.
+        pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s`.
     """
 
     finish_reason: str = ""
@@ -64,6 +65,9 @@ class AnswerStats:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     gave_way: str = ""
+    pictures: int = 0
+    pictures_kept: int = 0
+    pictures_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

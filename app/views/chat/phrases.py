@@ -11,7 +11,7 @@ from app.engine_words import said
 from app.models.library import ModelRow
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Attachment, Message, MessageState, Source
-from app.services.chat_store.records import EDITED, MATCH_END, MATCH_START
+from app.services.chat_store.records import EDITED, MATCH_END, MATCH_START, AnswerStats
 from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
 from engine.common.foreign import reason
@@ -76,6 +76,8 @@ def stats_text(message: Message) -> str:
         if stats.accepted_tokens:
             drafted = translate("Chat", "{0} of {1} drafted tokens accepted")
             parts.append(drafted.format(count(stats.accepted_tokens), count(stats.guessed_tokens)))
+        if stats.pictures:
+            parts.append(_pictures_text(stats))
         if stats.finish_reason == "length":
             parts.append(translate("Chat", "reached the limit"))
         elif stats.finish_reason == "context":
@@ -86,6 +88,21 @@ def stats_text(message: Message) -> str:
     if message.reason_code == CANCELLED:
         parts.append(translate("Chat", "stopped"))
     return SEPARATOR.join(parts)
+
+
+def _pictures_text(stats: AnswerStats) -> str:
+    """How long the pictures of a prompt took, and which had been read before."""
+    seconds = number(stats.pictures_s, 1 if stats.pictures_s >= 0.95 else 2)
+    if stats.pictures == 1:
+        if stats.pictures_kept:
+            return translate("Chat", "picture read before")
+        return translate("Chat", "picture read in {0} s").format(seconds)
+    if not stats.pictures_kept:
+        return translate("Chat", "{0} pictures read in {1} s").format(count(stats.pictures), seconds)
+    if stats.pictures_kept == stats.pictures:
+        return translate("Chat", "{0} pictures read before").format(count(stats.pictures))
+    words = translate("Chat", "{0} of {1} pictures read before, the others in {2} s")
+    return words.format(count(stats.pictures_kept), count(stats.pictures), seconds)
 
 
 def _is_elsewhere(message: Message) -> bool:

@@ -81,7 +81,8 @@ class PictureRow(Flow):
         words = text_label(column, caption, role="secondary")
         words.setFont(small_font(words.font(), CAPTION_PX))
         column.setMinimumHeight(scaled(HEIGHT_PX) + 2 + words.sizeHint().height())  # so that captions are on one line
-        vbox(STRETCH, (frame, LEFT), (words, LEFT), into=column, gap=2)
+        # A gap on the right, so that one caption ends before the next begins.
+        vbox(STRETCH, (frame, LEFT), (words, LEFT), into=column, gap=2, margins=(0, 0, GAP_PX, 0))
         shown.setAccessibleDescription(caption)
         return column
 

@@ -221,6 +221,7 @@ class MemoryCard(Card):
             "kept": (self.tr("kept context"), "accent", False),
             "staging": (self.tr("staging"), "pcie", False),
             "activations": (self.tr("activations"), "cpu", False),
+            "pictures": (self.tr("reading pictures"), "accent", True),
             "other": (self.tr("the engine itself"), "faint", False),
             "others": (self.tr("window and other programs"), "idle", True),
         }

@@ -155,7 +155,8 @@ def waiting_words(waiting: Waiting) -> tuple[str, str]:
     went = translate("SummaryCard", "Their time went to: {0}.").format(", ".join(parts))
     if waiting.tokens == 1:
         went = translate("SummaryCard", "Its time went to: {0}.").format(", ".join(parts))
-    headline, *rest = [part for part in (_others_words(waiting), _pace_words(waiting), went) if part]
+    pace = " ".join(filter(None, (_pace_words(waiting), _pictures_words(waiting))))
+    headline, *rest = [part for part in (_others_words(waiting), pace, went) if part]
     return headline, " ".join(rest)
 
 
@@ -165,6 +166,16 @@ def _others_words(waiting: Waiting) -> str:
     return translate("SummaryCard", "Other programs used {0}% of the CPU, which slows everything down.").format(
         number(100 * waiting.others, 0)
     )
+
+
+def _pictures_words(waiting: Waiting) -> str:
+    if not waiting.pictures:
+        return ""
+    seconds = number(waiting.pictures_s, 1 if waiting.pictures_s >= 0.95 else 2)
+    if waiting.pictures == 1:
+        return translate("SummaryCard", "A picture was read first, in {0} s.").format(seconds)
+    words = translate("SummaryCard", "{0} pictures were read first, in {1} s.")
+    return words.format(number(waiting.pictures, 0), seconds)
 
 
 def _pace_words(waiting: Waiting) -> str:

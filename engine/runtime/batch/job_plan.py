@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,14 +15,13 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
-from engine.common.costs import Cost, Source
+from engine.common.costs import Cost, CostModel, Source
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
-from engine.common.pictures import pictures_of
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.latency import LatencyModel
 from engine.experts.shared import parts_of
-from engine.hardware.machine import LinkProfile
+from engine.hardware.machine import HardwareProfile, LinkProfile
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
@@ -157,14 +156,7 @@ def plan_asked(
     Args:
         asked: its first rows, as `PreparedJob.asked` gives them.
     """
-    pictured = list[bool]()
-
-    def looked_at() -> Iterator[tuple[float, RowRequest | Answer]]:
-        for share, row in asked:
-            pictured.append(not isinstance(row, Answer) and any(map(pictures_of, row.messages)))
-            yield share, row
-
-    rows = job_rows(looked_at() if loaded.sight is not None else asked, loaded, generated_tokens)
+    rows = job_rows(asked, loaded, generated_tokens)
     try:
         given = policy_of(json.loads(job.policy)) if job.policy else None
         plan = plan_rows(rows, loaded, find_shape(loaded.info.path), given=given)
@@ -172,12 +164,7 @@ def plan_asked(
         plan = JobPlan(policy_for(loaded), rows, None)
     kv_type = loaded.kv_type if job.kv_precision == "auto" else KvType[job.kv_precision.upper()]
     kept = _SINKS if job.attention_window else 0
-    return replace(
-        plan,
-        policy=replace(
-            plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept, reads_pictures=any(pictured)
-        ),
-    )
+    return replace(plan, policy=replace(plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept))
 
 
 def predicted_after(
@@ -225,11 +212,9 @@ def plan_rows(
     cards = loaded.devices.devices if loaded.devices is not None else ()
     is_shared = loaded.devices is not None and bool(loaded.devices.experts.ways)
     card = cards[0] if len(cards) == 1 or is_shared else None
-    name = "" if card is None else card.name.partition("#")[0]
-    measured = load_measurements(found, name)
     precision = loaded.info.precision
-    machine = machine_profile(found, measured, precision=shape.measured_as(precision))
-    off = LOOKED_UP_OFF if measured is None else MEASURED_OFF
+    machine, is_measured = _machine_of(loaded, shape, found)
+    off = MEASURED_OFF if is_measured else LOOKED_UP_OFF
     if given is not None and card is None:
         why = "the cards share layers" if cards else "the model is on no graphics card"
         FALLS.say(GIVEN, "the engine's own sizes", why)
@@ -246,9 +231,6 @@ def plan_rows(
     if card is None:
         return JobPlan(policy_for(loaded), rows, None)
     memory = min(each.memory.total for each in cards)
-    if machine.gpu is None and name.startswith(EMULATED):  # not measured: values of its profile
-        host = "?host=fixed" if card.meter is not None and card.meter.clock.is_fixed else ""
-        machine = with_emulated(machine, name + host, memory)
     if machine.gpu is None:
         return JobPlan(policy_for(loaded), rows, None)
     machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)), link=_as_observed(machine.link, loaded))
@@ -261,6 +243,27 @@ def plan_rows(
     plan, lane = best
     predicted = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
     return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
+
+
+def _machine_of(loaded: LoadedModel, shape: ModelShape, found: Probe) -> tuple[HardwareProfile, bool]:
+    """The machine with the model's card, as measured or by data sheets, and whether it was measured."""
+    cards = loaded.devices.devices if loaded.devices is not None else ()
+    is_shared = loaded.devices is not None and bool(loaded.devices.experts.ways)
+    name = cards[0].name.partition("#")[0] if len(cards) == 1 or (cards and is_shared) else ""
+    measured = load_measurements(found, name)
+    machine = machine_profile(found, measured, precision=shape.measured_as(loaded.info.precision))
+    if machine.gpu is None and name.startswith(EMULATED):  # not measured: values of its profile
+        meter = cards[0].meter
+        host = "?host=fixed" if meter is not None and meter.clock.is_fixed else ""
+        machine = with_emulated(machine, name + host, min(each.memory.total for each in cards))
+    return machine, measured is not None
+
+
+def costs_of(loaded: LoadedModel) -> CostModel:
+    """What the planner knows of work with this model on this machine; the run goes on to correct it."""
+    shape = find_shape(loaded.info.path)
+    machine, _ = _machine_of(loaded, shape, probe())
+    return engine_costs(machine, shape, loaded.info.precision, loaded.info.threads).by_kind
 
 
 def observed(loaded: LoadedModel) -> LatencyModel | None:

@@ -9,10 +9,10 @@ linear layers of every family, and whole attention layers of some.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,10 +57,23 @@ class Further:
 
 @dataclass
 class Recording:
-    """What the model passed to each layer apart from hidden states, and the first hidden states [1, T, H]."""
+    """What the model passed to each layer apart from hidden states, and the first hidden states [1, T, H].
+
+    Attributes:
+        added: rows for the hidden states at `places` after each of the first layers, of pictures.
+    """
 
     hidden: torch.Tensor
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    places: torch.Tensor | None = None
+    added: list[torch.Tensor] = field(default_factory=list)
+
+    def after(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the model makes of a layer's output before it hands that to the next one."""
+        if self.places is None or index >= len(self.added):
+            return hidden
+        # Layers may be on several devices.
+        return hidden.index_add(1, self.places.to(hidden.device), self.added[index].to(hidden)[None])
 
 
 class DecoderLayers:
@@ -85,8 +98,18 @@ class DecoderLayers:
     def __getitem__(self, index: int) -> Any:
         return self._layers[index]
 
-    def record(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> Recording:
-        """The arguments of all layers for tokens [1, T] at positions [1, T], behind what a cache holds."""
+    def record(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any = None,
+        given: Mapping[str, Any] | None = None,
+    ) -> Recording:
+        """The arguments of all layers for tokens [1, T] at positions [1, T], behind what a cache holds.
+
+        Args:
+            given: what the model gets in their place, where pictures are among them.
+        """
         recording = Recording(torch.empty(0), [])
 
         def stub(index: int) -> Callable[..., Any]:
@@ -102,7 +125,7 @@ class DecoderLayers:
 
         try:
             with replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
-                self._forward(ids, positions, cache)
+                self._forward(ids, positions, cache, given)
         except _Enough:
             return recording
         raise LookupError("the model does not call its layers one after the other")
@@ -144,11 +167,18 @@ class DecoderLayers:
         further = [Further(index, place) for place in range(self.returns[index])]
         return (hidden, *further) if further else hidden
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> Any:
-        given = {"position_ids": positions} if self._wants_positions else {}
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any = None,
+        given: Mapping[str, Any] | None = None,
+    ) -> Any:
+        taken = {"input_ids": ids, **({"position_ids": positions} if self._wants_positions else {})}
+        taken = taken if given is None else dict(given)
         if cache is not None:
-            given["cache"] = cache
-        return self._model(input_ids=ids, use_cache=cache is not None, return_dict=True, **given)
+            taken["cache"] = cache
+        return self._model(use_cache=cache is not None, return_dict=True, **taken)
 
 
 class NativeRows:

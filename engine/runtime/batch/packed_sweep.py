@@ -33,6 +33,7 @@ from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import Layout, PromptPart, Sight
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
 
@@ -67,6 +68,12 @@ class Work:
     def wants_logits(self) -> bool:
         """Whether a token is to be sampled after these."""
         return self.row.held + self.tokens >= len(self.row.prompt)
+
+    @property
+    def picture(self) -> Layout | None:
+        """Where pictures lie, if any are among these tokens."""
+        layout, held = self.row.layout, self.row.held
+        return layout if layout is not None and layout.has_any(held, held + self.tokens) else None
 
     @property
     def is_certain(self) -> bool:
@@ -245,7 +252,9 @@ class PackedModel:
             if (logits := few()) is not None:
                 self._record(work, since_ns)
                 return logits
-        chosen = self._schedule(tokens, len(work), reads)
+        sees = any(each.picture is not None for each in work)
+        # Pipelines hand hidden states from layer to layer as they are.
+        chosen = HYBRID if sees else self._schedule(tokens, len(work), reads)
         schedule = self._able(chosen)
         parts = self._parts(work, schedule)
         with self._advancing(work):
@@ -255,7 +264,8 @@ class PackedModel:
                 step()
                 busy_s += clock.now() - begun_s
                 yield
-            self._choice.took(chosen, tokens, busy_s, reads=reads)
+            if not sees:
+                self._choice.took(chosen, tokens, busy_s, reads=reads)
             if not reads and len(work) >= self._policy.rows:
                 self._compare(schedule)
                 self._heed_link()
@@ -278,11 +288,17 @@ class PackedModel:
         with self._exact.listening() as heard:
             if reads:
                 piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
-                logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled)
+                given, at = row.given(first.ids, self._loaded.model), row.position(row.held)
+                logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled, at, given)
             else:
                 ids = [token for each in work for token in each.ids]
-                pieces = [piece for each in work for piece in each.row.pieces(each.tokens, in_place=each.is_certain)]
-                logits = self._exact.write(ids, pieces)
+                pieces = [
+                    (each.row, piece)
+                    for each in work
+                    for piece in each.row.pieces(each.tokens, in_place=each.is_certain)
+                ]
+                positions = [of.position(piece.held) for of, piece in pieces]
+                logits = self._exact.write(ids, [piece for _row, piece in pieces], positions)
         begin = 0
         for each in work if heard else ():
             if (drafter := each.row.drafter) is not None:
@@ -296,7 +312,7 @@ class PackedModel:
     def _few(self, work: list[Work]) -> Callable[[], torch.Tensor | None] | None:
         """What computes a token of each of these rows in one go, if anything does."""
         native, mixers = self._native, self.mixers
-        if not all(each.tokens == 1 and each.wants_logits for each in work):
+        if not all(each.tokens == 1 and each.wants_logits and each.picture is None for each in work):
             return None
         if mixers is not None:
             return partial(mixers.few, [each.row for each in work])
@@ -306,7 +322,7 @@ class PackedModel:
     def _in_one_go(self, native: NativeRows, work: list[Work]) -> torch.Tensor:
         pieces = Pieces([each.row.piece(1) for each in work])
         ids = [each.row.next_ids(1)[0] for each in work]
-        return native.few(ids, [each.row.held for each in work], pieces)
+        return native.few(ids, [each.row.position(each.row.held) for each in work], pieces)
 
     def _record(self, work: list[Work], since_ns: int) -> None:
         if not RECORDER.on:
@@ -340,7 +356,7 @@ class PackedModel:
 
     def _step(self, index: int, batch: _MicroBatch) -> None:
         with self._attending(batch.pieces), self._where_pages_are():
-            batch.hidden = self._run(index, batch)
+            batch.hidden = batch.recording.after(index, self._run(index, batch))
 
     @contextmanager
     def _where_pages_are(self) -> Iterator[None]:
@@ -435,7 +451,8 @@ class PackedModel:
         own, positions, wanted = list[list[int]](), list[int](), list[int]()
         for each in work:
             own.append(each.row.next_ids(each.tokens))
-            positions += range(each.row.held, each.row.held + each.tokens)
+            first = each.row.position(each.row.held)
+            positions += range(first, first + each.tokens)
             if each.wants_logits:
                 wanted.append(len(positions) - 1)
         ids = [token for of_row in own for token in of_row]
@@ -443,10 +460,24 @@ class PackedModel:
             if self.mixers is not None:
                 recording: Recording = self.mixers.record_rows(own, [each.row for each in work])
             else:
+                given = self._given(work, own)
                 recording = self._layers.record(
-                    torch.tensor([ids], device=device), torch.tensor([positions], device=device)
+                    torch.tensor([ids if given is None else []], device=device),
+                    torch.tensor([positions], device=device),
+                    given=given,
                 )
+            if (sight := self._sight_of(work)) is not None:
+                recording.places, recording.added = sight.added(_pictured(work, own))
         return _MicroBatch(pieces, recording, recording.hidden, wanted)
+
+    def _sight_of(self, work: list[Work]) -> Sight | None:
+        """What has seen pictures among these tokens, if there are any."""
+        return self._loaded.sight if any(each.picture is not None for each in work) else None
+
+    def _given(self, work: list[Work], ids: list[list[int]]) -> dict[str, Any] | None:
+        """Arguments of the model for the tokens of rows some of which have pictures among them."""
+        sight = self._sight_of(work)
+        return sight.given(_pictured(work, ids), self._loaded.model) if sight is not None else None
 
     def _logits(self, work: list[Work], parts: list[list[Work]], micro_batches: list[_MicroBatch]) -> torch.Tensor:
         rows = [batch.hidden[:, batch.wanted] for batch in micro_batches]
@@ -476,6 +507,10 @@ class PackedModel:
             return torch.inference_mode()
         self._states.pieces = pieces
         return _Attending(self._states, self._configs)
+
+
+def _pictured(work: list[Work], ids: list[list[int]]) -> list[PromptPart]:
+    return [PromptPart(each.row.layout, each.row.held, own) for each, own in zip(work, ids, strict=True)]
 
 
 class _Attending:

@@ -72,7 +72,6 @@ class BatchPolicy:
             that it never has to step aside for another of its kind.
         window, kept: if not 0, tokens only attend to the last `window` tokens and the first `kept` (StreamingLLM, Xiao
             et al.  2024): an approximation for long rows.
-        reads_pictures: whether rows have pictures, for which they are answered one by one.
     """
 
     rows: int = ROWS_TOGETHER
@@ -92,7 +91,6 @@ class BatchPolicy:
     window: int = 0
     kept: int = 0
     ahead: int | None = None
-    reads_pictures: bool = False
 
 
 def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolicy:

@@ -8,7 +8,7 @@ for every token is joined, the rest is handed through the layer as it is to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,7 +130,7 @@ class RowMixers(DecoderLayers):
             row.piece(1)
         ids = [row.next_ids(1)[0] for row in rows]
         try:
-            logits = self._step.apart(ids, [row.held for row in rows], [own.cache for own in owns])
+            logits = self._step.apart(ids, [row.position(row.held) for row in rows], [own.cache for own in owns])
         except BaseException:
             for row, own in zip(rows, owns, strict=True):  # they may hold anything: what was read is read again
                 own.close()
@@ -145,10 +145,14 @@ class RowMixers(DecoderLayers):
         """That of a row, which holds all tokens that the row has read."""
         if row.own is None:
             row.own = own = self._empty()
-            for begin in range(0, row.held, self._loaded.chunk_tokens):
-                ids = row.read[begin : begin + self._loaded.chunk_tokens]
+            layout, read = row.layout, row.read
+            while own.tokens < row.held:
+                begin, end = own.tokens, min(own.tokens + self._loaded.chunk_tokens, row.held)
+                ids = read[begin : end if layout is None else layout.whole(begin, end)]
                 own.make_room(len(ids))
-                self._step(torch.tensor([ids], device=self._loaded.device), own.cache, begin)
+                given = layout.given(begin, ids, self._loaded.model) if layout is not None else None
+                tokens = torch.tensor([ids], device=self._loaded.device) if given is None else torch.empty(0)
+                self._step(tokens, own.cache, row.position(begin), given)
                 own.tokens += len(ids)
         assert row.own.tokens == row.held
         return row.own
@@ -212,13 +216,24 @@ class RowMixers(DecoderLayers):
 
     def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow]) -> RowsRecording:
         """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
-        return self._record_rows(ids, [row.held for row in rows], [self._cache_of(row).cache for row in rows])
+        given = [row.given(of_row, self._loaded.model) for row, of_row in zip(rows, ids, strict=True)]
+        held = [row.position(row.held) for row in rows]
+        return self._record_rows(ids, held, [self._cache_of(row).cache for row in rows], given)
 
-    def _record_rows(self, ids: list[list[int]], held: list[int], caches: list[Cache]) -> RowsRecording:
+    def _record_rows(
+        self,
+        ids: list[list[int]],
+        begins: list[int],
+        caches: list[Cache],
+        given: Sequence[Mapping[str, Any] | None] = (),
+    ) -> RowsRecording:
+        """Those of tokens from these positions on, or of what is `given` in their place."""
         device, places, own = self._loaded.device, list[tuple[int, int]](), []
-        for of_row, begun, cache in zip(ids, held, caches, strict=True):
+        for number, (of_row, begun, cache) in enumerate(zip(ids, begins, caches, strict=True)):
             positions = torch.arange(begun, begun + len(of_row), device=device)[None]
-            own.append(self.record(torch.tensor([of_row], device=device), positions, cache))
+            its = given[number] if given else None
+            tokens = torch.tensor([of_row], device=device) if its is None else torch.empty(0)
+            own.append(self.record(tokens, positions, cache, its))
             begin = places[-1][1] if places else 0
             places.append((begin, begin + len(of_row)))
         lengths = [len(of_row) for of_row in ids]
@@ -228,7 +243,7 @@ class RowMixers(DecoderLayers):
             names = each[0][1]
             calls.append((args, {name: _joined([kwargs[name] for _, kwargs in each], lengths) for name in names}))
         hidden = torch.cat([recording.hidden for recording in own], dim=1)
-        return RowsRecording(hidden, calls, places, caches)
+        return RowsRecording(hidden, calls, spans=places, caches=caches)
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording) -> torch.Tensor:
         """See `DecoderLayers`."""

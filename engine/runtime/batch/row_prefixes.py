@@ -131,11 +131,11 @@ class LeftCaches(Partings):
         self._nbytes -= self._caches.pop(key, (None, 0))[1]
 
 
-_WIDTH = 4
+_WIDTH = 8
 
 
 def _bytes(ids: Sequence[int]) -> bytes:
-    return array("i", ids).tobytes()
+    return array("q", ids).tobytes()
 
 
 def _common(one: bytes, other: bytes) -> int:

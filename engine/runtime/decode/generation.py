@@ -104,6 +104,7 @@ class GenerationResult:
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
         token_ids: the generated tokens.
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
+        pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
         stopped_by: the stop string that ended it, unless it was searched for with beams; empty if none did.
         reasoning: what the model thought before it, if that was told apart; see `SplitAnswer`.
         calls: of tools, which it ended in.
@@ -121,6 +122,9 @@ class GenerationResult:
     token_ids: tuple[int, ...] = ()
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    pictures: int = 0
+    pictures_kept: int = 0
+    pictures_s: float = 0.0
     stopped_by: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()

@@ -97,7 +97,7 @@ class KvSession:
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
         self._sight = loaded.sight
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None
         """Where pictures lie in the prompt."""
         self._kept = kept
         self._form = CacheForm.of(new_cache(loaded.model)) if self._kept is not None else None
@@ -160,7 +160,7 @@ class KvSession:
 
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
         """The answer continues the prompt."""
-        return self._sight.text(prompt) if self._layout is not None and self._sight is not None else list(prompt)
+        return self._sight.text(prompt) if self.layout is not None and self._sight is not None else list(prompt)
 
     def read(
         self,
@@ -186,7 +186,7 @@ class KvSession:
         self._beam_room.release()
         self._leave_graphs()
         restart_angles(self._model)
-        self._layout = self._sight.layout(prompt) if self._sight is not None else None
+        self.layout = self._sight.layout(prompt) if self._sight is not None else None
         self._say_falls()
         begun_s = clock.now()
         found = self._reuse(prompt, repeats=repeats and self._devices is None)
@@ -241,19 +241,19 @@ class KvSession:
         drafter = self._drafter
         for what, is_there, instead in (
             (_CAPTURED, self.graphs is not None and bool(self._shift), "single launches"),
-            (_DRAFTS, drafter is not None and self._layout is not None, "tokens one by one"),
+            (_DRAFTS, drafter is not None and self.layout is not None, "tokens one by one"),
         ):
             if is_there:
                 FALLS.say(what, instead, "it knows no positions behind pictures")
             else:
                 FALLS.is_over(what)
-        if drafter is not None and self._layout is not None:
+        if drafter is not None and self.layout is not None:
             drafter.clear()
 
     @property
     def _heads(self) -> list[HeadDrafter]:
         """A layer that drafts knows no positions of pictures."""
-        return [self._drafter] if self._drafter is not None and self._layout is None else []
+        return [self._drafter] if self._drafter is not None and self.layout is None else []
 
     def takes(self, tokens: int) -> bool:
         """Whether `several` computes so many tokens now, and `take_back` forgets them exactly.
@@ -350,8 +350,8 @@ class KvSession:
                 if again is not None:
                     logits = again
                 else:
-                    layout = self._layout
-                    given = layout.given(held, held + len(ids), self._model) if layout is not None else None
+                    layout = self.layout
+                    given = layout.given(held, ids, self._model) if layout is not None else None
                     logits, self._cache = self._step(tokens, self._cache, self._position(held), given)
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
@@ -368,10 +368,10 @@ class KvSession:
     @property
     def _shift(self) -> int:
         """Of the answer's positions, behind pictures."""
-        return self._layout.shift if self._layout is not None else 0
+        return self.layout.shift if self.layout is not None else 0
 
     def _position(self, held: int) -> int:
-        return self._layout.position(held) if self._layout is not None else held
+        return self.layout.position(held) if self.layout is not None else held
 
     def _reads_less(self, tokens: int) -> bool:
         """After a piece of a prompt for which there was no memory: from now on they are shorter, if they can be."""
@@ -409,8 +409,8 @@ class KvSession:
             end = min(begin + min(piece, self._fitting_tokens), total)
             if begin < last < end and self._forgets():
                 end = last
-            if self._layout is not None:
-                end = self._layout.whole(begin, end)
+            if self.layout is not None:
+                end = self.layout.whole(begin, end)
             yield begin, end
             begin = end
 

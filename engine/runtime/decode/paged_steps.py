@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -111,42 +111,61 @@ class PagedSteps:
         return MOST_ROWS if self._step.rows_of(MOST_ROWS) is not None else 1
 
     def read(
-        self, ids: Sequence[int], piece: Piece, total: int, on_progress: ProgressCallback, cancelled: CancelCheck
+        self,
+        ids: Sequence[int],
+        piece: Piece,
+        total: int,
+        on_progress: ProgressCallback,
+        cancelled: CancelCheck,
+        position: int | None = None,
+        given: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """The next tokens of a prompt of `total`; logits [1, V] after them.
+
+        Args:
+            position: of the first of them, if not as many as are before it.
+            given: what the model gets in their place, where pictures are among them.
 
         Raises:
             RequestCancelled: asked for between two layers; nothing has been read then.
         """
         start = piece.held
-        if len(ids) == 1 and start:
-            return self.write(ids, [piece])
+        position = start if position is None else position
+        if len(ids) == 1 and start and given is None:
+            return self.write(ids, [piece], [position])
         watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
         with self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
             if RECORDER.on:
                 RECORDER.forward()
-            logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), start)
+            tokens = torch.tensor([list(ids)]) if given is None else torch.empty(0)
+            logits, _ = self._step(tokens, self._caches.of(piece), position, given)
         if RECORDER.on:
             RECORDER.head()
         return logits
 
-    def write(self, ids: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor:
-        """Tokens of answers; logits [q, V] after each of them.  More than `most_rows`, of beams, take several steps."""
+    def write(self, ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
+        """Tokens of answers; logits [q, V] after each of them.  More than `most_rows`, of beams, take several steps.
+
+        Args:
+            positions: of the first token of each piece.
+        """
         if len(ids) > (most := self.most_rows) and len(pieces) > 1:
             parts = range(0, len(pieces), most)  # a token each
-            return torch.cat([self.write(ids[at : at + most], pieces[at : at + most]) for at in parts])
-        positions = [piece.held + place for piece in pieces for place in range(piece.tokens)]
+            cut = [slice(at, at + most) for at in parts]
+            return torch.cat([self.write(ids[each], pieces[each], positions[each]) for each in cut])
+        places = [at + place for at, piece in zip(positions, pieces, strict=True) for place in range(piece.tokens)]
         if RECORDER.on:
             RECORDER.forward()
         step = self._step.rows_of(len(ids))
         if step is not None:
-            logits = step.rows(list(ids), positions, self._caches.structs, Pieces(pieces))
+            logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
         else:  # somebody listens to layers
             (piece,) = pieces
             singles, state = list[torch.Tensor](), piece.state
-            for held, token in enumerate(ids, piece.held):
+            for place, token in enumerate(ids):
+                held = piece.held + place
                 own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
-                singles.append(self._step(torch.tensor([[token]]), self._caches.of(own), held)[0])
+                singles.append(self._step(torch.tensor([[token]]), self._caches.of(own), positions[0] + place)[0])
             logits = torch.cat(singles)
         if RECORDER.on:
             RECORDER.head()

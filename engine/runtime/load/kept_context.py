@@ -77,7 +77,7 @@ def _root(loaded: LoadedModel) -> Key:
         [transformers.__version__, torch.__version__, _version()],
     ]
     if loaded.sight is not None:
-        described.append(repr(loaded.sight.sizes))
+        described += [repr(loaded.sight.sizes), loaded.sight.key]
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).digest()
 
 

@@ -56,11 +56,6 @@ _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
 
-_PICTURES = (
-    "The row has pictures, and the first rows of its file have none: put rows with pictures into a file of their own."
-)
-
-
 class ContinuousBatch(Lane):
     """Rows in progress in one model; kept while another request has priority.
 
@@ -139,6 +134,8 @@ class ContinuousBatch(Lane):
         """What lies in the pages that a chat's last answer left."""
         self._left_tokens = 0
         """What the last row that ended had read, if its pages are still there."""
+        self._failed = 0
+        """Rows that something was wrong with."""
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
         self.guests: Callable[[], Sequence[PagedRow]] = _nobody
@@ -242,11 +239,11 @@ class ContinuousBatch(Lane):
             self._sweep_s = 0.0
             self._model.heed()
             self._drop_cancelled()
-            aside = -1
+            aside, failed = -1, self._failed
             while not (work := self._next()):
-                if len(self._aside) in (0, aside):
+                if len(self._aside) in (0, aside) and failed == self._failed:
                     return False
-                aside = len(self._aside)  # of which some may have outgrown all pages
+                aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
             self._work = work + self._invited(work)
             self._record(work)
             self._sweep = self._model.sweep(self._work)
@@ -431,9 +428,6 @@ class ContinuousBatch(Lane):
         if is_cancelled:
             source.on_row(new.ended())
             return True
-        if new.layout is not None:
-            source.on_row(new.ended(EngineError(ErrorCode.INVALID_REQUEST, _PICTURES)))
-            return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
         if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:
             source.on_row(new.ended(_too_long(new, self.pool.capacity)))
@@ -451,14 +445,15 @@ class ContinuousBatch(Lane):
     def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
         most_tokens = new.limits.max_tokens
         row = PagedRow(
-            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind)
+            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
+            layout=new.layout,
         )
         if new.request.sampling.beams > 1:
-            row.search = partial(new.search, prefix=new.prompt)
+            row.search = partial(new.search, prefix=new.text)
         elif self.exact is not None and self.exact.guesses:
-            row.drafter = self.exact.drafter()
+            row.drafter = self.exact.drafter() if new.layout is None else None  # it knows no positions of pictures
             drafters = [row.drafter] if row.drafter is not None else []
-            row.speculation = Speculation(self._prices, new.prompt, most_tokens, drafters)
+            row.speculation = Speculation(self._prices, new.text, most_tokens, drafters)
         return row
 
     def _reserve(self, row: PagedRow) -> bool:
@@ -507,9 +502,9 @@ class ContinuousBatch(Lane):
         writing = [row for row in self.rows if not row.is_reading]
         most = exact.most_rows
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
-        if only is not None:
-            tokens = min(exact.chunk_tokens, len(only.prompt) - only.held)
-            yield [Work(only, self._up_to(only, tokens), is_exact=True)]
+        most_read = min(exact.chunk_tokens, len(only.prompt) - only.held) if only is not None else 0
+        if only is not None and (tokens := self._up_to(only, most_read)):
+            yield [Work(only, tokens, is_exact=True)]
         shared = [row for row in reading if row is not only and not row.request.repeats]
         if shared or len(writing) > most:
             shared += [row for row in writing if not (row.request.repeats or row.beams)]
@@ -547,8 +542,8 @@ class ContinuousBatch(Lane):
                 continue  # another row is computing what this one will share
             if row.following is not None and row.state is None:
                 being_read.add(row.following)
-            tokens = self._up_to(row, min(left, len(row.prompt) - row.held))
-            work.append(Work(row, tokens))
+            if tokens := self._up_to(row, min(left, len(row.prompt) - row.held)):
+                work.append(Work(row, tokens))
             left -= tokens
         return work
 
@@ -568,12 +563,20 @@ class ContinuousBatch(Lane):
         return waiting
 
     def _up_to(self, row: PagedRow, tokens: int) -> int:
-        """How many of its next tokens a row reads before it leaves something for others."""
+        """How many of its next tokens a row reads before it leaves something for others; 0 if one of its pictures has
+        ended it."""
         if self._model.mixers is not None:
-            return self._model.mixers.up_to(row, tokens)
-        if row.state is None or row.request.repeats:
+            tokens = self._model.mixers.up_to(row, tokens)
+        elif row.state is not None and not row.request.repeats:
+            tokens = self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
+        if row.layout is None:
             return tokens
-        return self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
+        before = RECORDER.request  # what reads pictures is recorded before its sweep begins
+        RECORDER.request = row.recorded or self._of_all or RECORDER.next_request
+        with self._work_for(row):
+            tokens = row.up_to(tokens)
+        RECORDER.request = before
+        return tokens if row.error is None else 0
 
     def _finds_more(self, row: PagedRow) -> bool:
         """Takes over what is there of a prompt; false if anything went wrong."""
@@ -685,6 +688,7 @@ class ContinuousBatch(Lane):
                 yield
         except SequenceError as error:
             row.error = error
+            self._failed += 1
             self._ended(row)
 
     def _ended(self, row: PagedRow) -> None:

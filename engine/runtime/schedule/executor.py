@@ -22,7 +22,7 @@ from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Prepar
 
 def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[Lane, str]:
     """Where rows are answered, and why they cannot share this model's layers, for the user; empty if they can."""
-    why = "they have pictures" if policy.reads_pictures else why_not_packed(loaded.model)
+    why = why_not_packed(loaded.model)
     if not why:
         try:
             return ContinuousBatch(PackedModel(loaded, policy), policy, kept=loaded.kept), ""

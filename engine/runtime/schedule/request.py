@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.pictures import pictures_of
+from engine.runtime.batch.job_plan import costs_of
 from engine.runtime.decode.beam_search import Beams, decode_beams
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
@@ -104,6 +106,11 @@ class PreparedRow:
     begun_s: float = 0.0
     layout: Layout | None = None
 
+    @property
+    def text(self) -> list[int]:
+        """The prompt's tokens with one that the tokenizer knows in place of pictures'."""
+        return self.prompt if self.layout is None else self.layout.sight.text(self.prompt)
+
     def begin(self, prefix: Sequence[int] | None = None, device: torch.device | None = None) -> AnswerSequence:
         """Its answer, still empty.
 
@@ -113,7 +120,7 @@ class PreparedRow:
         """
         request = self.request
         return AnswerSequence(
-            self.prompt if prefix is None else prefix,
+            self.text if prefix is None else prefix,
             request.sampling,
             self.limits,
             self.tokenizer,
@@ -144,6 +151,8 @@ class Preparation:
         self._tokenizer, self._context_tokens = loaded.tokenizer, loaded.context_tokens
         self._end_ids = end_token_ids(loaded.model, loaded.tokenizer)
         self._sight = loaded.sight
+        if self._sight is not None:
+            self._sight.costs_of = partial(costs_of, loaded)
         self._blind = loaded.blind or Blind(loaded.info.name, "it was made for text")
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import into_pages, state_into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for, prefix_after
+from engine.runtime.pictures import Layout
 from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PagedRow:
         most_tokens: of the answer.
         ahead: tokens of the answer whose pages are reserved at a time; `None` for all of them at once.
         begun_s: when it was asked for.
+        layout: where pictures lie in the prompt, if there are any.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class PagedRow:
         ahead: int | None = None,
         begun_s: float = 0.0,
         kind: PageKind = PageKind(),  # noqa: B008 - it cannot be changed
+        layout: Layout | None = None,
     ) -> None:
+        self.layout = layout
         self.begun_s = begun_s
         self.request, self.prompt, self.sequence = request, prompt, sequence
         self._prompt_tokens = len(prompt)
@@ -350,6 +354,22 @@ class PagedRow:
         else:
             self.beams.follow(step)
 
+    def position(self, index: int) -> int:
+        """Where a token lies that is not among pictures, for rotations."""
+        return self.layout.position(index) if self.layout is not None else index
+
+    def up_to(self, tokens: int) -> int:
+        """How many of its next tokens may be read at once, pictures being looked at for those that are."""
+        if self.layout is None:
+            return tokens
+        end = self.layout.whole(self.held, self.held + tokens)
+        self.layout.look(self.held, end)
+        return end - self.held
+
+    def given(self, ids: Sequence[int], model: Any) -> dict[str, Any] | None:
+        """Arguments of the model for its next tokens, where pictures are among them."""
+        return self.layout.given(self.held, ids, model) if self.layout is not None else None
+
     def next_ids(self, tokens: int) -> list[int]:
         """The ids of its next tokens."""
         if self.beams is not None:
@@ -359,6 +379,8 @@ class PagedRow:
     def has_read(self, tokens: int) -> None:
         """Records that its next tokens are in their pages, and offers complete pages for sharing."""
         self.held += tokens
+        if self.layout is not None and not self.is_reading:
+            self.layout.look(0, 0)
         if self.state is not None and self._into == self._spare:
             self.state, self._spare = self._spare, self.state
             self._into = self.state
@@ -419,6 +441,7 @@ class PagedRow:
             stopped_by=sequence.stopped_by,
             from_ram=self.kept.ram,
             from_disk=self.kept.disk,
+            **(self.layout.told if self.layout is not None else {}),
             row=self.request.row,
             error=error,
         )

@@ -363,6 +363,8 @@ class Scheduler:
         for asked in carried:
             if asked.begun is not None:
                 asked.begun.move(self.loaded.device)
+            if (prepared := asked.prepared) is not None and prepared.layout is not None and self.loaded.sight:
+                asked.prepared = replace(prepared, layout=prepared.layout.seen_by(self.loaded.sight))
         self._waiting.extend(carried)
         self._rest(not carried)
 
@@ -410,7 +412,7 @@ class Scheduler:
         # On a card no answer can be the same another time.
         is_read_alone = request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
         is_wanted = self._are_exact or (self._single is not None and not has_beams)
-        together = self._shared() if is_wanted and asked.prepared.layout is None else None
+        together = self._shared() if is_wanted else None
         shares = together is not None and together.has_room_for(asked.prepared)
         if together is not None and shares and together.exact is not None:
             if not self._sharing:
@@ -452,7 +454,7 @@ class Scheduler:
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
-        together = self._shared() if self.loaded.devices is None and not policy.reads_pictures else None
+        together = self._shared() if self.loaded.devices is None else None
         if together is None:
             return lane_for(self.loaded, policy)
         is_alike = not policy.window and policy.kv_type is self.loaded.kv_type

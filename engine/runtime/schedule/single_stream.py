@@ -217,7 +217,7 @@ class SingleStream:
     def _result(self, done: Decoded) -> GenerationResult:
         if self._loaded.foresight is not None:
             self._loaded.foresight.learn_while_idle()
-        guesses = self._guesses.speculation if self._guesses is not None else None
+        guesses, session = self._guesses.speculation if self._guesses is not None else None, self._session
         return GenerationResult(
             text=done.text,
             finish_reason=done.reason,
@@ -228,6 +228,7 @@ class SingleStream:
             stopped_by=done.stopped_by,
             from_ram=self._reused.ram,
             from_disk=self._reused.disk,
+            **(session.layout.told if isinstance(session, KvSession) and session.layout is not None else {}),
             guessed_tokens=guesses.guessed if guesses is not None else 0,
             accepted_tokens=guesses.accepted if guesses is not None else 0,
         )

@@ -208,7 +208,8 @@ def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
         held["experts"] += loaded.disk_backed.filled_nbytes
     if not devices and loaded.device.type == "cpu":
         held["weights"], held["kv"] = loaded.info.weights_bytes, kv_bytes
-    held["weights"] += loaded.sight.nbytes if loaded.sight is not None else 0
+    if loaded.sight is not None:
+        held["pictures"] = loaded.sight.nbytes
     resident = _PROCESS.memory_info().rss
     parts += [MemoryPart(RAM, purpose, nbytes) for purpose, nbytes in held.items()]
     # Weights may be mapped from a file and not all in RAM yet: what is left over is then nothing, and not less.

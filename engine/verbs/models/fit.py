@@ -40,6 +40,7 @@ def add_actions(action: AddAction) -> None:
 def _fit(args: argparse.Namespace) -> int:
     from engine.checkpoint.find_shape import find_shape, is_on_hub  # imports numpy, which no other action needs
     from engine.hardware.machine import read_machine
+    from engine.planner.plan_words import picture_words
     from engine.tuning.fit import verdict_of
 
     if is_on_hub(args.model) and not args.hardware:
@@ -57,6 +58,7 @@ def _fit(args: argparse.Namespace) -> int:
         return _no(args, document, why)
     speed, answered = plan.speed, None if args.hardware else _last_answers(args.model)
     origin = "" if args.hardware else _estimate_text(answered)
+    said = [timing_text(speed) or origin, plan.sharing_words, picture_words(plan.pictures)]
     document |= {
         "fits": True,
         "why": plan.bottleneck,
@@ -76,6 +78,7 @@ def _fit(args: argparse.Namespace) -> int:
         "table_bytes": plan.table_bytes,
         "written_bytes": plan.written_bytes,
         "what_helps": plan.what_helps,
+        "pictures": asdict(plan.pictures) if plan.pictures is not None else None,
     }
     emit(
         document,
@@ -84,7 +87,7 @@ def _fit(args: argparse.Namespace) -> int:
             f"{_YES[verdict_of(speed.decode_tokens_per_s)]}: about {speed.decode_tokens_per_s:.3g} tokens/s "
             f"({speed.low:.3g} to {speed.high:.3g}), "
             f"{plan.words(plan.precision)}, first token after {speed.ttft_s:.2g} s.\n"
-            + "".join(f"{line}\n" for line in [timing_text(speed) or origin, plan.sharing_words] if line)
+            + "".join(f"{line}\n" for line in said if line)
             + f"{plan.bottleneck}\n{plan.what_helps}"
         ),
     )
@@ -214,6 +217,7 @@ def _row_document(row: FitRow) -> dict[str, Any]:
         "disk": asdict(row.disk),
         "from_disk": row.from_disk,
         "kv_at_context": row.kv_at_context,
+        "pictures": asdict(row.pictures) if row.pictures is not None else None,
         "speed": {**asdict(row.speed), "ttft_range": row.speed.ttft_range} if row.speed is not None else None,
         "verdict": row.verdict,
         "fits_alone": row.fits_alone,

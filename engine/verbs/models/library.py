@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engine.checkpoint.names import STARTER_NAME
 from engine.checkpoint.ownership import named
 from engine.checkpoint.pictures import picture_tokens
 from engine.checkpoint.removing import remove
+from engine.common.errors import EngineError
 from engine.common.paths import models_dir
 from engine.common.sizes import about
 from engine.verbs.models.progress import ProgressLine, stopped_by_sigterm
@@ -223,9 +225,19 @@ def details(entry: LibraryEntry) -> str:
 
 
 def _picture_cost(path: Path) -> str:
-    """What pictures of two sizes cost."""
+    """What pictures of two sizes cost, and how long this machine takes for one."""
+    from engine.checkpoint.find_shape import find_shape
+    from engine.planner.plan import Limits, make_plan
+    from engine.planner.plan_words import picture_words
+    from engine.verbs.plan import this_machine
+
     small, large = (picture_tokens(path, *size) for size in ((512, 512), (1920, 1080)))
-    return f"512 x 512: {small:,} tokens; 1920 x 1080: {large:,}"
+    said = f"512 x 512: {small:,} tokens; 1920 x 1080: {large:,}"
+    with suppress(EngineError):  # it does not fit here
+        look, limits = this_machine(Limits())
+        plan = make_plan(look.profile, find_shape(str(path)), limits=limits)
+        said += f"; {picture_words(plan.pictures).removeprefix('pictures: ')}"
+    return said
 
 
 def _verdict(found: Verification) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from PySide6.QtCore import Qt, QTimer
 from pytestqt.qtbot import QtBot
 
@@ -38,6 +39,25 @@ def test_what_gave_way_stands_under_the_answer(page: ChatView, engine: ScriptedE
     engine.write("It is Paris.")
     engine.finish(gave_way=gone)
     assert last_answer(page).figures.endswith(f"  ·  {gone}")
+
+
+@pytest.mark.parametrize(
+    ("pictures", "kept", "words"),
+    [
+        (1, 0, "picture read in 0.40 s"),
+        (1, 1, "picture read before"),
+        (3, 0, "3 pictures read in 0.40 s"),
+        (3, 3, "3 pictures read before"),
+        (3, 2, "2 of 3 pictures read before, the others in 0.40 s"),
+    ],
+)
+def test_how_long_pictures_took_stands_under_the_answer(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, pictures: int, kept: int, words: str
+) -> None:
+    type_and_send(qtbot, page, "What is in them?")
+    engine.write("A cat.")
+    engine.finish(pictures=pictures, pictures_kept=kept, pictures_s=0.4)
+    assert last_answer(page).figures.endswith(f"  ·  {words}")
 
 
 def test_shift_enter_starts_a_line_and_an_empty_box_sends_nothing(page: ChatView, qtbot: QtBot) -> None:
