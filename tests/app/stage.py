@@ -480,7 +480,10 @@ def _chat_sampling(stage: Stage) -> None:
 
 def _batch_list(stage: Stage) -> None:
     stage.start_job()
-    stage.engine.end(40, 1)
+    rows = stage.batch.job_view.rows
+    with patch.object(type(rows.answers), "page", lambda *_, **__: [row(number) for number in range(40)]):
+        stage.engine.end(40, 1)
+        stage.until(lambda: rows.model.rowCount() == 40)
 
 
 def _batch_cut_off(stage: Stage) -> None:
