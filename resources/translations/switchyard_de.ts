@@ -9575,8 +9575,8 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     <context>
         <name>ToolServerDialog</name>
         <message>
-            <source>Keep</source>
-            <translation>Behalten</translation>
+            <source>Save</source>
+            <translation>Speichern</translation>
         </message>
         <message>
             <source>Test</source>

@@ -9575,7 +9575,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     <context>
         <name>ToolServerDialog</name>
         <message>
-            <source>Keep</source>
+            <source>Save</source>
             <translation>Guardar</translation>
         </message>
         <message>

@@ -9575,8 +9575,8 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     <context>
         <name>ToolServerDialog</name>
         <message>
-            <source>Keep</source>
-            <translation>Conserver</translation>
+            <source>Save</source>
+            <translation>Enregistrer</translation>
         </message>
         <message>
             <source>Test</source>

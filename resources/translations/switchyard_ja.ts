@@ -9538,7 +9538,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>ToolServerDialog</name>
         <message>
-            <source>Keep</source>
+            <source>Save</source>
             <translation>保存</translation>
         </message>
         <message>

@@ -9538,8 +9538,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>ToolServerDialog</name>
         <message>
-            <source>Keep</source>
-            <translation>保留</translation>
+            <source>Save</source>
+            <translation>保存</translation>
         </message>
         <message>
             <source>Test</source>

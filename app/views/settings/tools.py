@@ -153,7 +153,7 @@ class ToolServerDialog(FormDialog):
     """A server's command or address; for new ones also a block of JSON as other programs have it."""
 
     def __init__(self, tools: Tools, server: ToolServer | None, parent: QWidget) -> None:
-        words = translate("ToolServerDialog", "Keep"), translate("ToolServerDialog", "Test")
+        words = translate("ToolServerDialog", "Save"), translate("ToolServerDialog", "Test")
         super().__init__("", words[0], parent, tests=words[1])
         self._tools, self._old = tools, server
         self._tested: tuple[ToolServer, ...] = ()
