@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -42,6 +42,17 @@ def any_two(values: Mapping[str, Sequence[Any]], indirect: Sequence[str] = ()) -
         for chosen in itertools.product(*places.values())
     ]
     return pytest.mark.parametrize(list(values), combinations, indirect=list(indirect), ids=_name)
+
+
+def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3) -> list[Any]:
+    """Parameters of which those named and every third are tried by default, the others with `-m exhaustive`."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if number % every == 0 or value in always else [pytest.mark.exhaustive],
+        )
+        for number, value in enumerate(values)
+    ]
 
 
 def _name(value: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
+from tests.combinations import some
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.single_streams import Alone
@@ -81,8 +83,9 @@ SUMMING: dict[str, dict[str, int]] = {"jamba": {}, "minimax": {}}
 """Families of which we compute such layers ourselves as sum up what they have read."""
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk", "card"])
-@pytest.mark.parametrize("family", [*CHOOSING, *SUMMING])
+@pytest.mark.parametrize(
+    ("family", "place"), some(itertools.product([*CHOOSING, *SUMMING], ["cpu", "disk", "card"]), every=4)
+)
 def test_rows_of_models_that_choose_or_sum_up_are_the_librarys(family: str, place: str, tmp_path: Path) -> None:
     def spread(model: torch.nn.Module) -> None:
         with torch.no_grad():

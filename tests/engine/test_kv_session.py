@@ -11,9 +11,10 @@ from engine.common.config import SamplingParams
 from engine.common.errors import RequestCancelled, never_cancelled
 from engine.runtime.decode.generation import drained, ignore_progress
 from engine.runtime.decode.kv_session import KvSession
+from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
-from tests.engine.tiny_configs import FAMILIES
+from tests.engine.tiny_configs import COMMON, FAMILIES
 
 PROMPT = random_prompt(40)
 GREEDY = SamplingParams(max_tokens=12)
@@ -24,7 +25,7 @@ def logits_after(session: KvSession, prompt: list[int]) -> torch.Tensor:
         return drained(session.read(prompt, ignore_progress, never_cancelled))[0]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", some(sorted(FAMILIES), COMMON))
 def test_pieces_and_reuse_are_exact(family: str) -> None:
     loaded = tiny_loaded(family)
 

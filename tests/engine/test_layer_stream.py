@@ -38,6 +38,7 @@ from engine.runtime.load.plan import Plan
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
+from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.test_planned_memory import stored_model
 from tests.engine.tiny_families import tiny_checkpoint
@@ -267,7 +268,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.skipif(not usable_isas(), reason="no native kernels here")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, every=2))
 def test_answers_are_those_of_layers_in_memory(
     name: str, tmp_path: Path, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.layers import StateLayer, new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from tests.combinations import some
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -66,7 +67,7 @@ def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES))
 def test_logits_of_every_token_are_those_of_the_library(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
 _SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 3, 9]), st.integers(0, 12))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(company=st.lists(_SHAPES, min_size=2, max_size=5), spare=st.integers(0, 30), tries=st.booleans())
 def test_an_answer_in_company_is_what_it_is_alone(
     loaded: LoadedModel, company: list[tuple[int, int, int, int]], spare: int, tries: bool

@@ -351,6 +351,18 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 """Values by sub-configuration; all of these get a tiny one."""
 
 FAMILIES: dict[str, dict[str, Any]] = {**DENSE, **MOE, **MULTIMODAL}
+COMMON = (
+    "llama",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "gemma3_text",
+    "qwen3_next",
+    "minimax_m2",
+)
+"""Those whose layers most others share, or that most people run: tried wherever only some families are."""
 
 _ATTENDS_EVERYWHERE = {**_THREE_AXES, "sliding_window": None}
 SEEING: dict[str, dict[str, Any]] = {
