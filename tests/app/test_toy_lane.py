@@ -49,7 +49,7 @@ json.dump(
         "reading": reading(shown["toy"], read_lane(shown["toy"], history, viewport, {}), 50),
         "sensor": reading(shown["heat"], read_lane(shown["heat"], history, viewport, {}), 50),
         "words": track_name("toy"),
-        "simulated": "toy" in Timeline().busy_s,
+        "simulated": Timeline().busy_s("toy") == 0,
     },
     sys.stdout,
 )

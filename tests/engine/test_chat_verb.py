@@ -24,6 +24,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FIELDS = {
     *("text", "reasoning", "prompt_tokens", "generated_tokens", "ttft_s", "tokens_per_s", "device", "finish_reason"),
     *("calls", "model", "precision", "threads", "device_note", "template_note", "gave_way"),
+    *("pictures", "pictures_kept", "pictures_s"),
 }
 
 

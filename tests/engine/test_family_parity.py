@@ -18,7 +18,7 @@ from engine.runtime.load.library_models import leave_out_tower
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.combinations import some
-from tests.engine.tiny_configs import COMMON, DENSE, FAMILIES
+from tests.engine.tiny_configs import DENSE, FAMILIES, USUAL
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9, 300, 12, 44, 55, 66]])
@@ -27,7 +27,7 @@ _ROUNDED = 4e-3
 """Between two results in bf16, each of which may be half as far from float32."""
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, COMMON))
+@pytest.mark.parametrize("family", some(FAMILIES, USUAL))
 def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tmp_path: Path) -> None:
     tiny_checkpoint(family, tmp_path)
     compare_with_library(tmp_path, model_class(tiny_config(family)), moe=family not in DENSE)

