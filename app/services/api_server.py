@@ -11,7 +11,7 @@ from PySide6.QtCore import QObject, QProcess, QTimer, Signal
 from PySide6.QtNetwork import QAbstractSocket, QNetworkInterface
 
 from app.services.background import LatestTask
-from app.services.child_process import child
+from app.services.child_process import child, delete_child
 from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
@@ -297,7 +297,7 @@ class ApiServer(QObject):
             )
 
     def _on_finished(self, process: QProcess) -> None:
-        process.deleteLater()
+        delete_child(process)
         if process is not self._process:
             return
         self._read(process)
@@ -321,7 +321,7 @@ class ApiServer(QObject):
         if process is self._process:
             self._process = None
             self._fail(self.tr("The server could not be started. Reinstall Switchyard."))
-            process.deleteLater()
+            delete_child(process)
 
     def _set_beside(self, beside: Beside) -> None:
         if beside != self._beside:

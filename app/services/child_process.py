@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment
+from PySide6.QtCore import QMetaMethod, QObject, QProcess, QProcessEnvironment
 
 
 def child(
@@ -62,3 +62,15 @@ def end_child(process: QProcess, patience_ms: int) -> None:
     if not process.waitForFinished(patience_ms):
         process.kill()
         process.waitForFinished(patience_ms)
+
+
+def delete_child(process: QProcess) -> None:
+    """Deletes it later, and hears nothing of it any more.
+
+    What its signals call may hold the last reference to its parent, and is let go of now: while the process is being
+    deleted, the parent would delete it once more.
+    """
+    for signal in (process.readyReadStandardOutput, process.finished, process.errorOccurred):
+        if process.isSignalConnected(QMetaMethod.fromSignal(signal)):
+            signal.disconnect()
+    process.deleteLater()

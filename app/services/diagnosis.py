@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QObject, QProcess, Signal
 
-from app.services.child_process import child, end_child
+from app.services.child_process import child, delete_child, end_child
 from engine.common.errors import EngineError
 from engine.common.installed import command_line
 
@@ -55,7 +55,7 @@ class Diagnosis(QObject):
         process, self._process = self._process, None
         if process is None:
             return
-        process.deleteLater()
+        delete_child(process)
         if self._path.is_file():  # whatever the exit code says of this PC
             self.written.emit(self._path)
         else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from PySide6.QtCore import QObject, QProcess, Signal
 
 from app.services.background import LatestTask, TaskQueue, timer
-from app.services.child_process import ask_to_end, child
+from app.services.child_process import ask_to_end, child, delete_child
 from app.services.settings import Settings
 from engine.common.errors import EngineError
 from engine.common.paths import python_module
@@ -319,7 +319,7 @@ class Downloads(QObject):
 
     def _forget(self) -> None:
         if self._process is not None:
-            self._process.deleteLater()
+            delete_child(self._process)
             self._process = None
 
 

@@ -23,7 +23,7 @@ from PySide6.QtGui import QColor, QPainter
 from PySide6.QtSvg import QSvgRenderer
 
 from app.services.background import timer
-from app.services.child_process import child
+from app.services.child_process import child, delete_child
 from app.services.formula_process import COLOUR, SIZE
 from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.paths import confined_module
@@ -279,7 +279,7 @@ class Formulas(QObject):
             process.closeWriteChannel()
             process.kill()
             process.waitForFinished(1000)
-            process.deleteLater()
+            delete_child(process)
 
 
 def formulas() -> Formulas:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from PySide6.QtCore import QObject, QProcess, Signal
 
-from app.services.child_process import ask_to_end, child, end_child
+from app.services.child_process import ask_to_end, child, delete_child, end_child
 from engine.common.paths import python_module
 
 TERMINATE_MS = 3000
@@ -96,7 +96,7 @@ class Installation(QObject):
 
     def _forget(self, last: dict[str, object]) -> None:
         if self._process is not None:
-            self._process.deleteLater()
+            delete_child(self._process)
             self._process = None
             if not self._closing:
                 self.ended.emit(last)

@@ -7,7 +7,7 @@ import re
 
 from PySide6.QtCore import QObject, QProcess, QTimer, Signal
 
-from app.services.child_process import child, end_child
+from app.services.child_process import child, delete_child, end_child
 from engine.common.errors import EngineError
 from engine.common.installed import command_line
 
@@ -101,7 +101,7 @@ class StarterDownload(QObject):
 
     def _end(self, built: bool, sentence: str) -> None:
         if self._process is not None:
-            self._process.deleteLater()
+            delete_child(self._process)
             self._process = None
             self.ended.emit(built, sentence)
 

@@ -16,7 +16,7 @@ import psutil
 from PySide6.QtCore import QObject, QProcess, Signal
 
 from app.services.background import timer
-from app.services.child_process import child
+from app.services.child_process import child, delete_child
 from engine.common.paths import confined_module
 
 COUNTING_S = 20
@@ -103,7 +103,7 @@ class TokenCounter(QObject):
             process.closeWriteChannel()
             process.kill()
             process.waitForFinished(1000)
-            process.deleteLater()
+            delete_child(process)
         self._asked = None
 
     def _ask(self) -> None:
@@ -162,7 +162,7 @@ class TokenCounter(QObject):
     def _on_lost(self, *_how: object) -> None:
         """Estimate by length until another model is loaded."""
         if self._process is not None:
-            self._process.deleteLater()
+            delete_child(self._process)
             self._process = None
         self._asked = None
         self._watch.stop()

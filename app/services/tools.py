@@ -13,7 +13,7 @@ from PySide6.QtCore import QCoreApplication, QObject, QProcess, QTimer, Signal
 
 from app.services.background import TaskQueue, timer
 from app.services.chat_store.records import Attachment
-from app.services.child_process import child
+from app.services.child_process import child, delete_child
 from app.services.settings import Settings
 from engine.common.chat import Tool
 from engine.common.config import BatchJob
@@ -365,7 +365,7 @@ class Tools(QObject):
         if process is not None:
             process.blockSignals(True)
             _end_with_children(process)
-            process.deleteLater()
+            delete_child(process)
         for each in asked:
             each.clock.stop()
             each.clock.deleteLater()

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from PySide6.QtCore import QCoreApplication, QEvent
 from pytestqt.qtbot import QtBot
 
 from app.services import tools as service
@@ -107,6 +108,15 @@ def test_a_server_over_http_runs_its_tools(tools: Tools, qtbot: QtBot) -> None:
 
 
 KEY = "key-4f1b9d"
+
+
+def test_tools_are_deleted_after_their_process(qtbot: QtBot) -> None:
+    """What the process calls may have the last reference to them, and they the process: it is deleted once."""
+    tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+    assert listed(tools, qtbot, server("good")).failed is False
+    tools.close()
+    del tools
+    QCoreApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
 
 
 @pytest.fixture
