@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import cli
 from engine.checkpoint.config_file import read_config
+from engine.checkpoint.gguf import projector
+from engine.checkpoint.gguf.file import Strings, read_gguf
 from engine.checkpoint.library import show
 from engine.checkpoint.pictures import picture_tokens
 from engine.common.chat import ChatMessage, Picture
@@ -414,6 +417,22 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     assert cli.main([*ask_about[:2], str(blind), *ask_about[3:]]) == 2
     said = capsys.readouterr()
     assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
+
+
+@pytest.mark.parametrize("name", MMPROJ)
+def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_gguf(with_picture_tokens(unpacked(name, tmp_path)[0], tmp_path / "a-model-Q8_0.gguf"))
+    whole = projector.read_projector(unpacked(f"mmproj-{name}", tmp_path)[0])
+    assert projector.projector_of(model) is not None
+    for key in whole.metadata:
+        for value in ("text", 0, -1, 2**40, float("nan"), np.array([3, 1]), np.array([1.5] * 3), Strings(0, b"")):
+            changed = replace(whole, metadata={**whole.metadata, key: value})
+            monkeypatch.setattr(projector, "read_projector", lambda _file, changed=changed: changed)
+            projector._looked_at.cache_clear()
+            assert (projector.projector_of(model) is None) == bool(projector.why_not(model))
+    projector._looked_at.cache_clear()
 
 
 @pytest.mark.parametrize("name", MMPROJ)

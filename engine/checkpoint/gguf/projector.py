@@ -157,7 +157,8 @@ def _looked_at(path: Path, _digest: str, file: Path, _state: tuple[int, ...]) ->
         read = read_projector(file)
         said = read.metadata
         found = said.get(f"{_IN}projector_type", said.get("clip.projector_type"))
-        if found != kind.joiner or said.get(f"{_IN}projection_dim") != model.value("embedding_length"):
+        width = said.get(f"{_IN}projection_dim")
+        if str(found) != kind.joiner or str(width) != str(model.value("embedding_length")):  # may be arrays
             return f"{file.name} beside it is the part of another model that sees"
         mark = _token(model, kind.mark)
         if mark is None:
