@@ -125,7 +125,9 @@ class DeskByName:
             self._on_model(model)
 
     def _free(self) -> None:
-        self._kept = None
+        with self.desk.changed:
+            if self._kept is not None and self._kept[0] == self.desk.state.model:
+                self._kept = None  # what was said of one that is about to be loaded holds
         self.desk.free()
         self.desk.model_is(None)
         self._on_model(None)
