@@ -365,6 +365,46 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     record("latent", in_bf16(out));
 }
 
+// What a delta net has summed up: pages, in memory that ends with the last one.
+struct OwnStates {
+    std::vector<float> recent, states;
+
+    SwitchyardPages held() {
+        SwitchyardPages pages{};
+        pages.keys = recent.data(), pages.values = states.data();
+        return pages;
+    }
+};
+
+bool same(const OwnStates &some, const OwnStates &others) {
+    return same(some.recent, others.recent) && same(some.states, others.states);
+}
+
+// Some sequences' tokens, which go on from any page, several perhaps from one, and end in the same or in another.
+std::vector<SwitchyardPiece> draw_pieces(Random &random, int64_t pages, int64_t count, int64_t tokens) {
+    std::vector<int32_t> order(static_cast<size_t>(pages));
+    for (int64_t i = 0; i < pages; ++i) order[i] = static_cast<int32_t>(i);
+    for (int64_t i = 0; i < pages; ++i) std::swap(order[i], order[draw(random, i, pages - 1)]);
+    std::vector<SwitchyardPiece> pieces(static_cast<size_t>(count));
+    int64_t first = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t later = count - 1 - i, its = later ? draw(random, 1, tokens - first - later) : tokens - first;
+        const bool moves = count < pages && coin(random);
+        pieces[i] = {nullptr, 0, static_cast<int32_t>(its), static_cast<int32_t>(first),
+                     moves ? order[draw(random, count, pages - 1)] : order[i], order[i]};
+        first += its;
+    }
+    return pieces;
+}
+
+// The same tokens, each as a piece of its own, and its place among all.
+template <typename Call>
+void one_by_one(const std::vector<SwitchyardPiece> &pieces, const Call &call) {
+    for (const SwitchyardPiece &piece : pieces)
+        for (int32_t token = 0; token < piece.tokens; ++token)
+            call({nullptr, 0, 1, 0, token ? piece.next_state : piece.state, piece.next_state}, piece.first + token);
+}
+
 void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     SwitchyardDelta layer{};
     layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
@@ -405,37 +445,46 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.rate = rate.data(), layer.rate_bias = rate_bias.data();
     const auto tokens = static_cast<int32_t>(draw(random, 1, kDecodeTokens));
     const auto x = draw_floats(random, tokens * hidden);
-    auto recent = draw_floats(random, channels * layer.kernel), recent_again = recent;
-    auto states = draw_floats(random, heads * layer.key_dim * layer.value_dim), states_again = states;
+    const int64_t pages = draw(random, 1, 6);
+    OwnStates states = {draw_floats(random, pages * channels * layer.kernel),
+                        draw_floats(random, pages * heads * layer.key_dim * layer.value_dim)};
+    OwnStates states_again = states;
+    const SwitchyardPages held = states.held(), held_again = states_again.held();
+    const auto pieces = draw_pieces(random, pages, draw(random, 1, std::min<int64_t>(pages, tokens)), tokens);
     std::vector<float> out(x.size()), again(x.size());
-    require(switchyard_delta_step(pool, &layer, tokens, x.data(), recent.data(), states.data(), out.data()) == 0, "no delta net");
+    require(switchyard_delta_step(pool, &layer, &held, pieces.data(), static_cast<int32_t>(pieces.size()), x.data(),
+                                  out.data()) == 0, "no delta net");
     const OwnPool alone(1);
-    for (int32_t token = 0; token < tokens; ++token)
-        require(switchyard_delta_step(alone.pool, &layer, 1, x.data() + token * hidden, recent_again.data(),
-                                      states_again.data(), again.data() + token * hidden) == 0, "no delta net");
-    require(same(out, again) && same(states, states_again) && same(recent, recent_again),
+    one_by_one(pieces, [&](const SwitchyardPiece &one, int64_t place) {
+        require(switchyard_delta_step(alone.pool, &layer, &held_again, &one, 1, x.data() + place * hidden,
+                                      again.data() + place * hidden) == 0, "no delta net");
+    });
+    require(same(out, again) && same(states, states_again),
             "a delta net depends on the number of threads, or on what is computed together");
     record("delta", in_bf16(out));
 
-    // A prompt's, whose projections are done.
+    // Prompts', whose projections are done.
     const int64_t rows = draw(random, 1, draw(random, 0, 3) ? 40 : 300);
+    const auto prompts = draw_pieces(random, pages, draw(random, 1, std::min<int64_t>({pages, rows, 3})), rows);
     const auto of_mixed = draw_floats(random, rows * layer.mixed.rows), of_z = draw_floats(random, rows * layer.z.rows);
     const auto of_k = draw_floats(random, rows * layer.k.rows), of_v = draw_floats(random, rows * layer.v.rows);
     const auto of_b = draw_floats(random, rows * layer.b.rows), of_a = draw_floats(random, rows * layer.a.rows);
-    std::vector<float> answers(static_cast<size_t>(rows * values)), one_by_one(answers);
-    const auto some = [&](SwitchyardPool *by, int64_t begin, int64_t count, std::vector<float> &last, std::vector<float> &sums,
+    std::vector<float> answers(static_cast<size_t>(rows * values)), answers_again(answers);
+    const auto some = [&](SwitchyardPool *by, const SwitchyardPages &in, const SwitchyardPiece &piece, int64_t place,
                           std::vector<float> &to) {
-        const float *given[6] = {};
+        std::vector<const float *> given(6);
         const std::pair<const std::vector<float> *, const SwitchyardMatrix *> parts[6] = {
             {&of_mixed, &layer.mixed}, {&of_k, &layer.k}, {&of_v, &layer.v}, {&of_z, &layer.z}, {&of_b, &layer.b}, {&of_a, &layer.a}};
         for (int i = 0; i < 6; ++i)
-            if (parts[i].second->rows) given[i] = parts[i].first->data() + begin * parts[i].second->rows;
-        require(switchyard_delta_rows(by, &layer, count, given, last.data(), sums.data(), to.data() + begin * values) == 0,
+            if (parts[i].second->rows) given[i] = parts[i].first->data() + place * parts[i].second->rows;
+        require(switchyard_delta_rows(by, &layer, &in, &piece, given.data(), to.data() + place * values) == 0,
                 "no prompt of a delta net");
     };
-    some(pool, 0, rows, recent, states, answers);
-    for (int64_t row = 0; row < rows; ++row) some(alone.pool, row, 1, recent_again, states_again, one_by_one);
-    require(same(answers, one_by_one) && same(states, states_again) && same(recent, recent_again),
+    for (const SwitchyardPiece &piece : prompts) some(pool, held, piece, piece.first, answers);
+    one_by_one(prompts, [&](const SwitchyardPiece &one, int64_t place) {
+        some(alone.pool, held_again, one, place, answers_again);
+    });
+    require(same(answers, answers_again) && same(states, states_again),
             "a delta net's prompt depends on the number of threads, or on what is computed together");
 }
 
