@@ -325,9 +325,9 @@ def test_what_is_held_of_a_file_is_what_was_planned(tmp_path: Path, planned: lis
             layer.register_forward_pre_hook(look)
         library_tokens(loaded.model, PROMPT, 4)
         assert streamed.nbytes > 3.5 * streamed.window
-        # The system reads in large pages, of which one may be begun at either end of a layer, and one ahead.
+        # The system reads and maps in large pages, of which one may be begun at either end of a layer, and one ahead.
         assert streamed.window < most[0] <= streamed.window + 2 * 3 * HUGE
-        assert streamed.window // 2 < most[1] <= 1.02 * streamed.window
+        assert streamed.window // 2 < most[1] <= streamed.window + 3 * HUGE
     finally:
         loaded.close()
 
