@@ -191,6 +191,22 @@ class StatePages:
         self.recent = torch.empty(pages, channels, taps)
         self.states = torch.empty(pages, *state)
 
+    @classmethod
+    def like(cls, recent: torch.Tensor | None, state: torch.Tensor | None, pages: int) -> StatePages:
+        """Pages of what a layer of the library holds of a sequence, [1, channels, taps] and [1, ...]; it may have one
+        of both, or nothing at all."""
+        made = cls(0, 0, (0,), pages)
+        if recent is not None:
+            made.recent = torch.empty(pages, *recent.shape[1:], dtype=recent.dtype)
+        if state is not None:
+            made.states = torch.empty(pages, *state.shape[1:], dtype=state.dtype)
+        return made
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a sequence's state."""
+        return sum(part[:1].numel() * part.element_size() for part in (self.recent, self.states))
+
     def clear(self, page: int) -> None:
         """Makes a page that of no tokens."""
         self.recent[page].zero_()
@@ -204,7 +220,8 @@ class StatePages:
     def discard(self, pages: Sequence[int]) -> None:
         """See `PagedLayer.discard`."""
         for part in (self.recent, self.states):
-            _discard(part, pages)
+            if part.numel():
+                _discard(part, pages)
 
     def held(self) -> PagesStruct:
         """The struct of the pages; it points into them."""

@@ -115,12 +115,12 @@ class PackedModel:
         self._loaded, self._policy = loaded, policy
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
+        self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         if not packs_mixers(loaded):
-            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT)
+            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT, self._kv_type)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
         self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
-        self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
@@ -141,14 +141,16 @@ class PackedModel:
             self._pipeline = self._opened_pipeline()
         self.caches: PagedCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
-        self.state_bytes = self._native.state_bytes if self._native is not None else 0
+        self.state_bytes = 0
         """Of what layers sum up of a sequence."""
+        if (own := self.mixers or self._native) is not None:
+            self.state_bytes = own.state_bytes
         self.context_tokens = loaded.context_tokens
         self.page_bytes = self.mixers.page_bytes if self.mixers is not None else self._states.page_bytes(self._kv_type)
         """Of all layers."""
         self.pages_beside = self.mixers.pages_beside if self.mixers is not None else None
         """See `PagePool`."""
-        self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.mixers else 0)) // self.page_bytes)
+        self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.own_caches else 0)) // self.page_bytes)
         """Pages that fit into the budget."""
 
     def _opened_pipeline(self) -> DevicePipeline | None:
@@ -166,6 +168,11 @@ class PackedModel:
             FALLS.is_over(what)
         return pipeline
 
+    @property
+    def own_caches(self) -> RowMixers | None:
+        """What computes with a cache of each row's own beside its pages, if they have any."""
+        return self.mixers if self.mixers is not None and not self.mixers.has_pages else None
+
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
@@ -176,7 +183,9 @@ class PackedModel:
         """Allocates `pages` pages of every layer, see `PagedStates.allocate`, and so many of what layers sum up."""
         self.pages = pages
         self._states.allocate(self._kv_type, pages, by_head=by_head)
-        if self._native is not None:
+        if self.mixers is not None:
+            self.caches = self.mixers.allocate(pages, states, by_head=by_head) if self.mixers.has_pages else None
+        elif self._native is not None:
             self._native.allocate_states(states)
             self.caches = self._native.caches()
         planned = self._policy.planned
@@ -188,7 +197,7 @@ class PackedModel:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
-        self._states.discard(pages)
+        (self.caches or self._states).discard(pages)
 
     def discard_states(self, states: Sequence[int]) -> None:
         """The same of what layers have summed up."""
@@ -274,9 +283,9 @@ class PackedModel:
 
     def _advancing(self, work: list[Work]) -> AbstractContextManager[object]:
         """What rows have beside their pages takes in all tokens of a sweep, or none if it is given up."""
-        if self.mixers is None:
+        if self.own_caches is None:
             return nullcontext()
-        return self.mixers.advancing([each.row for each in work], [each.tokens for each in work])
+        return self.own_caches.advancing([each.row for each in work], [each.tokens for each in work])
 
     @torch.inference_mode()
     def _exactly(self, work: list[Work]) -> torch.Tensor:
@@ -311,11 +320,11 @@ class PackedModel:
 
     def _few(self, work: list[Work]) -> Callable[[], torch.Tensor | None] | None:
         """What computes a token of each of these rows in one go, if anything does."""
-        native, mixers = self._native, self.mixers
+        native, own = self._native, self.own_caches
         if not all(each.tokens == 1 and each.wants_logits and each.picture is None for each in work):
             return None
-        if mixers is not None:
-            return partial(mixers.few, [each.row for each in work])
+        if own is not None:
+            return partial(own.few, [each.row for each in work])
         return partial(self._in_one_go, native, work) if native is not None and native.takes_few(len(work)) else None
 
     @torch.inference_mode()
@@ -458,7 +467,7 @@ class PackedModel:
         ids = [token for of_row in own for token in of_row]
         with self._attending(pieces):
             if self.mixers is not None:
-                recording: Recording = self.mixers.record_rows(own, [each.row for each in work])
+                recording: Recording = self.mixers.record_rows(own, [each.row for each in work], pieces)
             else:
                 given = self._given(work, own)
                 recording = self._layers.record(

@@ -1,9 +1,10 @@
 """Layers whose mixers sum up what they read, choose tokens by an index or attend in ways of their own: row by row.
 
-Each row has a cache of its own, as a chat has, and its mixers (attention, a recurrent state, a short convolution) are
-called with that, one row after the other.  All else of a layer, above all its experts, is computed for the tokens of
-all rows at once, so that weights are read once.  What a layer is called with is recorded for each row; what is the same
-for every token is joined, the rest is handed through the layer as it is to the mixer, which takes its row's.
+A layer's mixers (attention, a recurrent state, a short convolution) are called with each row's cache, one row after the
+other: of its pages, or one of its own where these do not hold all that layers keep, and on a card.  All else of a
+layer, above all its experts, is computed for the tokens of all rows at once, so that weights are read once.  What a
+layer is called with is recorded for each row; what is the same for every token is joined, the rest is handed through
+the layer as it is to the mixer, which takes its row's.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Pieces
 from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
 from engine.runtime.batch.row_prefixes import LeftCaches
 from engine.runtime.decode.kv_session import KvRoom
+from engine.runtime.decode.paged_steps import has_pages
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.layers import library_cache, new_cache
 from engine.runtime.kv.memory import measure_kv
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
@@ -85,36 +88,48 @@ class RowMixers(DecoderLayers):
     """The layers of a model, their mixers called row by row.
 
     Args:
-        left_bytes: of the caches that rows leave for others whose prompts begin as theirs.
+        left_bytes: of the caches that rows leave for others whose prompts begin as theirs, if they have their own.
+        kv_type: of keys and values in pages.
 
     Raises:
         LookupError: the model does not hand its layers a cache, computes something between them, or its answer would
             depend on how a prompt is read.
     """
 
-    def __init__(self, loaded: LoadedModel, left_bytes: int) -> None:
+    def __init__(self, loaded: LoadedModel, left_bytes: int, kv_type: KvType) -> None:
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
         if loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
             raise LookupError("this model's layers are on several devices")
         self._loaded = loaded
+        self._caches: PagedCaches | None = None
         self._step = StepModel(loaded.model, loaded.context_tokens)
         with torch.inference_mode():
-            self._mixers = self._probe()
+            self._mixers, self._read = self._probe()
             self._compare()
-            self._cost = measure_kv(loaded.model, loaded.device)
+        self._kv_type = kv_type
+        pages = PagedCaches.like(self._read, kv_type, 1, 1) if has_pages(loaded) else None
+        self.has_pages = pages is not None
+        """Whether rows' caches are pages."""
+        if pages is not None:
+            self.page_bytes, self.state_bytes = max(1, pages.page_bytes), pages.state_bytes
+            self.pages_beside: int | None = None
+            return
+        with torch.inference_mode():
+            cost = measure_kv(loaded.model, loaded.device)
+        # Of the tokens of a page, and at least a share of what a row takes beside them.
+        self.page_bytes = max(1, cost.per_token * PAGE_TOKENS, -(-cost.fixed // _MOST_PAGES_BESIDE))
+        self.state_bytes = 0
+        self.pages_beside = -(-cost.fixed // self.page_bytes)
+        """What a row takes beside its tokens, in pages."""
         self._left = LeftCaches(left_bytes)
 
-    @property
-    def page_bytes(self) -> int:
-        """Of the tokens of a page, and at least a share of what a row takes beside them."""
-        return max(1, self._cost.per_token * PAGE_TOKENS, -(-self._cost.fixed // _MOST_PAGES_BESIDE))
-
-    @property
-    def pages_beside(self) -> int:
-        """What a row takes beside its tokens, in pages."""
-        return -(-self._cost.fixed // self.page_bytes)
+    def allocate(self, pages: int, states: int, *, by_head: bool) -> PagedCaches:
+        """So many pages."""
+        self._caches = PagedCaches.like(self._read, self._kv_type, pages, states, by_head=by_head)
+        assert self._caches is not None
+        return self._caches
 
     @property
     def apart(self) -> set[Any]:
@@ -184,7 +199,8 @@ class RowMixers(DecoderLayers):
 
     def forget(self) -> None:
         """Drops what rows left for others."""
-        self._left.forget()
+        if not self.has_pages:
+            self._left.forget()
 
     def up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of its next tokens a row reads at once."""
@@ -214,11 +230,16 @@ class RowMixers(DecoderLayers):
             if self._loaded.devices is None:
                 self._left.passed(row, own.cache, own.tokens)
 
-    def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow]) -> RowsRecording:
+    def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow], pieces: Pieces) -> RowsRecording:
         """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
         given = [row.given(of_row, self._loaded.model) for row, of_row in zip(rows, ids, strict=True)]
         held = [row.position(row.held) for row in rows]
-        return self._record_rows(ids, held, [self._cache_of(row).cache for row in rows], given)
+        caches = (
+            [self._caches.of(piece) for piece in pieces.pieces]
+            if self._caches is not None
+            else [self._cache_of(row).cache for row in rows]
+        )
+        return self._record_rows(ids, held, caches, given)
 
     def _record_rows(
         self,
@@ -284,9 +305,12 @@ class RowMixers(DecoderLayers):
     def _room(self) -> KvRoom:
         return KvRoom(self._loaded.devices, self._loaded.context_tokens)
 
-    def _probe(self) -> list[list[Any]]:
-        """The mixers of each layer: the outermost modules in it that are called with the cache."""
-        cache = self._empty().cache
+    def _probe(self) -> tuple[list[list[Any]], Cache]:
+        """The mixers of each layer: the outermost modules in it that are called with the cache; and what that is like
+        once it has read a token."""
+        cache = library_cache(self._loaded.model)
+        if cache is None:
+            raise LookupError("this model makes its cache itself")
         found: list[list[Any]] = [[] for _ in range(len(self))]
 
         def look(index: int, module: Any, args: Any, kwargs: Any) -> None:
@@ -309,7 +333,7 @@ class RowMixers(DecoderLayers):
                 hook.remove()
         if not any(found):
             raise LookupError("its layers keep what they read in places of their own")
-        return [_outermost(of_layer) for of_layer in found]
+        return [_outermost(of_layer) for of_layer in found], cache
 
     def _compare(self) -> None:
         """Some tokens of two rows, against the model itself."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
@@ -20,10 +21,14 @@ from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
+
+_IN_PAGES = (DynamicLayer, DynamicSlidingWindowLayer, StateLayer, DummyLayer)
+"""Layers of the library's cache that pages can hold."""
 
 
 def packs_mixers(loaded: LoadedModel) -> bool:
@@ -38,6 +43,17 @@ def packs_mixers(loaded: LoadedModel) -> bool:
         and step.is_native
         and (isinstance(step.attention, DeltaNet) or not step.attention.has_index)
         for step in steps
+    )
+
+
+def has_pages(loaded: LoadedModel) -> bool:
+    """Whether sequences of a model are computed over pages only, as far as these can hold what its layers keep."""
+    return (
+        loaded.devices is None
+        and loaded.stream is None  # to see what attends, its layers would have to be read
+        and loaded.device.type == "cpu"
+        and not getattr(loaded.model.config, "is_encoder_decoder", False)
+        and exact_tokens(loaded.model) >= loaded.context_tokens
     )
 
 
@@ -61,18 +77,14 @@ class PagedSteps:
     @staticmethod
     def are_likely(loaded: LoadedModel) -> bool:
         """Whether a model may have them: nothing is computed to find that out."""
-        model = loaded.model
-        layers = decoder_layers(model)
-        return (
-            bool(layers)
-            and loaded.devices is None
-            and loaded.stream is None  # to see what attends, its layers would have to be read
-            and loaded.kernels is not None
-            and loaded.device.type == "cpu"
-            and not getattr(model.config, "is_encoder_decoder", False)
-            and packs_mixers(loaded)
-            and all(knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers)
-            and exact_tokens(model) >= loaded.context_tokens
+        layers = decoder_layers(loaded.model)
+        if not layers or not has_pages(loaded):
+            return False
+        if not packs_mixers(loaded):
+            cache = library_cache(loaded.model)
+            return cache is not None and all(type(layer) in _IN_PAGES for layer in cache.layers)
+        return loaded.kernels is not None and all(
+            knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers
         )
 
     @classmethod
