@@ -17,7 +17,7 @@ from engine.common import clock
 from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
@@ -113,14 +113,14 @@ class PackedModel:
 
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy) -> None:
         self._loaded, self._policy = loaded, policy
+        self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         if not packs_mixers(loaded):
-            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT, self._kv_type)
+            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT, self._kv_type, self._states)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
-        self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
@@ -176,7 +176,8 @@ class PackedModel:
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
-            self._exact = PagedSteps.of(self._loaded, self.caches)
+            is_over_pages = self.mixers is not None and self.mixers.attends_over_pages
+            self._exact = PagedSteps.of(self._loaded, self.caches, self._attending if is_over_pages else None)
         return self._exact
 
     def allocate(self, pages: int, states: int = 0, *, by_head: bool = False) -> None:
@@ -307,7 +308,9 @@ class PackedModel:
                     for piece in each.row.pieces(each.tokens, in_place=each.is_certain)
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
-                logits = self._exact.write(ids, [piece for _row, piece in pieces], positions)
+                own = [piece for _row, piece in pieces]
+                is_apart = self.mixers is not None and len(own) > self._exact.most_rows
+                logits = (self._beams if is_apart else self._exact.write)(ids, own, positions)
         begin = 0
         for each in work if heard else ():
             if (drafter := each.row.drafter) is not None:
@@ -317,6 +320,18 @@ class PackedModel:
             written = 0 if reads else len(work)
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)
         return logits
+
+    def _beams(self, ids: list[int], pieces: Sequence[Piece], positions: list[int]) -> torch.Tensor:
+        """Logits [B, V] after a token of each beam."""
+        assert self.mixers is not None
+        own = Pieces(pieces)
+        with self._attending(None):
+            recording = self.mixers.record_pieces([[token] for token in ids], positions, own)
+        batch = _MicroBatch(own, recording, recording.hidden, list(range(len(ids))))
+        for index in range(len(self._layers)):
+            self._step(index, batch)
+        with self._attending(None):
+            return (self._native or self._layers).logits(batch.hidden)
 
     def _few(self, work: list[Work]) -> Callable[[], torch.Tensor | None] | None:
         """What computes a token of each of these rows in one go, if anything does."""
@@ -512,7 +527,7 @@ class PackedModel:
         self._states.are_met = True
 
     def _attending(self, pieces: Pieces | None) -> Any:
-        if self.mixers is not None:
+        if self.mixers is not None and not self.mixers.attends_over_pages:
             return torch.inference_mode()
         self._states.pieces = pieces
         return _Attending(self._states, self._configs)

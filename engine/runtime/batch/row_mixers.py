@@ -10,7 +10,7 @@ the layer as it is to the mixer, which takes its row's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Pieces
 from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
+from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.row_prefixes import LeftCaches
 from engine.runtime.decode.kv_session import KvRoom
 from engine.runtime.decode.paged_steps import has_pages
@@ -29,6 +30,7 @@ from engine.runtime.kv.layers import library_cache, new_cache
 from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
+from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
 
@@ -76,11 +78,13 @@ class RowsRecording(Recording):
     Attributes:
         spans: where each row's tokens are.
         caches: of each row.
+        pieces: of each row, if these are pages.
         further: by layer, what it gave beside hidden states.
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     caches: list[Cache] = field(default_factory=list)
+    pieces: list[Pieces] = field(default_factory=list)
     further: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -90,13 +94,14 @@ class RowMixers(DecoderLayers):
     Args:
         left_bytes: of the caches that rows leave for others whose prompts begin as theirs, if they have their own.
         kv_type: of keys and values in pages.
+        states: has native attention compute over pages where that is what mixers attend by.
 
     Raises:
         LookupError: the model does not hand its layers a cache, computes something between them, or its answer would
             depend on how a prompt is read.
     """
 
-    def __init__(self, loaded: LoadedModel, left_bytes: int, kv_type: KvType) -> None:
+    def __init__(self, loaded: LoadedModel, left_bytes: int, kv_type: KvType, states: PagedStates) -> None:
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
@@ -105,13 +110,22 @@ class RowMixers(DecoderLayers):
         self._loaded = loaded
         self._caches: PagedCaches | None = None
         self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._states = states
         with torch.inference_mode():
-            self._mixers, self._read = self._probe()
+            try:
+                with paged(states, configs_of(loaded.model)) if loaded.kernels is not None else nullcontext():
+                    self._mixers, self._read = self._probe()
+            except LookupError:  # it attends in another way
+                states.shapes.clear()
+                self._mixers, self._read = self._probe()
+            states.are_met = True
             self._compare()
         self._kv_type = kv_type
         pages = PagedCaches.like(self._read, kv_type, 1, 1) if has_pages(loaded) else None
         self.has_pages = pages is not None
         """Whether rows' caches are pages."""
+        self.attends_over_pages = pages is not None and bool(states.shapes) and states.attend_over(pages)
+        """Whether native attention does, for which nothing of them is copied."""
         if pages is not None:
             self.page_bytes, self.state_bytes = max(1, pages.page_bytes), pages.state_bytes
             self.pages_beside: int | None = None
@@ -129,6 +143,8 @@ class RowMixers(DecoderLayers):
         """So many pages."""
         self._caches = PagedCaches.like(self._read, self._kv_type, pages, states, by_head=by_head)
         assert self._caches is not None
+        if self.attends_over_pages:
+            self._states.attend_over(self._caches)
         return self._caches
 
     @property
@@ -234,12 +250,23 @@ class RowMixers(DecoderLayers):
         """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
         given = [row.given(of_row, self._loaded.model) for row, of_row in zip(rows, ids, strict=True)]
         held = [row.position(row.held) for row in rows]
-        caches = (
-            [self._caches.of(piece) for piece in pieces.pieces]
-            if self._caches is not None
-            else [self._cache_of(row).cache for row in rows]
-        )
-        return self._record_rows(ids, held, caches, given)
+        if self._caches is not None:
+            return self.record_pieces(ids, held, pieces, given)
+        return self._record_rows(ids, held, [self._cache_of(row).cache for row in rows], given)
+
+    def record_pieces(
+        self,
+        ids: list[list[int]],
+        begins: list[int],
+        pieces: Pieces,
+        given: Sequence[Mapping[str, Any] | None] = (),
+    ) -> RowsRecording:
+        """Those of tokens from these positions on, over pages."""
+        assert self._caches is not None
+        caches = [self._caches.of(piece, passes=self.attends_over_pages) for piece in pieces.pieces]
+        recording = self._record_rows(ids, begins, caches, given)
+        recording.pieces = [Pieces([piece]) for piece in pieces.pieces]
+        return recording
 
     def _record_rows(
         self,
@@ -273,7 +300,8 @@ class RowMixers(DecoderLayers):
         layer, spans = self[index], recording.spans
         fast = layer.__dict__.get("forward")
         forwards: list[tuple[Any, Callable[..., Any]]] = [
-            (mixer, partial(_row_by_row, mixer.forward, spans)) for mixer in self._mixers[index]
+            (mixer, partial(_row_by_row, mixer.forward, spans, partial(self._goes_on_with, recording.pieces)))
+            for mixer in self._mixers[index]
         ]
         if isinstance(fast, SingleTokenLayer):
             hidden = hidden.float() if hidden.dtype == torch.bfloat16 else hidden
@@ -285,6 +313,10 @@ class RowMixers(DecoderLayers):
             out = out[0]
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _goes_on_with(self, pieces: list[Pieces], row: int) -> None:
+        if pieces:
+            self._states.pieces = pieces[row]
 
     def _given(self, index: int, recording: RowsRecording) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a layer is called with, and what earlier ones hand on to it."""
@@ -359,12 +391,16 @@ def _outermost(modules: list[Any]) -> list[Any]:
     return [module for module in modules if id(module) not in inner]
 
 
-def _row_by_row(own: Callable[..., Any], spans: list[tuple[int, int]], *args: Any, **kwargs: Any) -> Any:
+def _row_by_row(
+    own: Callable[..., Any], spans: list[tuple[int, int]], begin_row: Callable[[int], None], *args: Any, **kwargs: Any
+) -> Any:
     """The `forward` of a mixer while a layer is computed: its own, once for each row."""
     if len(spans) == 1:
+        begin_row(0)
         return own(*args, **kwargs)
     total, results = spans[-1][1], []
     for place, (begin, end) in enumerate(spans):
+        begin_row(place)
         its = [_own(value, place, begin, end, total) for value in args]
         named = {name: _own(value, place, begin, end, total) for name, value in kwargs.items()}
         results.append(own(*its, **named))

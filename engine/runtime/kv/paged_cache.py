@@ -29,10 +29,16 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     Attributes:
         struct: of the pages, for native attention.
         window: as the library's `sliding_window`; 0 without one.
+
+    Args:
+        passes: whether attention is computed over the pages, and writes to them: it is handed tokens as they are.
     """
 
-    def __init__(self, paged: PagedLayer, struct: PagesStruct, window: int, piece: Piece) -> None:
+    def __init__(
+        self, paged: PagedLayer, struct: PagesStruct, window: int, piece: Piece, *, passes: bool = False
+    ) -> None:
         super().__init__()
+        self._passes = passes
         self.struct, self.window, self.sliding_window = struct, window, window
         self.is_sliding = bool(window)
         self._paged, self._piece = paged, piece
@@ -56,6 +62,8 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         """Writes states [1, H, q, D]; returns those of all tokens, or of the window before these and these."""
         held = self.cumulative_length
         after = self.cumulative_length = held + key_states.shape[-2]
+        if self._passes:
+            return key_states, value_states
         numbers = torch.arange(held, after)
         pages, rows = self._piece.pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
         paged = self._paged
@@ -209,15 +217,15 @@ class PagedCaches:
 
         return len(its) == len(self.layers) and all(map(is_alike, its, self.layers, self.windows))
 
-    def of(self, piece: Piece) -> Cache:
-        """A sequence's, for a forward of its next tokens."""
+    def of(self, piece: Piece, *, passes: bool = False) -> Cache:
+        """A sequence's, for a forward of its next tokens; see `PagedCacheLayer`."""
         if piece.state != piece.next_state:
             self.copy_state(piece.state, piece.next_state)
         cache = DynamicCache()
         cache.layers = [
             _state_layer(paged, piece)
             if isinstance(paged, StatePages)
-            else PagedCacheLayer(paged, struct, window, piece)
+            else PagedCacheLayer(paged, struct, window, piece, passes=passes)
             for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
         ]
         return cache
