@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from engine.common import clock
 from engine.common.errors import ErrorCode
@@ -28,7 +29,8 @@ from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
-from engine.runtime.decode.paged_steps import PagedSteps, packs_mixers
+from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
@@ -130,6 +132,8 @@ class PackedModel:
         """Sweeps in a row by `_last`, which is not the planned schedule."""
         self._micro_batch_tokens = policy.micro_batch_tokens
         """As many as there has been memory for."""
+        self._read: Cache | None = None
+        """The library's cache after a token."""
         if self.mixers is None:
             self._probe_attention()
         if not self._states.shapes and self.mixers is None:
@@ -176,25 +180,37 @@ class PackedModel:
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
-            is_over_pages = self.mixers is not None and self.mixers.attends_over_pages
+            is_over_pages = self._loaded.kernels is not None and (self.mixers is None or self.mixers.attends_over_pages)
             self._exact = PagedSteps.of(self._loaded, self.caches, self._attending if is_over_pages else None)
         return self._exact
 
     def allocate(self, pages: int, states: int = 0, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer, see `PagedStates.allocate`, and so many of what layers sum up."""
         self.pages = pages
-        self._states.allocate(self._kv_type, pages, by_head=by_head)
         if self.mixers is not None:
             self.caches = self.mixers.allocate(pages, states, by_head=by_head) if self.mixers.has_pages else None
-        elif self._native is not None:
-            self._native.allocate_states(states)
-            self.caches = self._native.caches()
+        elif not self._shares_pages(pages, by_head=by_head):
+            self._states.allocate(self._kv_type, pages, by_head=by_head)
+            if self._native is not None:
+                self._native.allocate_states(states)
+                self.caches = self._native.caches()
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)
             among = min(pages, self._policy.rows * each)
             moving = math.ceil((self._policy.micro_batch_rows or self._policy.rows) * each * (1 - self._policy.cached))
             self._pipeline.keep_pages(self._policy.cached, among, moving)
+
+    def _shares_pages(self, pages: int, *, by_head: bool) -> bool:
+        """Whether modules attend over the same pages as the library's cache of this model, which are allocated then."""
+        is_native = self._native is not None and self._native.has_all
+        if is_native or self._read is None or not has_pages(self._loaded):
+            return False
+        caches = PagedCaches.like(self._read, self._kv_type, pages, 0, by_head=by_head)
+        if caches is None or not self._states.attend_over(caches):
+            return False
+        self.caches = caches
+        return True
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
@@ -309,8 +325,8 @@ class PackedModel:
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
                 own = [piece for _row, piece in pieces]
-                is_apart = self.mixers is not None and len(own) > self._exact.most_rows
-                logits = (self._beams if is_apart else self._exact.write)(ids, own, positions)
+                is_swept = len(own) > 1 and not self._exact.is_native
+                logits = (self._beams if is_swept else self._exact.write)(ids, own, positions)
         begin = 0
         for each in work if heard else ():
             if (drafter := each.row.drafter) is not None:
@@ -323,10 +339,13 @@ class PackedModel:
 
     def _beams(self, ids: list[int], pieces: Sequence[Piece], positions: list[int]) -> torch.Tensor:
         """Logits [B, V] after a token of each beam."""
-        assert self.mixers is not None
         own = Pieces(pieces)
-        with self._attending(None):
-            recording = self.mixers.record_pieces([[token] for token in ids], positions, own)
+        with self._attending(own):
+            recording = (
+                self.mixers.record_pieces([[token] for token in ids], positions, own)
+                if self.mixers is not None
+                else self._layers.record(torch.tensor([ids]), torch.tensor([positions]))
+            )
         batch = _MicroBatch(own, recording, recording.hidden, list(range(len(ids))))
         for index in range(len(self._layers)):
             self._step(index, batch)
@@ -518,8 +537,9 @@ class PackedModel:
 
     def _probe_attention(self) -> None:
         token = torch.zeros(1, 1, dtype=torch.long, device=self._loaded.device)
+        self._read = library_cache(self._loaded.model)
         with self._attending(None):
-            recording = self._layers.record(token, token)
+            recording = self._layers.record(token, token, self._read)
             hidden = recording.hidden
             with self._layers.without_experts():
                 for index in range(len(self._layers)):

@@ -65,6 +65,7 @@ class PagedSteps:
     Attributes:
         chunk_tokens: how much of a prompt is computed at once.
         guesses: whether coming tokens of answers may be guessed.
+        is_native: whether native calls compute steps; else the library does.
 
     Args:
         attending: within it the library's modules attend over pages.
@@ -72,7 +73,7 @@ class PagedSteps:
 
     def __init__(self, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> None:
         self._model, self._attending = loaded.model, attending
-        self._is_native = _are_native(loaded)
+        self.is_native = _are_native(loaded)
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._caches, self._most_tokens = caches, loaded.context_tokens
         self._threads = torch.get_num_threads()
@@ -86,10 +87,8 @@ class PagedSteps:
         layers = decoder_layers(loaded.model)
         if not layers or not has_pages(loaded):
             return False
-        if not packs_mixers(loaded):
-            cache = library_cache(loaded.model)
-            return cache is not None and all(type(layer) in _IN_PAGES for layer in cache.layers)
-        return _are_native(loaded)
+        cache = library_cache(loaded.model)
+        return _are_native(loaded) or (cache is not None and all(type(each) in _IN_PAGES for each in cache.layers))
 
     @classmethod
     def of(cls, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> PagedSteps | None:
@@ -124,7 +123,7 @@ class PagedSteps:
     @property
     def most_rows(self) -> int:
         """Tokens that `write` computes together now."""
-        return MOST_ROWS if self._is_native and self._step.rows_of(MOST_ROWS) is not None else 1
+        return MOST_ROWS if self.is_native and self._step.rows_of(MOST_ROWS) is not None else 1
 
     def read(
         self,
@@ -172,7 +171,7 @@ class PagedSteps:
         places = [at + place for at, piece in zip(positions, pieces, strict=True) for place in range(piece.tokens)]
         if RECORDER.on:
             RECORDER.forward()
-        step = self._step.rows_of(len(ids)) if self._is_native else None
+        step = self._step.rows_of(len(ids)) if self.is_native else None
         if step is not None:
             logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
         else:  # the library computes, or somebody listens to layers
