@@ -85,9 +85,9 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
     rows = [_asked(chance, number, beginnings) for number in range(9)]
     policy = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=40, micro_batch_tokens=25, ahead=2)
     model = PackedModel(loaded, policy)
-    assert model.pages_beside is not None
     # Room for two of the longest.
-    batch = ContinuousBatch(model, policy, most_pages=2 * (4 + model.pages_beside))
+    beside = 2 * -(-model.state_bytes // model.page_bytes) if model.pages_beside is None else model.pages_beside
+    batch = ContinuousBatch(model, policy, most_pages=2 * (4 + beside))
     answers = dict[int, GenerationResult]()
     prepared, chat = Preparation(loaded).rows(iter(rows), pytest.fail, never), Alone(loaded)
 
@@ -98,7 +98,7 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
         while (outcome := batch.run(prepared, take, lambda: chance.random() < 0.2, never)) is BatchOutcome.YIELDED:
             chat.generate_from_ids(random_prompt(4), SamplingParams(max_tokens=1))
     assert outcome is BatchOutcome.FINISHED
-    assert batch.pool.held == 0
+    assert batch.pool.held == batch.pool.held_states == 0
     assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
     batch.free()
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
@@ -147,7 +147,7 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
     shared = sorted(answer.reused_tokens for answer in answers.values())
     assert shared[0] == 0
-    assert all(80 <= tokens <= 86 for tokens in shared[1:])
+    assert all(64 <= tokens <= 86 for tokens in shared[1:])  # of pages, whole ones or those with a state
 
 
 def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) -> None:
@@ -158,7 +158,9 @@ def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) ->
     second = BatchRequest(1, ids=turn, sampling=SamplingParams(max_tokens=4), end_ids=NO_END)
     executor.run(iter([second]), answers.append)
     executor.close()
-    assert answers[1].reused_tokens == 57  # the last token of an answer is never read
+    # The last token of an answer is never read, and the last page of a row only shared with its state.
+    has_only_pages = loaded.model.config.model_type in ("llama4_text", "gemma4_text", "deepseek_v32", "glm_moe_dsa")
+    assert answers[1].reused_tokens == (32 if has_only_pages else 57)
     assert answers[1].token_ids == _alone(loaded, second)
 
 

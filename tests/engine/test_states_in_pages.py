@@ -58,6 +58,13 @@ FAMILIES = [
     "qwen3_5_moe_text",
     pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive),
     "kimi_linear",  # decays for each key, beside latents
+    "lfm2_moe",  # from here on by the library: short convolutions alone
+    "nemotron_h",  # Mamba 2, and layers that keep nothing
+    "minimax",  # linear attention without convolutions
+    *(
+        pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in ("jamba", "granitemoehybrid", "bailing_hybrid", "lara_mini", "glm5_next_text")
+    ),
 ]
 
 
@@ -68,7 +75,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
 
     folder = tmp_path_factory.mktemp("states") / "model"
-    path = tiny_checkpoint(request.param, folder, prepare=spread, max_position_embeddings=2048)
+    index = {"index_topk": 32, "index_n_heads": 32} if request.param == "glm5_next_text" else {}
+    path = tiny_checkpoint(request.param, folder, prepare=spread, max_position_embeddings=2048, **index)
     config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, speculation="text")
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     model.kept = None
@@ -81,7 +89,6 @@ def lane_of(scheduler: Scheduler) -> ContinuousBatch:
     lane = scheduler._together
     assert lane is not None
     assert lane.exact is not None
-    assert lane.model.mixers is None
     return lane
 
 

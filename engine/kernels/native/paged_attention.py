@@ -103,10 +103,16 @@ class PagedLayer:
     Args:
         by_head: whether a head's pages lie side by side, so that memory delivers consecutive pages of a long sequence
             as fast as one piece; else a page's heads do, so that a page is moved as one.
+        index_dim: width of the keys by which an index of important tokens is looked up, [pages, 1, PAGE_TOKENS,
+            index_dim]; 0 without one.
     """
 
-    def __init__(self, shape: KvShape, kv_type: KvType, pages: int, *, by_head: bool = False) -> None:
+    def __init__(
+        self, shape: KvShape, kv_type: KvType, pages: int, *, by_head: bool = False, index_dim: int = 0
+    ) -> None:
         self.shape, self.kv_type, self.by_head = shape, kv_type, by_head
+        index = torch.empty(pages, 1, PAGE_TOKENS, index_dim, dtype=kv_type.dtype) if index_dim else None
+        self.index = index
 
         def empty(*rest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             if by_head:
@@ -142,8 +148,8 @@ class PagedLayer:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
-        for part in (self.keys, self.values, self.key_scales, self.value_scales):
-            if part is not None and part.device.type == "cpu":
+        for part in (self.keys, self.values, self.key_scales, self.value_scales, self.index):
+            if part is not None and part.numel() and part.device.type == "cpu":
                 for own in part.unbind(1) if self.by_head else [part]:
                     _discard(own, pages)
 
@@ -157,9 +163,15 @@ class PagedLayer:
             int(self.kv_type),
             window,
             kept,
-            None,
+            self.index.data_ptr() if self.index is not None else None,
             self.keys.shape[0] if self.by_head else 0,
         )
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page."""
+        index = self.index[:1].nbytes if self.index is not None else 0
+        return self.shape.page_bytes(self.kv_type) + index
 
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
         """The kernels' struct; it points into these pages and `terms.sinks`."""

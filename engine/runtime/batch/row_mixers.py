@@ -28,7 +28,7 @@ from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.layers import library_cache, new_cache
 from engine.runtime.kv.memory import measure_kv
-from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.paged_cache import PagedCaches, has_index
 from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
@@ -113,7 +113,8 @@ class RowMixers(DecoderLayers):
         self._states = states
         with torch.inference_mode():
             try:
-                with paged(states, configs_of(loaded.model)) if loaded.kernels is not None else nullcontext():
+                may_attend = loaded.kernels is not None and not has_index(loaded.model)
+                with paged(states, configs_of(loaded.model)) if may_attend else nullcontext():
                     self._mixers, self._read = self._probe()
             except LookupError:  # it attends in another way
                 states.shapes.clear()

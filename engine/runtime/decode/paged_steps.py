@@ -22,7 +22,7 @@ from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.kv.layers import StateLayer, library_cache
-from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.paged_cache import PagedCaches, index_of
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
@@ -88,7 +88,9 @@ class PagedSteps:
         if not layers or not has_pages(loaded):
             return False
         cache = library_cache(loaded.model)
-        return _are_native(loaded) or (cache is not None and all(type(each) in _IN_PAGES for each in cache.layers))
+        return _are_native(loaded) or (
+            cache is not None and all(type(each) in _IN_PAGES or index_of(each) is not None for each in cache.layers)
+        )
 
     @classmethod
     def of(cls, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> PagedSteps | None:

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
+from engine.families.library import BLOCK_INDEX
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
     KvShape,
@@ -105,6 +113,36 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         return self.cumulative_length - first + query_length, first
 
 
+class PagedIndexedLayer(PagedCacheLayer):
+    """The same with the keys of an index of important tokens."""
+
+    indexer_position_ids = None
+
+    def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece) -> None:
+        super().__init__(paged, struct, 0, piece)
+        self._indexed = piece.held
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As there; some models look at `keys` then."""
+        self.keys, self.values = super().update(key_states, value_states)
+        return self.keys, self.values
+
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """Writes [1, q, D]; returns those of all tokens."""
+        index, held = self._paged.index, self._indexed
+        assert index is not None
+        self._indexed = held + states.shape[1]
+        numbers = torch.arange(held, self._indexed)
+        index[self._piece.pages[numbers // PAGE_TOKENS].long(), 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
+        return self._read(index, None, 0, self._indexed, index.dtype)[0]
+
+    def update_index(self, states: torch.Tensor) -> torch.Tensor:
+        """The same of [1, 1, q, D], as MiniMax-M3 calls it."""
+        return self.update_indexer(states[:, 0])[:, None]
+
+
 class PagedStateLayer(StateLayer):
     """A page of states of one layer, which is brought up to date in place.
 
@@ -172,6 +210,7 @@ class PagedCaches:
         is_narrow = kv_type in (KvType.INT8, KvType.FP16)
         for layer in cache.layers if type(cache) is DynamicCache else [cache]:
             windows.append(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0)
+            index = index_of(layer)
             if type(layer) is DummyLayer:
                 made.append(StatePages.like(None, None, states))
             elif type(layer) is StateLayer and layer.number_of_states == 1:
@@ -181,9 +220,10 @@ class PagedCaches:
                 and layer.is_initialized
                 and (layer.keys.dtype == kv_type.dtype or (is_narrow and not windows[-1]))
             ):
-                heads = layer.keys.shape[1]
-                shape = KvShape(heads, heads, layer.keys.shape[-1], layer.values.shape[-1])
-                made.append(PagedLayer(shape, kv_type, pages, by_head=by_head))
+                made.append(PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head))
+            elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
+                own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
+                made.append(PagedLayer(_shape_of(layer), own, pages, by_head=by_head, index_dim=index))
             else:
                 return None
         return cls(made, windows)
@@ -191,7 +231,7 @@ class PagedCaches:
     @property
     def page_bytes(self) -> int:
         """Of the keys and values of a page of all layers."""
-        return sum(each.shape.page_bytes(each.kv_type) for each in self.layers if isinstance(each, PagedLayer))
+        return sum(each.page_bytes for each in self.layers if isinstance(each, PagedLayer))
 
     @property
     def state_bytes(self) -> int:
@@ -212,7 +252,7 @@ class PagedCaches:
             if isinstance(paged, StatePages):
                 return type(layer) is DummyLayer or (type(layer) is StateLayer and layer.number_of_states == 1)
             if not window:
-                return type(layer) is DynamicLayer
+                return type(layer) is DynamicLayer or index_of(layer) is not None
             return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == window
 
         return len(its) == len(self.layers) and all(map(is_alike, its, self.layers, self.windows))
@@ -226,6 +266,8 @@ class PagedCaches:
             _state_layer(paged, piece)
             if isinstance(paged, StatePages)
             else PagedCacheLayer(paged, struct, window, piece, passes=passes)
+            if paged.index is None
+            else PagedIndexedLayer(paged, struct, piece)
             for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
         ]
         return cache
@@ -256,6 +298,27 @@ class PagedCaches:
         """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
             paged.discard(pages)
+
+
+def index_of(layer: Any) -> int | None:
+    """Width of the keys by which a layer of the library's cache looks up important tokens, 0 if others do that for it;
+    None if it is of another kind."""
+    if type(layer) is DynamicIndexedLayer:
+        return 0 if layer.indexer_keys is None else int(layer.indexer_keys.shape[-1])
+    if type(layer).__name__ == BLOCK_INDEX:
+        return 0 if layer.idx_keys is None else int(layer.idx_keys.shape[-1])
+    return None
+
+
+def has_index(model: Any) -> bool:
+    """Whether an index chooses what some of a model's tokens attend to."""
+    cache = library_cache(model)
+    return cache is not None and any(index_of(layer) is not None for layer in cache.layers)
+
+
+def _shape_of(layer: Any) -> KvShape:
+    heads = layer.keys.shape[1]
+    return KvShape(heads, heads, layer.keys.shape[-1], layer.values.shape[-1])
 
 
 def _state_layer(paged: StatePages, piece: Piece) -> Any:
