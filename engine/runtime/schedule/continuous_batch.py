@@ -710,12 +710,12 @@ class ContinuousBatch(Lane):
         row.leave_part()
         self._left_tokens = row.held
         kept, caches = self._kept, self._model.caches
-        if kept is not None and kept.keeps(row.request.chat):
-            pages = row.pages.clone()
-            for page in pages.tolist():
-                self.pool.fork(page)
-            self._left_by[row.request.chat] = self.pool.prefixes(pages.tolist())
-            if caches is not None:
+        if kept is not None and kept.is_there(row.request.chat):
+            self._left_by[row.request.chat] = self.pool.prefixes(row.pages.tolist())
+            if caches is not None and kept.keeps(row.request.chat):
+                pages = row.pages.clone()
+                for page in pages.tolist():
+                    self.pool.fork(page)
                 self._offer(kept, row, caches, pages)
         # As much as is kept of other models, or what this one has left.
         most = max(
@@ -748,7 +748,7 @@ class ContinuousBatch(Lane):
         for offer in [each for each in self._offers if kept.is_written(each)]:
             kept.forget(offer)
             self._drop(offer)
-        for chat in [each for each in self._left_by if not kept.keeps(each)]:
+        for chat in [each for each in self._left_by if not kept.is_there(each)]:
             self.pool.discard(self.pool.forget(self._left_by.pop(chat)))
 
     def give_up_offers(self) -> bool:
