@@ -9,7 +9,8 @@ from typing import Protocol
 
 from engine.common.errors import CancelCheck, RequestCancelled
 from engine.process.failures import as_engine_error, log_failure
-from engine.serving.asking import Ask, Event, State, Ticket, closing
+from engine.protocol import Ask
+from engine.serving.asking import Event, State, Ticket, closing
 from engine.serving.desk import Desk, DeskEngine
 
 

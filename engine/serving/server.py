@@ -23,10 +23,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.batch_files.openai_requests import BadRequestError
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
+from engine.protocol import Served
 from engine.serving import anthropic_api, llama_cpp_api, ollama_api, openai_chat, openai_responses
 from engine.serving.door import BACKLOG, Caller, Door
 from engine.serving.exchange import Noted
-from engine.serving.front_messages import Served
 from engine.serving.service import ClientGoneError, Service
 
 DEFAULT_PORT = 8490
