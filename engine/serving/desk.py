@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from engine.batch_files.openai_requests import NO_LIMIT
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.common.model_info import ModelInfo
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Ask, Began, Failed, Finished, NamedChances, NamedToken, Progress, Prompt, Token
 from engine.runtime.decode.generation import ChanceLog, Chances, GenerationResult
@@ -29,6 +28,9 @@ from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.serving.asking import MOST_WAITING, Event, State, Ticket, closing, too_many
 from engine.telemetry.request_log import RequestLog
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
 
 READ_S = 0.5
 """How often who waits for a long prompt is told how much of it has been read."""
@@ -44,15 +46,6 @@ class _Ready:
     began: Began
 
 
-class DeskEngine(Protocol):
-    """The engine as it is used here; `engine.runtime.engine.Engine` is one."""
-
-    @property
-    def info(self) -> ModelInfo | None: ...
-    def default_sampling(self) -> SamplingParams: ...
-    def live_rows(self) -> LiveRows: ...
-
-
 class Desk:
     """Requests that wait, and those that the loaded model is answering.
 
@@ -65,7 +58,7 @@ class Desk:
         chat: what is computed of requests may be kept on disk as this chat's; empty: none of it.
     """
 
-    def __init__(self, engine: DeskEngine, on_waiting: Callable[[], None] = lambda: None, chat: str = "") -> None:
+    def __init__(self, engine: Engine, on_waiting: Callable[[], None] = lambda: None, chat: str = "") -> None:
         self._engine, self._on_waiting, self._chat = engine, on_waiting, chat
         self.changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()

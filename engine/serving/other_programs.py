@@ -13,8 +13,9 @@ from engine.process.requests import RequestQueue
 from engine.protocol import Ask, ServeOthers
 
 if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
     from engine.serving.asking import Event, State, Ticket
-    from engine.serving.desk import Desk, DeskEngine
+    from engine.serving.desk import Desk
     from engine.serving.link import DeskLink
 
 
@@ -56,14 +57,14 @@ class OtherPrograms:
 
     # --- the engine's thread ----------------------------------------------------------------------
 
-    def open(self, engine: DeskEngine) -> None:
+    def open(self, engine: Engine) -> None:
         """From now on programs may ask."""
         from engine.serving.desk import Desk  # imports torch
 
         self._desk = Desk(engine, self._requests.look_after_others)
         self._desk.model_is(self._model)
 
-    def admit(self, engine: DeskEngine) -> None:
+    def admit(self, engine: Engine) -> None:
         """Lets who waits join those that the engine is answering, as far as there are places."""
         if self._command is not None:
             with self._lock:
@@ -92,7 +93,7 @@ class OtherPrograms:
         if self._link is not None:
             self._link.model_is(model)
 
-    def _connect(self, engine: DeskEngine, command: ServeOthers) -> None:
+    def _connect(self, engine: Engine, command: ServeOthers) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.close()

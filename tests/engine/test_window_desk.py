@@ -101,7 +101,7 @@ def test_those_who_ask_are_answered_together() -> None:
     window, events = Window(), list[Any]()
     for _ in range(3):
         window.ask(events.append)
-    assert isinstance(window.requests.waiting(), AnswerOthers)
+    assert isinstance(window.requests.take(), AnswerOthers)
     window.answer()
     assert [event.generated_tokens for event in events if isinstance(event, Finished)] == [8, 8, 8]
     first = [type(event) for event in events].index(Finished)
