@@ -12,8 +12,8 @@ still imports the engine.  A wrong guess costs nothing but the reading: what nob
 
 A disk that fails while a file is read is an error with a name.  Later the system may drop pages of a mapped file where
 memory is short, and read them again when they are needed.  If the disk fails then, or somebody has cut the file short,
-the process ends with a sentence that names the file.  So files are mapped on disks that stay plugged in, and while there
-is memory to spare; everything else is copied.
+the process ends with a sentence that names it.  So files are mapped on disks that stay plugged in, and while there is
+memory to spare; everything else is copied.
 """
 
 from __future__ import annotations
