@@ -111,10 +111,13 @@ def test_a_process_that_reads_what_is_gone_ends_with_a_sentence(file: Path) -> N
         [sys.executable, "-c", _READS_WHAT_IS_GONE, str(file)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.split() == (
-        f"{file} became shorter, or its disk failed, while it was in use. "
-        "Switchyard had to end: put the whole file back, then start again."
-    ).split()
+    assert (
+        done.stderr.split()
+        == (
+            f"{file} became shorter, or its disk failed, while it was in use. "
+            "Switchyard had to end: put the whole file back, then start again."
+        ).split()
+    )
 
 
 def test_what_the_system_dropped_is_told(file: Path) -> None:
