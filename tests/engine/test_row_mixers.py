@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row_prefixes import LeftCaches
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -45,8 +43,6 @@ FAMILIES = [
     "llama4_text",  # chunks
     "gemma4_text",  # keys and values of other layers
 ]
-LARGER = {"hidden_size": 256, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
-"""Enough for a head of the kernels' own."""
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
 
 
@@ -212,43 +208,6 @@ def test_nobody_waits_for_ever_and_what_is_found_is_what_was_read(
         assert advanced
         sweeps += 1
         assert sweeps < 2_000
-
-
-@pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
-@pytest.mark.parametrize(
-    ("family", "options", "precision"),
-    [
-        ("qwen3_next", {}, "bf16"),
-        ("qwen3_next", {}, "int4"),
-        ("qwen3_next", LARGER, "bf16"),
-        ("qwen3_5_moe_text", LARGER, "bf16"),
-        ("deepseek_v3", {"hidden_size": 256}, "bf16"),
-        ("deepseek_v3", {"hidden_size": 256}, "int4"),
-    ],
-)
-def test_a_token_of_several_rows_is_that_of_each_alone_bit_by_bit(
-    family: str, options: dict[str, int], precision: Literal["bf16", "int4"], tmp_path: Path
-) -> None:
-    config = EngineConfig(str(tiny_checkpoint(family, tmp_path, **options)), precision=precision, threads=2)
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    try:
-        step, lengths = StepModel(loaded.model, 256), [1, 40, 70, 12]
-        ids = torch.randint(3, loaded.model.config.vocab_size, (len(lengths), 100))
-        with torch.inference_mode():
-            alone, together = ([new_cache(loaded.model) for _ in lengths] for _ in range(2))
-            for caches in (alone, together):
-                for row, length in enumerate(lengths):
-                    step(ids[row : row + 1, :length], caches[row], 0)
-            for at in range(6):
-                places = [length + at for length in lengths]
-                tokens = [int(ids[row, place]) for row, place in enumerate(places)]
-                found = step.apart(tokens, places, together)  # type: ignore[arg-type]
-                assert found is not None
-                for row, token in enumerate(tokens):
-                    wanted, _ = step(torch.tensor([[token]]), alone[row], places[row])
-                    assert torch.equal(found[row], wanted[0])
-    finally:
-        loaded.close()
 
 
 @pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

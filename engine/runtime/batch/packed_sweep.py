@@ -275,9 +275,9 @@ class PackedModel:
             return self._exactly(work)
         if (few := self._few(work)) is not None:
             yield
-            if (logits := few()) is not None:
-                self._record(work, since_ns)
-                return logits
+            logits = few()
+            self._record(work, since_ns)
+            return logits
         sees = any(each.picture is not None for each in work)
         # Pipelines hand hidden states from layer to layer as they are.
         chosen = HYBRID if sees else self._schedule(tokens, len(work), reads)
@@ -352,13 +352,13 @@ class PackedModel:
         with self._attending(None):
             return (self._native or self._layers).logits(batch.hidden)
 
-    def _few(self, work: list[Work]) -> Callable[[], torch.Tensor | None] | None:
+    def _few(self, work: list[Work]) -> Callable[[], torch.Tensor] | None:
         """What computes a token of each of these rows in one go, if anything does."""
         native, own = self._native, self.own_caches
         if not all(each.tokens == 1 and each.wants_logits and each.picture is None for each in work):
             return None
         if own is not None:
-            return partial(own.few, [each.row for each in work])
+            return partial(own.step, work[0].row) if len(work) == 1 else None
         return partial(self._in_one_go, native, work) if native is not None and native.takes_few(len(work)) else None
 
     @torch.inference_mode()

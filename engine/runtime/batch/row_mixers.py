@@ -154,23 +154,19 @@ class RowMixers(DecoderLayers):
         return {module for of_layer in self._mixers for mixer in of_layer for module in mixer.modules()}
 
     @torch.inference_mode()
-    def few(self, rows: Sequence[PagedRow]) -> torch.Tensor | None:
-        """Logits [R, V] after the next token of each row, in one go; `None` if that is not possible."""
-        owns = [self._cache_of(row) for row in rows]
-        for row, own in zip(rows, owns, strict=True):
-            own.make_room(1)
-            row.piece(1)
-        ids = [row.next_ids(1)[0] for row in rows]
+    def step(self, row: PagedRow) -> torch.Tensor:
+        """Logits [1, V] after the next token of a row by itself."""
+        own = self._cache_of(row)
+        own.make_room(1)
+        row.piece(1)
+        tokens = torch.tensor([row.next_ids(1)], device=self._loaded.device)
         try:
-            logits = self._step.apart(ids, [row.position(row.held) for row in rows], [own.cache for own in owns])
+            logits, _ = self._step(tokens, own.cache, row.position(row.held))
         except BaseException:
-            for row, own in zip(rows, owns, strict=True):  # they may hold anything: what was read is read again
-                own.close()
-                row.own = None
+            own.close()  # it may hold anything: what was read is read again
+            row.own = None
             raise
-        if logits is not None:
-            for own in owns:
-                own.tokens += 1
+        own.tokens += 1
         return logits
 
     def _cache_of(self, row: PagedRow) -> RowCache:
