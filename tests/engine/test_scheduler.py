@@ -241,7 +241,18 @@ def test_time_is_shared_evenly_once_everybody_has_begun() -> None:
 native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 
-@pytest.fixture(scope="module", params=[("qwen3_moe", "auto"), ("qwen3_moe", "int8"), ("deepseek_v3", "auto")])
+_INDEX: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"index_topk": 32, "index_n_heads": 32},
+    "glm_moe_dsa": {"index_topk": 32, "index_n_heads": 32},
+    "minimax_m3_vl_text": {"index_topk_blocks": 8},
+}
+_QUICK = [
+    *(("qwen3_moe", "auto"), ("qwen3_moe", "int8"), ("deepseek_v3", "auto"), ("deepseek_v32", "auto")),
+    *(pytest.param((each, "auto"), marks=pytest.mark.exhaustive) for each in ("glm_moe_dsa", "minimax_m3_vl_text")),
+]
+
+
+@pytest.fixture(scope="module", params=_QUICK)
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the kernels compute."""
 
@@ -250,7 +261,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
             model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
 
     family, kv_precision = request.param
-    path: Path = tiny_checkpoint(family, tmp_path_factory.mktemp("moving") / "model", prepare=spread)
+    folder = tmp_path_factory.mktemp("moving") / "model"
+    path: Path = tiny_checkpoint(family, folder, prepare=spread, **_INDEX.get(family, {}))
     config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=kv_precision)
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     yield model
