@@ -370,6 +370,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "text_config": DENSE["gemma3_text"],
         "mm_tokens_per_image": 4,
     },
+    "glm4v": {"text_config": _THREE_AXES},
     "glm46v": {"text_config": _THREE_AXES},
     "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": None}},
     "qwen2_5_vl": {
