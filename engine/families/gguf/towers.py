@@ -274,9 +274,11 @@ _GLM5 = replace(
 
 
 def _gemma4(said: Said) -> dict[str, Any]:
+    merge = said("projector.scale_factor", 3)
     return {
         "model_type": "gemma4_vision",
-        "pooling_kernel_size": said("projector.scale_factor", 3),
+        "pooling_kernel_size": merge,
+        "spatial_merge_size": merge,
         "position_embedding_size": said.shape("v.position_embd.weight", 3)[1],
         "standardize": said.has("v.std_scale"),
         "use_clipped_linears": said.has("v.blk.0.attn_q.input_max"),
