@@ -51,7 +51,7 @@ CASES = {
     "qwen3vl": ("qwen3_vl", (48, 32)),
     "qwen3vlmoe": ("qwen3_vl_moe", (48, 32)),
     "qwen4exp": ("qwen4_exp", (48, 32)),
-    "step35": ("step3p7", (56, 56)),
+    "step35": ("step3p7", (64, 64)),
 }
 """By the name of the text's file: the whole model, and the size of the picture, which needs no other."""
 TEXTS = {"kimivl": "deepseek3", "qwen2-vl": "qwen2vl"}
@@ -228,7 +228,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"num_hidden_layers": 3, "hidden_size": 160},
     "qwen2_5_vl": {"window_size": 112, "fullatt_block_indexes": [2], "depth": 3, "intermediate_size": 48},
     "qwen2_vl": {"depth": 3},
-    "step3p7": {"num_hidden_layers": 2, "hidden_size": 48, "image_size": 56},
+    "step3p7": {"num_hidden_layers": 2, "hidden_size": 48, "image_size": 64},
 }
 """Of towers: what llama.cpp takes for granted, and square matrices for swapped."""
 

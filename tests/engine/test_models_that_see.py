@@ -48,6 +48,7 @@ from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.mmproj_files import CASES as MMPROJ
+from tests.engine.mmproj_files import TEXTS
 from tests.engine.on_devices import MIB, opened
 from tests.engine.seeing_models import (
     SEEING,
@@ -423,7 +424,7 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
 def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = read_gguf(with_picture_tokens(unpacked(name, tmp_path)[0], tmp_path / "a-model-Q8_0.gguf"))
+    model = read_gguf(with_picture_tokens(unpacked(TEXTS.get(name, name), tmp_path)[0], tmp_path / "a-model-Q8_0.gguf"))
     whole = projector.read_projector(unpacked(f"mmproj-{name}", tmp_path)[0])
     assert projector.projector_of(model) is not None
     for key in whole.metadata:
@@ -438,7 +439,7 @@ def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
 @pytest.mark.parametrize("name", MMPROJ)
 def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
     """Written by llama.cpp's converter: rows are transformers' of the same tower, and nearly llama.cpp's."""
-    file = with_picture_tokens(unpacked(name, tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
+    file = with_picture_tokens(unpacked(TEXTS.get(name, name), tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
     text = (ChatMessage("user", "Which one?"),)
     with loaded(file, "fp32") as blind:
         assert not blind.info.sees
@@ -450,7 +451,8 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
     with loaded(file, "fp32") as ours:
         assert ours.info.sees
         assert ask(Scheduler(ours), text)[0].token_ids == alone
-        seen = MESSAGES if name != "gemma4" else (turn("Look ", A),)  # whose pictures take 280 tokens each
+        # Pictures of Gemma 4 take 280 tokens each, and pieces of Step's 961.
+        seen = (turn("Look ", A),) if name in ("gemma4", "step35") else MESSAGES
         (answer,) = ask(Scheduler(ours), seen, repetition_penalty=1.1)
         assert len(answer.token_ids) == TOKENS
         assert ours.sight is not None
