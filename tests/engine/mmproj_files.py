@@ -228,7 +228,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"num_hidden_layers": 3, "hidden_size": 160},
     "qwen2_5_vl": {"window_size": 112, "fullatt_block_indexes": [2], "depth": 3, "intermediate_size": 48},
     "qwen2_vl": {"depth": 3},
-    "step3p7": {"num_hidden_layers": 2, "hidden_size": 48, "image_size": 64},
+    "step3p7": {"num_hidden_layers": 2, "hidden_size": 48, "image_size": 64, "intermediate_size": 280},
 }
 """Of towers: what llama.cpp takes for granted, and square matrices for swapped."""
 
