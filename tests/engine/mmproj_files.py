@@ -176,7 +176,8 @@ def _make(name: str, whole: str, size: tuple[int, int], folder: Path) -> None:
 
 def tower(whole: str, width: int, seed: str) -> Any:
     """The library's model of a family with a random tower whose rows are so wide."""
-    config = tiny_config(whole, **({"vision_config": GEMMA4_TOWER} if whole == "gemma4" else {}))
+    own = {"gemma4": GEMMA4_TOWER, "dots3_note": _DOTS}.get(whole)
+    config = tiny_config(whole, **({"vision_config": own} if own else {}))
     vision = config.vision_config
     config.text_config.hidden_size = width
     usual = {"out_hidden_size": width, "depth": 2, "vision_use_head": False}
@@ -199,6 +200,10 @@ def tower(whole: str, width: int, seed: str) -> Any:
     return model
 
 
+_DOTS = {
+    "adapter_in_dim": 32, "adapter_out_dim": 32, "pyramid_num_routed": [-1, 4], "num_hidden_layers": 2,
+    "moe_intermediate_size": 16, "capacity_factor": 2,
+}  # fmt: skip
 _KIMI = {"^model\\.": "", r"encoder\.patch_embed": "patch_embed"}
 _PUBLISHED = {
     "gemma3": {r"^vision_tower\.": "vision_tower.vision_model."},
@@ -215,11 +220,40 @@ _WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
         "": {"architectures": ["KimiK25ForConditionalGeneration"]},
         "vision_config": {"init_pos_emb_height": 4, "init_pos_emb_width": 4},
     },
+    "dots3note": {
+        "": {"model_type": "unknown"},
+        "vision_config": {
+            "embed_dim": 32,
+            "pyramid_num_routed": [-1, 4],
+            "adapter_type": "patch_merger",
+            "pre_pixel_shuffle": True,
+            "use_qk_norm": True,
+            "capacity_factor": 2,
+        },
+        "audio_config": {
+            "use_conv2d_stem": True,
+            "use_rope": True,
+            "use_rms_norm": True,
+            "chunk_seconds": 60,
+            "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0},
+            "whisper_config": {
+                "activation_function": "swiglu",
+                "d_model": 32,
+                "encoder_ffn_dim": 32,
+                "encoder_attention_heads": 2,
+                "encoder_layers": 1,
+                "num_mel_bins": 16,
+            },
+        },
+    },  # fmt: skip
     "kimivl": {"": {"architectures": ["KimiVLForConditionalGeneration"]}},
     "step35": {"": {"understand_projector_stride": 2}},
 }
 """What config.json says there, by its parts, besides."""
-_PREPARED = {"glm5-next": {"patch_size": 4, "merge_size": 2, "min_image_tokens": 2, "max_image_tokens": 2000}}
+_PREPARED = {
+    "dots3note": {"min_pixels": 64, "max_pixels": 2**20},
+    "glm5-next": {"patch_size": 4, "merge_size": 2, "min_image_tokens": 2, "max_image_tokens": 2000},
+}
 """And preprocessor_config.json."""
 _CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"intermediate_size": 48},
@@ -238,7 +272,7 @@ def _theirs(model: Any, whole: str, image: Image.Image) -> tuple[Any, list[Any]]
     from engine.families.pictures import SIGHTS
     from engine.runtime.picture_processors import processor_of
 
-    limits = _LIMITS if whole.startswith("qwen") else {}
+    limits = _LIMITS if whole.startswith(("qwen", "dots")) else {}
     sizes = SIGHTS[whole].reading(model.config.vision_config.to_dict(), limits, model.config.to_dict())
     processor = processor_of(Path("none"), sizes)
     processor.image_mean = processor.image_std = [0.5] * 3

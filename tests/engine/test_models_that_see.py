@@ -341,10 +341,11 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("family", [family for family in SIGHTS if family not in ("glm4v",)])
+@pytest.mark.parametrize("family", [*SIGHTS, "llama4 large"])
 def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
     vision = {"patch_size": 16} if family.startswith("qwen3") else {}
-    sizes = SIGHTS[family].reading(vision, {}, {"spatial_merge_size": 2})
+    family, _, large = family.partition(" ")
+    sizes = SIGHTS[family].reading(vision, {"resize_to_max_canvas": bool(large)}, {"spatial_merge_size": 2})
     processor, drawing = processor_of(Path("a-model"), sizes), np.random.default_rng(0)
     wide = 900 if family != "step3p7" else 4000
     for _ in range(25):
@@ -448,6 +449,7 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
         alone = ask(Scheduler(blind), text)[0].token_ids
     written, wanted = unpacked(f"mmproj-{name}", tmp_path)
     picture = Picture("image/png", wanted["picture"])
+    assert show(str(file)).sees
     with loaded(file, "fp32") as ours:
         assert ours.info.sees
         assert ask(Scheduler(ours), text)[0].token_ids == alone
@@ -477,6 +479,31 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
         each.write_bytes(each.read_bytes()[:3000])
     with loaded(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
         Preparation(ours).prompt(MESSAGES, never)
+
+
+def test_a_gguf_file_of_a_family_that_sees_elsewhere_says_why_not_here(tmp_path: Path) -> None:
+    for name, why in (
+        ("ernie4-5-moe", "llama.cpp writes no mmproj files of ERNIE 4.5 VL"),
+        ("qwen3moe-Q8_0", "not known"),
+    ):
+        file = unpacked(name, tmp_path)[0]
+        written = unpacked("mmproj-qwen3vlmoe", tmp_path)[0]
+        assert why in projector.why_not(read_gguf(file))
+        assert not show(str(file)).sees
+        written.unlink()
+
+
+def test_glm_4_1_v_writes_as_glm_4_does(tmp_path: Path) -> None:
+    """Whose files have queries and keys in another order."""
+    plain = unpacked("glm4", tmp_path)[0]
+    seeing = with_picture_tokens(plain, tmp_path / "a-model-Q8_0.gguf")
+    found = []
+    for file in (plain, seeing):
+        with loaded(file, "fp32") as model, torch.inference_mode():
+            session = KvSession(model)
+            *_, logits = [*_logits_after(session, [1, 5, 9, 40, 41, 42, 7])]
+            found.append(logits)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
 def test_nothing_of_another_tower_is_used_again(tmp_path: Path) -> None:
