@@ -210,7 +210,9 @@ _PUBLISHED = {
     "kimi_k25": _KIMI,
     "kimivl": {
         **_KIMI,
-        **{"^mm_projector": "multi_modal_projector", r"\.proj\.0": ".linear_1", r"\.proj\.2": ".linear_2"},
+        "^mm_projector": "multi_modal_projector",
+        r"\.proj\.0": ".linear_1",
+        r"\.proj\.2": ".linear_2",
     },
     "mistral3": {r"^language_model\.model\.": "model."},
 }
@@ -245,7 +247,7 @@ _WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
                 "num_mel_bins": 16,
             },
         },
-    },  # fmt: skip
+    },
     "kimivl": {"": {"architectures": ["KimiVLForConditionalGeneration"]}},
     "step35": {"": {"understand_projector_stride": 2}},
 }
