@@ -261,10 +261,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"intermediate_size": 48},
     **{each: {"num_hidden_layers": 3} for each in ("llama4", "mistral3")},
     "kimi_k25": {"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 64},
-    "minimax_m3_vl": {"num_hidden_layers": 3, "hidden_size": 160},
+    "minimax_m3_vl": {"num_hidden_layers": 3, "hidden_size": 56},
     "qwen2_5_vl": {"window_size": 112, "fullatt_block_indexes": [2], "depth": 3, "intermediate_size": 48},
     "qwen2_vl": {"depth": 3},
-    "step3p7": {"num_hidden_layers": 2, "hidden_size": 48, "image_size": 64, "intermediate_size": 280},
+    "step3p7": {"num_hidden_layers": 2, "image_size": 64},
 }
 """Of towers: what llama.cpp takes for granted, and square matrices for swapped."""
 

@@ -188,7 +188,7 @@ class _Said:
 
     def __call__(self, name: str, default: int | None = None) -> int:
         value = self.file.metadata.get(f"{_IN}{name}", default)
-        if type(value) is not int or not 0 < value < 2**31:
+        if type(value) is not int or not 0 < value < (2**31 if name.endswith("pixels") else 2**20):
             raise self._senseless(name, value)
         return value
 
@@ -200,7 +200,7 @@ class _Said:
 
     def listed(self, name: str) -> list[Any]:
         value = self.file.metadata.get(f"{_IN}{name}")
-        return value.tolist() if isinstance(value, np.ndarray) else []
+        return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "biu" else []
 
     def is_set(self, key: str) -> bool:
         return self.file.metadata.get(key) is True
@@ -227,10 +227,10 @@ class _Said:
 
 def _tensors(file: GgufFile, vision: Mapping[str, Any], tower: Tower) -> Iterator[tuple[str, TensorEntry]]:
     modules = {**tower.modules, **{f"{{layer}}.{ours}": f"v.blk.{{n}}.{its}" for ours, its in tower.layer.items()}}
-    needed = {f"{ours}.weight": Made("", f"{its}.weight") for ours, its in modules.items()} | tower.tensors
-    extras = {f"{ours}.bias": Made("", f"{its}.bias") for ours, its in modules.items()} | tower.extras
+    needed = {**{f"{ours}.weight": Made("", f"{its}.weight") for ours, its in modules.items()}, **tower.tensors}
+    extras = {**{f"{ours}.bias": Made("", f"{its}.bias") for ours, its in modules.items()}, **tower.extras}
     deep = vision.get("deepstack_visual_indexes", [])
-    for key, made in {**extras, **needed}.items():
+    for key, made in (*needed.items(), *(each for each in extras.items() if each[0] not in needed)):
         places = [(at, n) for at, n in enumerate(deep if "{deep}" in key else range(vision["depth"]))]
         for at, n in places if any("{n}" in source for source in made.sources) else [(0, 0)]:
             sources = [source.replace("{n}", str(n)) for source in made.sources]

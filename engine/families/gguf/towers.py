@@ -29,7 +29,7 @@ class Said(Protocol):
         """The same of any kind."""
 
     def listed(self, name: str) -> list[Any]:
-        """An array; empty if there is none."""
+        """An array of whole numbers or truths; empty if there is none."""
 
     def is_set(self, key: str) -> bool:
         """Whether a key, with its whole name, is true."""
@@ -342,7 +342,8 @@ def _step(said: Said) -> dict[str, Any]:
 
 def _dots3(said: Said) -> dict[str, Any]:
     width, merge = said("embedding_length"), said("spatial_merge_size", 2)
-    counts = [int(count) for count in said.listed("expert_count_per_layer")]
+    layers = said("block_count")
+    counts = [*said.listed("expert_count_per_layer"), *[0] * layers][:layers]
     used = said("expert_used_count", 2)
     sparse = next((n for n, count in enumerate(counts) if count), None)
     inner = said.shape(f"v.blk.{sparse}.ffn_up_exps.weight", 3)[1] if sparse is not None else width
