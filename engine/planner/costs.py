@@ -56,6 +56,16 @@ class Efficiency:
 EFFICIENCY = Efficiency()
 """The factors in use."""
 
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A fitted number that holds for all machines, models and programs."""
+
+    name: str
+    value: float
+    meaning: str
+
+
 MEANINGS = {
     "arithmetic": "share of the peak 16-bit rate that matrix products reach",
     "card_memory": "share of a card's memory bandwidth at which weights are read",
