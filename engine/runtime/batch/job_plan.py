@@ -292,8 +292,8 @@ class PlanWatch:
         """What has changed since the plan was made, as a sentence, if another one is clearly better now."""
         seen = self._seen()
         changes = {kind: factor / self._then[kind] for kind, factor in seen.items()}
-        most = max(changes, key=lambda kind: abs(math.log(changes[kind])))
-        if 1 / _IS_OFF < changes[most] < _IS_OFF:
+        most = max(changes, key=lambda kind: abs(math.log(changes[kind])), default=None)
+        if most is None or 1 / _IS_OFF < changes[most] < _IS_OFF:
             return ""
         self._then = seen
         question = _question(self._rows, self._loaded, self._shape, self._machine)
@@ -302,7 +302,9 @@ class PlanWatch:
         return f"{_WATCHED[most].format(changes[most])} the plan for rows had, so these are planned again."
 
     def _seen(self) -> dict[Cost, float]:
-        """What was found, over what had been known."""
+        """What was found, over what had been known; nothing where all experts are on the card."""
+        if not self._latencies:
+            return {}
         found = {kind: max(each.costs.factor(kind) for each in self._latencies) for kind in _WATCHED}
         return found | {Cost.DISTINCT: _evenness(self._latencies), Cost.DISK: _disk(self._loaded, self._machine)}
 
