@@ -62,8 +62,8 @@ def table_rows(trace: RoutingTrace) -> Iterator[PublishedCell]:
         ("hot ones right", klotski.HOT_RIGHT, right),
         ("right for one sequence alone", klotski.ALONE_RIGHT, _alone(known, asked)),
     ):
-        mean, table = 100 * statistics.fmean(shares), "fig. 13: prefetched experts"
-        yield PublishedCell(klotski.PAPER, table, cell, published, mean, "%", REPLAYED, note=_OTHER_MODEL)
+        of, mean = (klotski.PAPER, "fig. 13: prefetched experts", cell), 100 * statistics.fmean(shares)
+        yield PublishedCell(*of, published, mean, "%", REPLAYED, note=_OTHER_MODEL)
 
 
 def _sweeps(trace: RoutingTrace) -> Iterator[NDArray[np.int64]]:
