@@ -86,7 +86,8 @@ class Candidate:
     @property
     def mechanism(self) -> tuple[Any, ...]:
         """A key that differs between different ways to run."""
-        return mechanism(self.contestant.config, self.precision, on_card=self.on_card)
+        config = self.contestant.config
+        return mechanism(config, self.precision, on_card=self.on_card, threads=config.threads or compute_threads())
 
     @property
     def worth(self) -> float:
