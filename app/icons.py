@@ -27,13 +27,10 @@ def icon(name: str, colour: ColourName = "text", checked: ColourName | None = No
 
 
 def logo() -> QIcon:
-    """The logo: a track that forks, in the colours of GPU, CPU and PCIe."""
     return icon("logo")
 
 
 class IconMark(QWidget):
-    """A standalone icon, `px` high and wide."""
-
     def __init__(self, name: str, colour: ColourName, px: int, parent: QWidget) -> None:
         super().__init__(parent)
         self._icon, self._px = icon(name, colour), px
@@ -115,7 +112,6 @@ class IconButton(QToolButton):
         self.setIcon(icon(name, "muted"))
 
     def set_icon(self, name: str, words: str) -> None:
-        """Change icon and text, such as to a tick after copying."""
         self.setToolTip(words)
         self.setAccessibleName(words)
         self.setIcon(icon(name, "muted"))

@@ -26,7 +26,6 @@ _COMPILING_S = 60.0
 
 
 def translations_dir() -> Path:
-    """The folder of `switchyard_<language>` files; its README says how to make one."""
     return resources_dir() / "translations"
 
 
@@ -82,7 +81,6 @@ def compile_translation(source: Path, target: Path) -> bool:
 
 
 def _compiled(language: str, folder: Path) -> Path | None:
-    """The compiled translation of a language; None for English, and where there is none."""
     source, ready = folder / f"switchyard_{language}.ts", folder / f"switchyard_{language}.qm"
     if ready.is_file() or not source.is_file():
         return ready if ready.is_file() else None
@@ -121,7 +119,6 @@ class Languages(QObject):
 
     @property
     def language(self) -> str:
-        """The one in use: a key of `LANGUAGES`."""
         return self._language
 
     @property
@@ -130,7 +127,6 @@ class Languages(QObject):
         return self._system.nativeLanguageName() if language_for(self._system) is None else ""
 
     def set_choice(self, choice: str) -> None:
-        """Uses this language from now on; `system` is the system's."""
         wanted = self._wanted(choice)
         if wanted != self._language:
             self._language = wanted
@@ -138,7 +134,6 @@ class Languages(QObject):
             self.changed.emit()
 
     def uninstall(self) -> None:
-        """Leaves the application as it was before."""
         for translator in self._installed:
             self._app.removeTranslator(translator)
             translator.deleteLater()

@@ -182,7 +182,6 @@ def speak_as_set(languages: Languages, settings: Settings, window: MainWindow) -
 
 
 def _tray(window: MainWindow, services: Services, app: Application) -> None:
-    """The icon in the tray, if people want one."""
     from app.views.tray import QuickPrompt, Tray
 
     def make() -> QuickPrompt:
@@ -378,8 +377,6 @@ def _starter_for(page: QWidget, services: Services) -> StarterOffer:
 
 
 def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
-    """Creates the miniature timeline for a page about something else."""
-
     def make(parent: QWidget) -> QWidget:
         place = QWidget(parent)
         room = vbox(into=place, gap=-1)
@@ -398,7 +395,6 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
 
 
 def _report_if_asked(window: MainWindow) -> None:
-    """Runs the benchmark's measurement if the environment asks for one."""
     report_if_asked(window)
     if path := os.environ.get(STREAMING_REPORT_VARIABLE):
         from app.streaming_report import StreamingReport

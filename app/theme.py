@@ -127,8 +127,6 @@ DARK = Theme(
 
 @dataclass(slots=True)
 class _InUse:
-    """The theme in use: one per process, like the application's palette and style sheet."""
-
     theme: Theme = LIGHT
     font_px: int = BODY_PX
 
@@ -141,17 +139,14 @@ def colours() -> Theme:
 
 
 def themed(name: ColourName) -> QColor:
-    """One of them, as a `QColor`."""
     return QColor(getattr(_in_use.theme, name))
 
 
 def body_px() -> int:
-    """Size of body text in device-independent pixels."""
     return _in_use.font_px
 
 
 def scaled(px: float) -> int:
-    """A length that scales with the text; `px` at its default size."""
     return round(px * _in_use.font_px / BODY_PX)
 
 
@@ -222,7 +217,6 @@ def load_fonts() -> None:
 
 
 def tabular(font: QFont) -> QFont:
-    """`font` with tabular digits."""
     result = QFont(font)
     result.setFeature(QFont.Tag("tnum"), 1)
     return result
@@ -235,7 +229,6 @@ def use_tabular_figures(widget: QWidget) -> None:
 
 
 def set_look(widget: QWidget, name: str, value: str) -> None:
-    """Sets one of the style sheet's properties, and restyles the widget."""
     if widget.property(name) != value:
         widget.setProperty(name, value)
         widget.style().unpolish(widget)
@@ -288,7 +281,6 @@ class ThemeController(QObject):
 
     @property
     def font_px(self) -> int:
-        """Size of body text in device-independent pixels."""
         return _in_use.font_px
 
     def set_choice(self, choice: Choice) -> None:
@@ -298,7 +290,6 @@ class ThemeController(QObject):
             self._show(self._wanted(QGuiApplication.styleHints().colorScheme()))
 
     def set_font_px(self, font_px: int) -> None:
-        """Sets the size of body text, held within `MIN_FONT_PX` and `MAX_FONT_PX`."""
         font_px = _clamp(font_px)
         if font_px != _in_use.font_px:
             self._apply(_in_use.theme, font_px)

@@ -19,8 +19,6 @@ LEAST_LEFT_OUT = 12
 
 
 class Column(IntEnum):
-    """Columns of `AnsweredRowsModel`."""
-
     ROW = 0
     PROMPT = 1
     ANSWER = 2
@@ -98,8 +96,6 @@ class AnsweredRowsModel(HeadedTable):
 
 
 class InputRowsModel(HeadedTable):
-    """The first rows of an input, as text."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__((), parent=parent)
 
@@ -112,7 +108,6 @@ class InputRowsModel(HeadedTable):
         return text if role == Qt.ItemDataRole.ToolTipRole else None
 
     def set_rows(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Shows these rows; each has one text per column."""
         self.beginResetModel()
         self._headings = tuple(columns)
         self._rows = [tuple(row) for row in rows]
@@ -120,5 +115,4 @@ class InputRowsModel(HeadedTable):
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, for a table cell."""
     return few_marks(" ".join(text.split()))

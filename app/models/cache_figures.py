@@ -42,7 +42,6 @@ class TokenFigures:
 
     @property
     def used(self) -> float:
-        """Experts used, however they were served."""
         return sum(self.experts.values())
 
 
@@ -102,7 +101,6 @@ class CacheForecast:
         return float(np.interp(slots, self.slots, self.hit_rates)) if len(self.slots) else None
 
     def tokens_per_s_at(self, slots: float) -> float | None:
-        """Predicted; None if unknown."""
         return float(np.interp(slots, self.slots, self.tokens_per_s)) if len(self.tokens_per_s) else None
 
 
@@ -189,7 +187,6 @@ def _expected(
 
 
 def hit_rate(tier: TierReport) -> float | None:
-    """Since the model was loaded; None if nothing was looked up."""
     return tier.hits / tier.lookups if tier.lookups else None
 
 

@@ -12,8 +12,6 @@ KEPT_SHARE = 0.5
 
 
 class Level(Enum):
-    """How much of a context is used."""
-
     FREE = "free"
     NEAR = "near"
     FULL = "full"
@@ -22,8 +20,6 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ContextUse:
-    """Tokens used, of how many; `is_about` if they were estimated."""
-
     used: int
     limit: int
     is_about: bool = True

@@ -51,7 +51,6 @@ class MessageRow:
 
     @property
     def key(self) -> tuple[str, bool]:
-        """Whose row it is, whatever has become of it."""
         return self.message.id, self.card is not None
 
 
@@ -83,7 +82,6 @@ class ConversationModel(QAbstractListModel):
 
     @property
     def last(self) -> Message | None:
-        """The end of the visible path."""
         if self._rows and self._rows[-1].card is not None:
             path = self._tree.path()
             return path[-1] if path else None
@@ -98,7 +96,6 @@ class ConversationModel(QAbstractListModel):
         return self._pictures
 
     def row(self, number: int) -> MessageRow:
-        """The turn at a place, from 0."""
         return self._rows[number]
 
     def rowCount(self, parent: Index | None = None) -> int:
@@ -123,11 +120,9 @@ class ConversationModel(QAbstractListModel):
         self.endResetModel()
 
     def set_conversation(self, conversation: Conversation) -> None:
-        """Update the fields of the same conversation."""
         self._conversation = conversation
 
     def add(self, message: Message) -> None:
-        """Put a new message on the visible path."""
         self._tree.add(message)
         self.refresh()
 
@@ -138,7 +133,6 @@ class ConversationModel(QAbstractListModel):
         self.refresh()
 
     def update(self, message: Message) -> None:
-        """Update a message's text, state and stats; its pictures stay."""
         self._tree.update(message)
         number = self.row_of(message.id)
         if number is not None:
@@ -162,7 +156,6 @@ class ConversationModel(QAbstractListModel):
             self.refresh()
 
     def row_of(self, message_id: str) -> int | None:
-        """A message's row; None if it is not on the visible path."""
         return self._numbers.get(message_id)
 
     def _visible(self) -> list[MessageRow]:

@@ -44,7 +44,6 @@ class HeadedTable(QAbstractTableModel):
         return tuple(self._rows)
 
     def row_of(self, key: object) -> int:
-        """Where the row of this key is; -1 if it is not there."""
         return next((at for at, row in enumerate(self._rows) if self._key(row) == key), -1)
 
     def show_rows(self, rows: Sequence[Any]) -> None:

@@ -34,7 +34,6 @@ class JobListModel(HeadedTable):
             self.insert_row(sum(other.created_s > job.created_s for other in self._rows), job)
 
     def remove(self, key: str) -> None:
-        """Removes a job; no effect if it is not in the list."""
         row = self.row_of(key)
         if row >= 0:
             self.drop_rows(row, row)

@@ -46,7 +46,6 @@ class ModelRow:
 
     @property
     def key(self) -> str:
-        """What tells it from all others."""
         return self.remote or str(self.entry.path)
 
 
@@ -102,11 +101,9 @@ class LibraryTable(HeadedTable):
         self.show_rows((*here, *elsewhere))
 
     def row_of(self, key: object) -> int:
-        """The row of the model at a path, or of a server's; -1 if it is not there."""
         rows = enumerate(self._rows)
         return next((at for at, row in rows if key == row.key or (not row.remote and key in _places(row.entry))), -1)
 
 
 def _places(entry: LibraryEntry) -> tuple[str, ...]:
-    """Wherever the model lies."""
     return str(entry.path), *(str(path) for _origin, path in entry.also)

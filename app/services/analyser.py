@@ -87,7 +87,6 @@ class Analyser(QObject):
         self._working.close()
 
     def note_news(self) -> None:
-        """Tokens have been decoded since the last analysis."""
         self._is_news = True
 
     def hurry(self) -> None:
@@ -179,7 +178,6 @@ def _waiting_in(stretch: Stretch) -> Waiting:
 
 
 def _advice(waited: Waiting, machine: Machine) -> Advice | None:
-    """The change that would help most; None while no model is loaded."""
     from engine.planner.predict import running_config
     from engine.telemetry.advice import Running, advise
 

@@ -44,8 +44,6 @@ CANCELLED = "cancelled"
 
 
 class Stage(Enum):
-    """What an answer is waiting for or doing."""
-
     LOOKING_UP = "looking into documents"
     STARTING_TOOLS = "starting tools"
     ALLOWING = "waiting to be allowed to call a tool"
@@ -70,8 +68,6 @@ class Phase:
 
 
 class ToolRunner(Protocol):
-    """What may be called, and how; see `app.services.tools`."""
-
     @property
     def always_allowed(self) -> tuple[str, ...]: ...
 
@@ -128,7 +124,6 @@ class _Turn:
 
     @property
     def uses(self) -> tuple[ToolUse, ...]:
-        """The calls of its last step."""
         return self.answer.steps[-1].calls if self.answer.steps else ()
 
 
@@ -141,7 +136,6 @@ _SUMMARY = "Earlier in this conversation, in short:"
 
 
 def instructions_with(system_prompt: str, fold: Fold | None) -> str:
-    """The system prompt, and the summary that stands for the earlier turns."""
     summary = f"{_SUMMARY}\n\n{fold.summary.strip()}" if fold is not None and fold.summary.strip() else ""
     return "\n\n".join(filter(None, (system_prompt.strip() and system_prompt, summary)))
 
@@ -254,7 +248,6 @@ class AnswerQueue(QObject):
         self._set_phase(_Turn(answer, (), None), Phase(stage))
 
     def is_held(self, message_id: str) -> bool:
-        """Whether an answer still waits for its prompt."""
         return message_id in self._held
 
     def ask(
@@ -283,7 +276,6 @@ class AnswerQueue(QObject):
         self._end(_Turn(answer, (), None), MessageState.FAILED, reason, ErrorCode.ENDPOINT_FAILED.value, None)
 
     def stop(self, message_id: str) -> None:
-        """Stop an answer now, running or waiting; the text so far is kept."""
         if message_id in self._held:
             self._end(_Turn(self._held.pop(message_id), (), None), MessageState.PARTIAL, "", CANCELLED, None)
             return
@@ -306,12 +298,10 @@ class AnswerQueue(QObject):
                 return
 
     def stop_all(self, message_ids: Iterable[str]) -> None:
-        """`stop` for several, such as all of a deleted conversation."""
         for message_id in list(message_ids):
             self.stop(message_id)
 
     def phase(self, message_id: str) -> Phase | None:
-        """The phase of an answer that has not ended."""
         return self._phases.get(message_id)
 
     @property
@@ -469,7 +459,6 @@ class AnswerQueue(QObject):
     # --- tools ---
 
     def decide(self, message_id: str, call_id: str, *, allowed: bool) -> None:
-        """Lets a call that waits for it run, or not."""
         turn = self._calling.get(message_id)
         if turn is None or not any(use.id == call_id and use.state == "asked" for use in turn.uses):
             return
@@ -480,13 +469,11 @@ class AnswerQueue(QObject):
             self._go_on(turn)
 
     def allow_in_chat(self, message_id: str, key: str) -> None:
-        """Lets further calls of a tool in this answer run unasked."""
         turn = self._calling.get(message_id)
         if turn is not None and turn.offer is not None:
             turn.offer = replace(turn.offer, in_chat=(*turn.offer.in_chat, key))
 
     def waiting_calls(self, message_id: str) -> tuple[str, ...]:
-        """Ids of the calls of an answer that wait to be allowed."""
         turn = self._calling.get(message_id)
         return tuple(use.id for use in turn.uses if use.state == "asked") if turn is not None else ()
 

@@ -47,8 +47,6 @@ LOCAL, ANYWHERE = "127.0.0.1", "0.0.0.0"
 
 
 class ServerState(Enum):
-    """What the switch has brought about so far."""
-
     OFF = "off"
     STARTING = "starting"
     ON = "on"
@@ -111,7 +109,6 @@ class ApiServer(QObject):
 
     @property
     def problem(self) -> str:
-        """Why it failed, in one sentence; empty otherwise."""
         return self._problem
 
     @property
@@ -121,17 +118,14 @@ class ApiServer(QObject):
 
     @property
     def key(self) -> str:
-        """What programs must send; empty while it is not known yet, or not needed."""
         return self._key if self._settings.serves != "pc" else ""
 
     @property
     def key_stays(self) -> bool:
-        """Whether the key is kept after this run."""
         return self._key_stays
 
     @property
     def url(self) -> str:
-        """Where programs find it, as far as the settings say."""
         host = LOCAL
         if self._settings.serves == "network":
             host = self._address = self._address or _network_address()
@@ -140,12 +134,10 @@ class ApiServer(QObject):
     # --- what people do ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """At the start of the window: goes on with what the settings say."""
         if self._settings.serves_others:
             self._apply()
 
     def make_key(self) -> None:
-        """A new key; the one before is good for nothing any more."""
         self._keys.ask(_new_key, self._on_key)
 
     def look_for_key(self) -> None:
@@ -172,7 +164,6 @@ class ApiServer(QObject):
             then()
 
     def close(self) -> None:
-        """Ends the server, and waits for it."""
         self._keys.close()
         process, self._process, self._asked_for = self._process, None, None
         if process is not None:
@@ -351,7 +342,6 @@ def _new_key() -> tuple[str, bool]:
 
 
 def _network_address() -> str:
-    """By which other PCs most likely find this one."""
     for address in QNetworkInterface.allAddresses():
         is_v4 = address.protocol() == QAbstractSocket.NetworkLayerProtocol.IPv4Protocol
         if is_v4 and not address.isLoopback() and not address.isLinkLocal():

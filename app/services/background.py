@@ -135,7 +135,6 @@ class LatestTask(_Background):
             self._running.is_wanted = False
 
     def close(self) -> None:
-        """As `forget`, and waits for the running function."""
         self.forget()
         super().close()
 

@@ -40,11 +40,9 @@ class BatchForecasts(QObject):
             self._task.ask(lambda: self._forecast(question), answered, lambda _error: answered(None))
 
     def forget(self) -> None:
-        """Cancels the question."""
         self._asked = None
         self._task.forget()
 
     def close(self) -> None:
-        """As `forget`, and waits for a running forecast."""
         self._asked = None
         self._task.close()

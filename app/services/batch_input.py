@@ -119,7 +119,6 @@ def count_rows(path: Path, form: InputForm, cancelled: Callable[[], bool]) -> in
 
 
 def can_be_read(path: Path) -> bool:
-    """Whether this is a folder, or a file with a supported extension."""
     return path.is_dir() or path.suffix.lower() in INPUT_SUFFIXES
 
 
@@ -135,6 +134,5 @@ def free_output(source: Path, suffix: str) -> Path:
 
 
 def usual_suffix(source: Path) -> str:
-    """The result's file type for an input: the same if it can be written."""
     suffix = source.suffix.lower()
     return suffix if source.is_file() and suffix in (".csv", ".tsv", ".parquet", ".xlsx") else ".jsonl"

@@ -19,8 +19,6 @@ SAMPLE_ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class SampleRate:
-    """A sample's rows, tokens and seconds."""
-
     rows: int
     tokens: int
     seconds: float
@@ -53,7 +51,6 @@ class BatchSample(QObject):
         return self._run is not None
 
     def start(self, job: BatchJob) -> None:
-        """Answers the first rows of this job; no effect while a sample is running."""
         if self._run is None:
             if not job.is_remote:  # which takes nothing from jobs on this PC
                 self._jobs.hold()
@@ -64,7 +61,6 @@ class BatchSample(QObject):
             run.finished.connect(self._on_finished)
 
     def stop(self) -> None:
-        """Stops the sample; its finished answers stay visible."""
         if self._run is not None:
             self._run.cancel()
 

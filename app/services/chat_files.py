@@ -63,7 +63,6 @@ class ImportReport:
     is_cancelled: bool = False
 
     def note(self, merged: Merged) -> None:
-        """What became of some of the chats."""
         self.added += len(merged.added)
         self.grown += len(merged.grown)
         self.known += len(merged.known)
@@ -92,7 +91,6 @@ class ChatFiles(QObject):
     def __init__(
         self, store: ChatStore, writers: Mapping[str, Writer] | None = None, parent: QObject | None = None
     ) -> None:
-        """`writers`: of further formats, by suffix."""
         super().__init__(parent)
         self._store = store
         self._writers: dict[str, Writer] = {".md": _write_markdown, **(writers or {})}
@@ -106,7 +104,6 @@ class ChatFiles(QObject):
         return self._doing.is_busy
 
     def import_files(self, paths: Sequence[Path]) -> None:
-        """Adds the chats of these files: `imported`."""
         some, cancel = tuple(paths), self._begin()
         self._doing.add(lambda: self._import(some, cancel.is_set), self.imported.emit, self._on_failed)
 
@@ -133,7 +130,6 @@ class ChatFiles(QObject):
         self._cancel.set()
 
     def close(self) -> None:
-        """Cancels, and waits for the end."""
         self.cancel()
         self._doing.close()
 
@@ -230,7 +226,6 @@ class ChatFiles(QObject):
 
 
 def file_name(conversation: Conversation) -> str:
-    """A chat's date and title, as every system can call a file."""
     day = time.strftime("%Y-%m-%d ", time.localtime(conversation.created_at)) if conversation.created_at else ""
     title = _NO_NAME.sub("-", conversation.title).strip(". ")[:60].strip(". ")
     return f"{day}{title or translate('ChatFiles', 'Chat')}"
@@ -259,8 +254,6 @@ def _batches(chats: Iterator[Whole]) -> Iterator[list[Whole]]:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """One to be written, with the folder that it lies in, if any."""
-
     conversation: Conversation
     messages: tuple[Message, ...]
     folders: tuple[Folder, ...]

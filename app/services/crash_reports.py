@@ -88,7 +88,6 @@ class CrashReports:
             faulthandler.enable(self._fault_file)
 
     def uninstall(self) -> None:
-        """Undoes `install` at a clean exit."""
         sys.excepthook, threading.excepthook = self._previous_hooks
         if self._fault_file is not None:
             faulthandler.disable()
@@ -111,7 +110,6 @@ class CrashReports:
         return "\n".join(texts[-_MAX_REPORTS:])
 
     def dismiss(self) -> None:
-        """Deletes what `pending` returns."""
         for path in self._left_behind():
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -71,7 +71,6 @@ def _no_files_in(folder: Path) -> Iterator[Path]:
 
 
 def holds_our_data(folder: Path) -> bool:
-    """Whether the folder already holds Switchyard's data, which is then simply used."""
     return any((folder / name).exists() for name in _OURS) and not (folder / _UNFINISHED).exists()
 
 
@@ -104,7 +103,6 @@ def plan_change(change: FolderChange) -> None:
 
 
 def planned_change() -> FolderChange | None:
-    """The change scheduled for the next start, if any."""
     try:
         plan = json.loads(_plan_file().read_text(encoding="utf-8"))
         return FolderChange(Path(plan["target"]), bool(plan["copy"]))
@@ -113,7 +111,6 @@ def planned_change() -> FolderChange | None:
 
 
 def cancel_change() -> None:
-    """Cancels the scheduled change."""
     _plan_file().unlink(missing_ok=True)
 
 
@@ -144,7 +141,6 @@ def carry_out(change: FolderChange, on_progress: Callable[[int, int], None], can
 
 
 def use_folder(folder: Path) -> None:
-    """Switches to `folder` as the data folder."""
     if folder == standard_data_dir():
         chosen_data_dir_file().unlink(missing_ok=True)
     else:

@@ -23,14 +23,12 @@ class Diagnosis(QObject):
     problem = Signal(str)
 
     def __init__(self, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
-        """`command` replaces the installed command line."""
         super().__init__(parent)
         self._command = command
         self._process: QProcess | None = None
         self._path = Path()
 
     def write(self, path: Path) -> None:
-        """Writes the report there; no effect while one is written."""
         if self._process is not None:
             return
         try:
@@ -45,7 +43,6 @@ class Diagnosis(QObject):
         self._process.start()
 
     def close(self) -> None:
-        """Stops one that is being written."""
         process = self._process
         if process is not None:
             self._process = None

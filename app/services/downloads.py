@@ -50,7 +50,6 @@ class Downloads(QObject):
     problem = Signal(str)
 
     def __init__(self, settings: Settings, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
-        """`command` replaces the installed command line."""
         super().__init__(parent)
         own, self._variables = python_module("engine.cli")
         self._command = command or [*own, "models", "pull", "--queue", "--json"]
@@ -73,7 +72,6 @@ class Downloads(QObject):
 
     @property
     def part(self) -> Download | None:
-        """The download of the engine's part, while it is not done."""
         return next((one for one in self._entries or () if one.is_part), None)
 
     @property
@@ -83,7 +81,6 @@ class Downloads(QObject):
 
     @property
     def is_running(self) -> bool:
-        """Whether our process runs."""
         return self._process is not None
 
     def begin(self) -> None:
@@ -102,8 +99,6 @@ class Downloads(QObject):
     # --- what people want -----------------------------------------------------------------------------
 
     def add(self, candidate: Candidate, then: Callable[[Download], object] = lambda _download: None) -> None:
-        """Puts a candidate into the queue; `then` gets its download."""
-
         def doing() -> Download:
             from engine.checkpoint.downloads.queue import add
 
@@ -126,13 +121,10 @@ class Downloads(QObject):
         self._ask(doing, then)
 
     def add_part(self, adding: Callable[[], Download]) -> None:
-        """Has `adding`, called in the background, put the engine's part into the queue."""
         self._starts, limit = 0, self.limit
         self._ask(lambda: _limited(adding(), limit))
 
     def pause(self, key: str) -> None:
-        """Stops a download, which keeps what it has."""
-
         def doing() -> None:
             from engine.checkpoint.downloads.queue import pause
 
@@ -141,8 +133,6 @@ class Downloads(QObject):
         self._ask(doing)
 
     def resume(self, key: str) -> None:
-        """Goes on with a download that was paused or has failed."""
-
         def doing() -> None:
             from engine.checkpoint.downloads.queue import resume
 
@@ -168,7 +158,6 @@ class Downloads(QObject):
             self.cancel(key)
 
     def move(self, key: str, place: int) -> None:
-        """Puts a download at this place of `entries`."""
         if not 0 <= place < len(self.entries):
             return
         among_all = self.entries[place].order  # of all, the engine's part with them
@@ -220,7 +209,6 @@ class Downloads(QObject):
         self._ask(doing, done)
 
     def use_new_tokens(self) -> None:
-        """Has what runs go on with the tokens as they are now."""
         if self._process is not None:
             self._starts = 0
             ask_to_end(self._process)  # it has the old ones; another is started
@@ -324,7 +312,6 @@ class Downloads(QObject):
 
 
 def read_downloads() -> tuple[Download, ...]:
-    """All downloads, from the files on disk."""
     from engine.checkpoint.downloads.queue import downloads
 
     return tuple(downloads())

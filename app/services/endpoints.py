@@ -53,7 +53,6 @@ class Endpoints(QObject):
 
     @property
     def entries(self) -> tuple[Endpoint, ...]:
-        """In the order of their names."""
         return self._entries
 
     def look_again(self) -> None:
@@ -72,7 +71,6 @@ class Endpoints(QObject):
         return None
 
     def models(self) -> tuple[tuple[Endpoint, str, int], ...]:
-        """All models of all servers: each with its server and the length of its context, 0 if unknown."""
         found: list[tuple[Endpoint, str, int]] = []
         for each in self._entries:
             contexts = dict(zip(each.found.models, each.found.contexts, strict=False))
@@ -151,7 +149,6 @@ class Endpoints(QObject):
         self._doing.add(doing, lambda _nothing: self.look_again(), failed)
 
     def close(self) -> None:
-        """Waits for what is being done."""
         self._closing.set()
         self._testing.close()
         self._looking.close()

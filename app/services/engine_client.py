@@ -137,7 +137,6 @@ class EngineClient(QObject):
 
     @property
     def model(self) -> ModelInfo | None:
-        """The loaded model and where it runs; None if there is none."""
         return self._model
 
     @property
@@ -162,7 +161,6 @@ class EngineClient(QObject):
 
     @property
     def answering(self) -> tuple[ChatAnswer, ...]:
-        """Answers that are being written or queued."""
         return tuple(request for request in self._open.values() if isinstance(request, ChatAnswer))
 
     @property
@@ -225,7 +223,6 @@ class EngineClient(QObject):
         return self._accept(request)
 
     def unload(self) -> Request:
-        """Free the model's memory."""
         self._last_config = None
         return self._accept(Request(UnloadModel(_new_id()), self._cancel, self))
 
@@ -248,7 +245,6 @@ class EngineClient(QObject):
         return self._begin_batch(StartBatch(_new_id(), job, keys_for(job), on_each_node(self.config, job)))
 
     def sample_batch(self, job: BatchJob, rows: int) -> BatchRun:
-        """Answer a job's first rows without saving anything."""
         return self._begin_batch(SampleBatch(_new_id(), job, rows, keys_for(job)))
 
     def start_tuning(
@@ -456,7 +452,6 @@ class EngineClient(QObject):
 
 
 def _keeps_busy(request: Request) -> bool:
-    """Whether the engine itself works on it, and others wait for that."""
     command = request.command
     if isinstance(command, SampleBatch):
         return not command.job.is_remote

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class PartStage(Enum):
-    """How far it is; `THERE` where nothing is needed."""
-
     THERE = "there"
     LOOKING = "looking"
     OFFERED = "offered"
@@ -47,7 +45,6 @@ class EnginePart(QObject):
     def __init__(
         self, downloads: Downloads, parent: QObject | None = None, *, command: list[str] | None = None
     ) -> None:
-        """`command` replaces what installs."""
         super().__init__(parent)
         self._installation = Installation("engine.parts.install", self, command=command)
         self._installation.step_changed.connect(self.changed)
@@ -70,12 +67,10 @@ class EnginePart(QObject):
 
     @property
     def step(self) -> str:
-        """Of the installation, while it runs."""
         return self._installation.step
 
     @property
     def is_needed(self) -> bool:
-        """Whether nothing can be answered before it is there."""
         return self.stage is not PartStage.THERE
 
     # --- what people want -----------------------------------------------------------------------------
@@ -108,7 +103,6 @@ class EnginePart(QObject):
             self._downloads.pause(self.download.key)
 
     def cancel(self) -> None:
-        """Gives up what was fetched, or stops the installation, which keeps it."""
         self.wants_starter = False
         if self._installation.is_running:
             self._installation.stop()
@@ -121,7 +115,6 @@ class EnginePart(QObject):
             self._install(str(path.parent if path.suffix == ".whl" else path))
 
     def close(self) -> None:
-        """Stops the installation, which the next window begins again."""
         self._looking.close()
         self._installation.close()
 

@@ -43,7 +43,6 @@ class Request(QObject):
     def __init__(
         self, command: RequestCommand, cancel: Callable[[Request], None], parent: QObject | None = None
     ) -> None:
-        """`cancel` asks the engine to stop."""
         super().__init__(parent)
         self.command = command
         self._cancel = cancel

@@ -40,7 +40,6 @@ _NAMES = {"user": "User", "assistant": "Assistant", "system": "System"}
 
 
 def summary_tokens(limit: int) -> int:
-    """How long a summary may be in a context of `limit` tokens."""
     return max(LEAST_TOKENS, min(MOST_TOKENS, limit // 8))
 
 
@@ -101,7 +100,6 @@ class Wish:
 
     @property
     def share(self) -> float:
-        """How much of it is done, from 0 to 1."""
         writing = min(self.tokens / summary_tokens(self.limit), 1.0) if self.tokens else 0.0
         now = _READING_SHARE * (1.0 if self.tokens else self.read) + (1 - _READING_SHARE) * writing
         return min((self.number + now) / max(len(self.pieces), 1), 1.0)
@@ -136,11 +134,9 @@ class Folding(QObject):
         client.model_loaded.connect(self._look)
 
     def of(self, chat: str) -> Wish | None:
-        """What is being folded in a chat."""
         return next((wish for wish in self._wishes if wish.chat == chat), None)
 
     def is_writing(self, wish: Wish) -> bool:
-        """Whether it is this one's turn, and the model is at it."""
         return self._request is not None and wish is self._wishes[0]
 
     def ask(self, wish: Wish) -> None:
@@ -156,7 +152,6 @@ class Folding(QObject):
         self._look()
 
     def cancel(self, chat: str) -> None:
-        """Give a chat's summary up."""
         wish = self.of(chat)
         if wish is not None:
             if self.is_writing(wish):
@@ -166,7 +161,6 @@ class Folding(QObject):
             self._look()
 
     def close(self) -> None:
-        """Give all of them up."""
         self._drop_request()
         self._wishes.clear()
 

@@ -80,7 +80,6 @@ class Picture:
 
 
 def nesting(tex: str) -> int:
-    """How deep the groups of a formula lie within each other."""
     depth = deepest = 0
     for match in _NESTING.finditer(tex):
         depth += _STEPS.get(match.group(), 0)
@@ -124,12 +123,10 @@ class Formulas(QObject):
 
     @property
     def is_busy(self) -> bool:
-        """Whether pictures are still to come."""
         return bool(self._waiting)
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process now."""
         return self._process is not None
 
     def picture(self, formula: Formula) -> Picture | None:

@@ -50,8 +50,6 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class SearchAnswer:
-    """What a search for `text` found."""
-
     text: str
     results: tuple[Found, ...] = ()
     trouble: Trouble | None = None
@@ -109,12 +107,10 @@ class Hub(QObject):
 
     @property
     def look(self) -> MachineLook | None:
-        """This machine when it was last looked at; None before."""
         return self._look
 
     @property
     def offers(self) -> tuple[Recommendation, ...]:
-        """All models of the catalogue on this machine; empty before it was looked at."""
         return self._offers
 
     @property
@@ -147,7 +143,6 @@ class Hub(QObject):
             self.look_again(self._device)
 
     def search(self, text: str) -> None:
-        """Searches the hub; `found` follows."""
         self._searching.ask(
             lambda cancelled: SearchAnswer(text, search_hub(text, cancelled)),
             self.found.emit,
@@ -155,7 +150,6 @@ class Hub(QObject):
         )
 
     def open(self, reference: str) -> None:
-        """Reads what a repository holds; `opened` follows."""
         token = object()
         self._opened_last = token
         self._opening.ask(
@@ -176,7 +170,6 @@ class Hub(QObject):
         return look.limits(EngineConfig("", kv_precision=kv_precision)) if look is not None else None
 
     def close(self) -> None:
-        """Cancels everything, and waits for what runs."""
         for task in (self._searching, self._opening, self._judging, self._looking):
             task.close()
 
@@ -191,8 +184,6 @@ class Hub(QObject):
 
 
 class _Question(QObject):
-    """A question to the hub; the next one cancels it."""
-
     def __init__(self, parent: QObject) -> None:
         super().__init__(parent)
         self._task = LatestTask(self)
@@ -229,7 +220,6 @@ def _trouble(error: Exception) -> Trouble:
 
 
 def search_hub(text: str, cancelled: CancelCheck) -> tuple[Found, ...]:
-    """What the hub finds for these words."""
     from engine.checkpoint.hub import search
 
     return search(text, cancelled=cancelled)

@@ -25,7 +25,6 @@ class Installation(QObject):
     ended = Signal(object)
 
     def __init__(self, module: str, parent: QObject | None = None, *, command: Sequence[str] | None = None) -> None:
-        """`command` replaces the module of ours."""
         super().__init__(parent)
         own, self._variables = python_module(module)
         self._command = list(command or own)
@@ -39,7 +38,6 @@ class Installation(QObject):
         return self._process is not None
 
     def start(self, *arguments: str) -> None:
-        """No effect while one runs."""
         if self._process is not None or self._closing:
             return
         command = [*self._command, *arguments]
@@ -61,7 +59,6 @@ class Installation(QObject):
             ask_to_end(self._process)
 
     def close(self) -> None:
-        """Stops it and waits, for when the window closes."""
         self._closing = True
         self._is_stopped = True
         if self._process is not None:

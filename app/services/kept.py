@@ -42,15 +42,12 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def name_for(text: str) -> str:
-    """What a text may be called: how it begins."""
     words = " ".join(text.split())
     return words if len(words) <= 40 else f"{words[:39].rstrip()}…"
 
 
 @dataclass(frozen=True, slots=True)
 class Named(Generic[T]):
-    """What is kept under a name."""
-
     name: str
     value: T
 
@@ -92,7 +89,6 @@ class Kept(QObject, Generic[T]):
         return self._entries.get(name.casefold())
 
     def put(self, name: str, value: T, *, instead_of: str = "") -> None:
-        """Keeps a value, in place of any of that name, and of the one that is called so now."""
         name = self.clean_name(name)
         if not name:
             return
@@ -106,11 +102,9 @@ class Kept(QObject, Generic[T]):
 
     @staticmethod
     def clean_name(name: str) -> str:
-        """On one line, and not too long."""
         return " ".join(clean_text(name).split())[:LONGEST_NAME]
 
     def close(self) -> None:
-        """Waits until all is written."""
         self._doing.close()
 
     # --- the file ---
@@ -172,8 +166,6 @@ class _DamagedError(Exception):
 
 
 class SavedPrompts(Kept[str]):
-    """Prompts, with variables in double braces."""
-
     def __init__(self, parent: QObject | None = None, *, path: Path | None = None) -> None:
         super().__init__("prompts.json", lambda text: text, _prompt, parent, path=path)
 
@@ -183,8 +175,6 @@ def _prompt(value: Any) -> str | None:
 
 
 class SavedPresets(Kept[SamplingParams]):
-    """Sampling settings."""
-
     def __init__(self, parent: QObject | None = None, *, path: Path | None = None) -> None:
         super().__init__("presets.json", _fields, sampling_from_dict, parent, path=path)
 

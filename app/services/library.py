@@ -79,7 +79,6 @@ class Library(QObject):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Sentences about folders that could not be read."""
         return self._problems
 
     @property
@@ -89,7 +88,6 @@ class Library(QObject):
 
     @property
     def work(self) -> Work | None:
-        """What is being done now."""
         return self._work
 
     def entry(self, name: str) -> LibraryEntry | None:
@@ -100,7 +98,6 @@ class Library(QObject):
         return next((one for one in self.entries if one.source.startswith(f"{reference}@")), None)
 
     def look(self) -> None:
-        """Lists the models; `listed` follows."""
         self._listing.ask(lambda: _look_around(self._closing.is_set), self._on_listed, self._on_not_listed)
 
     # --- work ---------------------------------------------------------------------------------------
@@ -166,11 +163,9 @@ class Library(QObject):
         self._ask("converted", model.name, doing)
 
     def cancel(self) -> None:
-        """Cancels what is being done now."""
         self._cancelled.set()
 
     def close(self) -> None:
-        """Cancels everything, and waits for it."""
         self._waiting.clear()
         self._closing.set()
         self._cancelled.set()

@@ -42,7 +42,6 @@ class ModelSpeeds(QObject):
             self._task.ask(lambda: self._predict(missing, stopping))
 
     def close(self) -> None:
-        """Stops, and waits for the model that is being planned."""
         self._stopping.set()
         self._task.close()
 

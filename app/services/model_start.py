@@ -94,7 +94,6 @@ class ModelStart(QObject):
         self._looking.ask(lambda: _checked(model), self._begin_load, lambda error: self._on_not_found(model, error))
 
     def reload(self) -> None:
-        """Loads the model again, as it is set now."""
         config = self._client.config
         if config is not None:
             self.open(config.model)

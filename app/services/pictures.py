@@ -65,15 +65,11 @@ class NotAPictureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Pictures that can be sent, and a sentence for each that cannot."""
-
     pictures: tuple[Picture, ...]
     problems: tuple[str, ...]
 
 
 class Pictures(QObject):
-    """Prepares them one after the other."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._doing = TaskQueue(self)
@@ -92,7 +88,6 @@ class Pictures(QObject):
         return self._doing.is_busy
 
     def close(self) -> None:
-        """Waits for what is being prepared."""
         self._doing.close()
 
 
@@ -115,12 +110,10 @@ def _urls_in(text: str) -> list[QUrl]:
 
 
 def is_picture(source: Source) -> bool:
-    """Whether it may be one that can be sent."""
     return isinstance(source, QImage) or source.suffix.lower() in SUFFIXES + OTHER_SUFFIXES
 
 
 def too_many() -> str:
-    """Why a message takes no more of them."""
     return translate("Pictures", "A message takes up to {0} pictures.").format(MOST_PICTURES)
 
 

@@ -35,8 +35,6 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """A plan, or a sentence why there is none."""
-
     question: PlanQuestion
     plan: Plan | None
     problem: str = ""
@@ -64,7 +62,6 @@ class Planning(QObject):
         self._task.ask(lambda: answer(question), planned, lambda error: planned(PlanAnswer(question, None, str(error))))
 
     def close(self) -> None:
-        """Cancels waiting questions, and waits for a running one."""
         self._task.close()
 
 

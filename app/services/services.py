@@ -91,14 +91,12 @@ class Services:
 
     @cached_property
     def prompts(self) -> SavedPrompts:
-        """Messages to use again."""
         from app.services.kept import SavedPrompts
 
         return SavedPrompts()
 
     @cached_property
     def presets(self) -> SavedPresets:
-        """People's own sampling settings."""
         from app.services.kept import SavedPresets
 
         return SavedPresets()
@@ -123,7 +121,6 @@ class Services:
 
     @cached_property
     def hub(self) -> Hub:
-        """What can be downloaded, and how it would run here."""
         from app.services.hub import Hub
 
         return Hub()
@@ -136,28 +133,24 @@ class Services:
 
     @cached_property
     def engine_part(self) -> EnginePart:
-        """The engine of an installed package, where it is not there yet."""
         from app.services.engine_part import EnginePart
 
         return EnginePart(self.downloads)
 
     @cached_property
     def updates(self) -> Updates:
-        """Newer versions of an installed package."""
         from app.services.updates import Updates
 
         return Updates(self.settings, self.downloads, lambda: bool(self.client.answering or self.jobs.running))
 
     @cached_property
     def speeds(self) -> ModelSpeeds:
-        """How fast the models on this PC would answer."""
         from app.services.model_speeds import ModelSpeeds
 
         return ModelSpeeds(self.settings)
 
     @cached_property
     def speed_test(self) -> SpeedTest:
-        """Times the model as it is set."""
         from app.services.tuning import SpeedTest
 
         return SpeedTest(self.client, self.model_start)
@@ -176,14 +169,12 @@ class Services:
 
     @cached_property
     def tools(self) -> Tools:
-        """Tools that chats may offer to models."""
         from app.services.tools import Tools
 
         return Tools(self.settings, lambda: self.documents, lambda job, rows: self.jobs.add(job, rows))
 
     @cached_property
     def api_server(self) -> ApiServer:
-        """Other programs' way to the model."""
         from app.services.api_server import ApiServer
 
         return ApiServer(self.client, self.settings, self.model_start)

@@ -99,7 +99,6 @@ class OpenedSession:
 
 
 def sessions_in(folder: Path) -> list[SessionEntry]:
-    """Newest first."""
     entries = []
     for name, paths in list_sessions(folder).items():
         try:

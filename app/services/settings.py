@@ -91,7 +91,6 @@ class Settings(WindowSettings, QObject):
         return value if type(value) is int and value >= LEAST_CONTEXT else None
 
     def set_context_of(self, model: str, tokens: int | None) -> None:
-        """Holds when the model is loaded the next time."""
         rest = {path: value for path, value in self.get("context_tokens", {}).items() if path != model}
         self.set("context_tokens", {**rest, model: tokens} if tokens is not None else rest)
 
@@ -117,7 +116,6 @@ class Settings(WindowSettings, QObject):
     # --- the file ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes changes now, if there are any."""
         self._saving.close()
         if not self._unsaved:
             return

@@ -28,8 +28,6 @@ _RAISED = b"raised\n"
 
 
 class Claim(Enum):
-    """The outcome of claiming a data folder."""
-
     OURS = "ours"
     RAISED_OTHER = "raised other"
     NOT_RESPONDING = "not responding"
@@ -88,7 +86,6 @@ class SingleInstance(QObject):
         return Claim.OURS
 
     def release(self) -> None:
-        """Releases the folder; no effect if it is not ours."""
         if self._server is not None:
             self._server.close()
             self._server.deleteLater()

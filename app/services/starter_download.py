@@ -31,7 +31,6 @@ class StarterDownload(QObject):
     ended = Signal(bool, str)
 
     def __init__(self, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
-        """`command` replaces the installed command line."""
         super().__init__(parent)
         self._command = command
         self._process: QProcess | None = None
@@ -43,7 +42,6 @@ class StarterDownload(QObject):
         return self._process is not None
 
     def start(self) -> None:
-        """No effect while one runs."""
         if self._process is not None:
             return
         try:
@@ -75,7 +73,6 @@ class StarterDownload(QObject):
             QTimer.singleShot(TERMINATE_MS, self._process, self._process.kill)
 
     def close(self) -> None:
-        """Cancels it and waits for the process to end, for when the window closes."""
         process = self._process
         if process is not None:
             self._cancelled = True
@@ -107,7 +104,6 @@ class StarterDownload(QObject):
 
 
 def _sentence(answer: bytes) -> str:
-    """The error message in the command's JSON output, or an empty string."""
     try:
         return str(json.loads(answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):

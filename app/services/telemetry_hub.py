@@ -111,7 +111,6 @@ class TelemetryHub(QObject):
 
     @property
     def is_recording(self) -> bool:
-        """Whether sessions are written to disk."""
         return self._settings.record_sessions
 
     def subscribe(self, subscriber: object, *, experts: bool = False) -> None:
@@ -123,7 +122,6 @@ class TelemetryHub(QObject):
         self._analyse()
 
     def unsubscribe(self, subscriber: object) -> None:
-        """`subscriber` is no longer visible."""
         self._watchers.discard(subscriber)
         self._map_watchers.discard(subscriber)
         self._watch()

@@ -27,8 +27,6 @@ _HEAD_CHARS = (4096, 2**18)
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A small image, null if the picture is damaged, and the pixels of the picture."""
-
     image: QImage
     pixels: QSize
 
@@ -67,7 +65,6 @@ class Thumbnails(QObject):
         return None
 
     def close(self) -> None:
-        """Forgets what was asked for, and waits for the one that is being made."""
         self._wanted.clear()
         self._making.close()
 
@@ -114,7 +111,6 @@ def made(picture: Picture, most: QSize) -> Thumbnail:
 
 
 def size_of(picture: Picture) -> QSize:
-    """Its pixels, by its first bytes alone; not valid if they do not say it."""
     for count in _HEAD_CHARS:
         data = QByteArray(base64.b64decode(picture.data[:count]))
         buffer = QBuffer(data)

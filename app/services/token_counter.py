@@ -160,7 +160,6 @@ class TokenCounter(QObject):
             self._ask()
 
     def _on_lost(self, *_how: object) -> None:
-        """Estimate by length until another model is loaded."""
         if self._process is not None:
             delete_child(self._process)
             self._process = None

@@ -96,11 +96,9 @@ class Tools(QObject):
 
     @property
     def servers(self) -> tuple[ToolServer, ...]:
-        """In the order of their names."""
         return self._servers
 
     def put(self, server: ToolServer, *, instead_of: str = "") -> None:
-        """Adds a server, or changes one."""
         others = [each for each in self._servers if each.name not in (server.name, instead_of)]
         known = next((each for each in self._servers if each.name in (server.name, instead_of)), None)
         bare = put_aside(server)
@@ -120,7 +118,6 @@ class Tools(QObject):
         self._keep([*others, server])
 
     def remove(self, name: str) -> None:
-        """Forgets a server, and what was allowed of it."""
         self.stop(name)
         self.problems.pop(name, None)
         for each in self._servers:
@@ -133,21 +130,17 @@ class Tools(QObject):
         self._settings.set(ALLOWED, [key for key in self.always_allowed if not key.startswith(f"{name}/")])
 
     def is_on(self, built_in: str) -> bool:
-        """Whether chats with tools offer a built-in one."""
         return self._settings.get(switch_of(built_in), True)
 
     def set_on(self, built_in: str, is_on: bool) -> None:
-        """Offers a built-in tool, or not."""
         self._settings.set(switch_of(built_in), is_on)
         self.changed.emit()
 
     @property
     def always_allowed(self) -> tuple[str, ...]:
-        """Keys of the tools that may run unasked."""
         return tuple(str(each) for each in self._settings.get(ALLOWED, list[Any]()))
 
     def allow_always(self, key: str) -> None:
-        """Lets a tool run unasked in all chats."""
         self._settings.set(ALLOWED, sorted({*self.always_allowed, key}))
         self.changed.emit()
 
@@ -288,11 +281,9 @@ class Tools(QObject):
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process now."""
         return self._process is not None
 
     def stop(self, name: str) -> None:
-        """Ends a server, if it runs."""
         if self._process is not None:
             self._write({"stop": name})
 

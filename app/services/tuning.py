@@ -122,11 +122,9 @@ class Tuning(QObject):
 
     @property
     def is_looking(self) -> bool:
-        """Whether the machine is being queried."""
         return self._looking.is_busy
 
     def look(self) -> None:
-        """Queries the machine; `looked` follows."""
         setting, device = self._settings.engine("").device, self._device
         self._looking.ask(lambda: look_at_machine(setting, device), self._on_looked, self._on_failed)
 
@@ -153,7 +151,6 @@ class Tuning(QObject):
             self._run.cancel()
 
     def recall(self, model: str) -> None:
-        """Looks up a model's latest saved result; `recalled` follows."""
         self._recalling.ask(lambda: _latest(model), self.recalled.emit, self._on_failed)
 
     def use(self, result: TuningResult, name: str) -> None:

@@ -30,8 +30,6 @@ _BUSY_MS = 3000
 
 
 class UpdateStage(Enum):
-    """How far it is."""
-
     IDLE = "idle"
     LOOKING = "looking"
     NEWEST = "newest"
@@ -79,7 +77,6 @@ class Updates(QObject):
 
     @property
     def step(self) -> str:
-        """Of the installation, while it runs."""
         return self._installation.step
 
     @property
@@ -88,7 +85,6 @@ class Updates(QObject):
 
     @property
     def previous(self) -> str:
-        """The version to go back to; empty for none."""
         before = installed.previous_parts()
         found = installed.part(before["engine"]) if before is not None else None
         return found.version if found is not None and found.version != installed.next_version() else ""
@@ -122,7 +118,6 @@ class Updates(QObject):
             self._downloads.add_part(lambda: _begun(update))
 
     def cancel(self) -> None:
-        """Gives it up for now."""
         self._again.stop()
         if self._installation.is_running:
             self._installation.stop()
@@ -131,11 +126,9 @@ class Updates(QObject):
         self._set(UpdateStage.OFFERED if self.update is not None else UpdateStage.IDLE)
 
     def go_back(self) -> None:
-        """Has the next start use the version before."""
         self._doing.add(_back, lambda _version: self._set(UpdateStage.READY), self._on_failed)
 
     def close(self) -> None:
-        """Stops what runs; the next window can begin it again."""
         self._again.stop()
         self._looking.close()
         self._doing.close()
@@ -213,7 +206,6 @@ def can_update() -> bool:
 
 
 def _look() -> tuple[Update | None, bool]:
-    """What there is, and whether an earlier window has fetched it."""
     from engine.parts.updates import look_for_update
     from engine.parts.wheels import fetched_folder
 

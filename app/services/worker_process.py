@@ -128,16 +128,13 @@ class WorkerProcess(QObject):
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before and after it runs."""
         return int(self._process.processId())
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it has been asked to exit."""
         return self._stopping
 
     def start(self) -> None:
-        """Start it; signals report the rest."""
         self._watchdog.start()
         self._process.start(self._command[0], self._command[1:])
 

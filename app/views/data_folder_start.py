@@ -106,7 +106,6 @@ def warn_not_responding() -> None:
 
 
 def warn_not_writable() -> None:
-    """The data folder cannot be written to."""
     QMessageBox.warning(
         None,
         "Switchyard",

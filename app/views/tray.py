@@ -89,7 +89,6 @@ class QuickPrompt(QWidget):
         self._show_buttons()
 
     def ask_again(self) -> None:
-        """Shows the window, ready for a question."""
         self.show()
         self.raise_()
         self.activateWindow()
@@ -229,7 +228,6 @@ class Tray(QObject):
 
     @property
     def keeps_running(self) -> bool:
-        """Whether closing the window hides it."""
         return self.is_there and self._settings.stays_in_tray and not self._is_leaving
 
     def leave(self, *_: object) -> None:
@@ -251,13 +249,11 @@ class Tray(QObject):
             frame.installEventFilter(self)
 
     def ask(self) -> None:
-        """Opens the small window."""
         if self._prompt is None:
             self._prompt = self._make_prompt()
         self._prompt.ask_again()
 
     def close(self) -> None:
-        """Removes the icon and the small window."""
         if self._icon is not None:
             self._icon.hide()
             self._icon.deleteLater()

@@ -43,7 +43,6 @@ class Toast(QWidget):
         self.setMaximumWidth(width + 2 * MARGIN_PX)
 
     def show_text(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:
-        """Show `text` for a while; the button runs `do`."""
         self._do = do
         self._text.setText(text)
         self.setAccessibleName(text)

@@ -18,7 +18,6 @@ _MODULE = "app.widgets.chart"
 
 
 def load_charts() -> None:
-    """Imports what charts need; for the background."""
     importlib.import_module(_MODULE)
 
 

@@ -175,7 +175,6 @@ def _picture(document: QTextDocument, name: str, data: str) -> None:
 
 
 def speaker(message: Message) -> str:
-    """Who says it, and when."""
     if message.role == "assistant":
         name = message.model or translate("ChatDocument", "Assistant")
     else:

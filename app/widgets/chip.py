@@ -36,8 +36,6 @@ class Dot(QWidget):
 
 
 class ElidedLabel(QLabel):
-    """A line that ends in an ellipsis where it does not fit."""
-
     def __init__(self, parent: QWidget | None = None, *, role: str = "", tone: str = "") -> None:
         super().__init__(parent)
         set_words(self, role, tone)
@@ -46,7 +44,6 @@ class ElidedLabel(QLabel):
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
 
     def set_full_text(self, text: str) -> None:
-        """Show this text, elided if necessary."""
         self._full = few_marks(" ".join(line.strip() for line in text.splitlines()))
         self.setAccessibleName(self._full)
         self._fit()

@@ -54,7 +54,6 @@ def rate_words(bytes_per_s: float) -> str:
 
 
 def download_words(download: Download) -> str:
-    """State and figures of a download in one line; why it failed takes more than that."""
     done, total = file_size(download.done_bytes), file_size(download.total_bytes)
     amount = translate("Downloads", "{0} of {1}").format(done, total)
     if download.problem and download.state is not DownloadState.FAILED:
@@ -75,7 +74,6 @@ def download_words(download: Download) -> str:
 
 
 def download_text(download: Download) -> str:
-    """A download for screen readers."""
     share = download.done_bytes / download.total_bytes if download.total_bytes else 0.0
     problem = download.problem if download.state is DownloadState.FAILED else ""
     return "\n".join(filter(None, (f"{download.title}, {percent(share)}", download_words(download), problem)))
@@ -170,7 +168,6 @@ class DownloadsCard(Card):
         self.hide()
 
     def show_downloads(self, downloads: tuple[Download, ...], limit: int) -> None:
-        """Shows these; the card is hidden if there are none."""
         current = self.list.download
         self.list.rows.show_rows(downloads)
         if downloads:

@@ -104,8 +104,6 @@ class DoubleSpinBox(_WheelPasses, QDoubleSpinBox):
 
 
 class Slider(_WheelPasses, QSlider):
-    """A number on a horizontal line."""
-
     def __init__(self, parent: QWidget | None = None, *, name: str = "") -> None:
         super().__init__(parent, name=name)
         self.setOrientation(Qt.Orientation.Horizontal)

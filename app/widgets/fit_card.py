@@ -69,14 +69,12 @@ class FitCardView(QWidget):
     # --- what is shown --------------------------------------------------------------------------------
 
     def show_machine(self, look: MachineLook) -> None:
-        """The machine whose memory is shared out."""
         self._look = look
         has_card = self._has_card
         self._memory_name.setText(self.tr("VRAM to use") if has_card else self.tr("RAM to use"))
         self._show_values()
 
     def clear(self) -> None:
-        """Before a repository was chosen."""
         self.table.show_card(FitCard((), None, ""))
         for widget in (self.table, self.bars, self.download, self.anyway, self._sliders):
             widget.hide()
@@ -101,7 +99,6 @@ class FitCardView(QWidget):
             set_message(self.progress, "")
 
     def show_trouble(self, sentence: str) -> None:
-        """Why the repository cannot be judged."""
         self.clear()
         set_message(self.trouble, sentence)
 
@@ -123,7 +120,6 @@ class FitCardView(QWidget):
         self._show_values()
 
     def show_card(self, card: FitCard) -> None:
-        """The rows; the recommended one is chosen until the user takes another."""
         self._sliders.setVisible(any(row.speed is not None or not row.candidate.problem for row in card.rows))
         self.table.setVisible(bool(card.rows))
         set_message(self.why, card.why)
@@ -145,7 +141,6 @@ class FitCardView(QWidget):
 
     @property
     def wanted_context(self) -> int:
-        """In tokens."""
         return self._contexts[min(self.context.value(), len(self._contexts) - 1)]
 
     def wanted(self, limits: Limits) -> Limits:

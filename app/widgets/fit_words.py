@@ -83,7 +83,6 @@ def picture_words(pictures: PicturePlan) -> str:
 
 
 def fit_bars(row: FitRow) -> tuple[TierBar, ...]:
-    """VRAM, RAM and disk, as far as they are used."""
     bars = []
     if row.card is not None:
         bars.append(TierBar(translate("Fit", "VRAM"), memory_parts(row.card), row.card.total))
@@ -101,7 +100,6 @@ def fit_bars(row: FitRow) -> tuple[TierBar, ...]:
 
 
 def spoken(row: FitRow, *, recommended: bool) -> str:
-    """A row for screen readers and tooltips."""
     said = [f"{row.candidate.label}, {file_size(row.bytes)}, {quality_words(row.quality)}"]
     if recommended:
         said[0] += SEPARATOR + translate("Fit", "recommended")

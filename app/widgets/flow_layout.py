@@ -129,12 +129,10 @@ class Flow(QWidget):
         return [widget for item in items if item is not None and (widget := item.widget()) is not None]
 
     def set_gap(self, gap: int) -> None:
-        """Pixels between the widgets."""
         self._lines.set_gap(gap)
         self.updateGeometry()
 
     def clear(self) -> None:
-        """Deletes all its widgets."""
         while (item := self._lines.takeAt(0)) is not None:
             widget = item.widget()
             if widget is not None:

@@ -20,8 +20,6 @@ translate = QCoreApplication.translate
 
 
 class MemoryGauge(QWidget):
-    """A name, `used / total`, and the bar below."""
-
     def __init__(self, name: str, parent: QWidget) -> None:
         super().__init__(parent)
         self._name = name
@@ -31,7 +29,6 @@ class MemoryGauge(QWidget):
         vbox(hbox(label, STRETCH, self._amount, gap=-1), self._bar, into=self, gap=4)
 
     def set_narrow(self, narrow: bool) -> None:
-        """Shows only the name and the bar."""
         self._amount.setVisible(not narrow)
 
     def show_parts(self, parts: tuple[BarPart, ...], used: int, total: int, *, source: str) -> None:
@@ -44,8 +41,6 @@ class MemoryGauge(QWidget):
 
 
 class MemoryLegend(QWidget):
-    """Each part's name, amount, colour and hatching."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._grid = QGridLayout(self)
@@ -103,7 +98,6 @@ class BarPart:
 
     @property
     def ground(self) -> QColor:
-        """The colour between its hatching."""
         result = themed(self.colour)
         if self.hatched:
             result.setAlpha(_FAINT_ALPHA)

@@ -98,14 +98,12 @@ class MissRatioPlot(Chart):
 
     @property
     def slots(self) -> int:
-        """The handle's position, in experts."""
         if self._wanted is not None:
             return self._wanted
         return self._tier.slots if self._tier is not None else 0
 
     @property
     def is_moved(self) -> bool:
-        """Whether the handle is away from the current size."""
         return self._wanted is not None
 
     def set_slots(self, slots: int) -> None:
@@ -115,7 +113,6 @@ class MissRatioPlot(Chart):
             self._place_handle()
 
     def put_back(self) -> None:
-        """Resets the handle to the current size."""
         self._wanted, self._dragging = None, False
         self._place_handle()
 

@@ -76,8 +76,6 @@ class TierChart(Chart):
 
 
 class Legend(Flow):
-    """Names and amounts with swatches, in lines that wrap."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent=parent, gap=3)
         self._entries: list[tuple[QWidget, MemoryBar, QLabel, QLabel]] = []
@@ -107,8 +105,6 @@ class Legend(Flow):
 
 
 class PlanBars(QWidget):
-    """Two lines of text around each tier's chart."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._rows: list[tuple[QLabel, QLabel, TierChart, Legend]] = []

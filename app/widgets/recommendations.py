@@ -19,7 +19,6 @@ translate = QCoreApplication.translate
 
 
 def role_words(role: str) -> str:
-    """What a recommendation is the best of."""
     return {
         "fast": translate("Recommendations", "Fast"),
         "balanced": translate("Recommendations", "Balanced"),
@@ -56,8 +55,6 @@ def show_presence(button: QPushButton, name: str, presence: Presence | None) -> 
 
 
 class RecommendationList(QWidget):
-    """Signals: `wanted(Recommendation)`: its button was pressed."""
-
     wanted = Signal(object)
 
     def __init__(self, parent: QWidget | None = None, *, primary: str = "") -> None:
@@ -106,8 +103,6 @@ class RecommendationList(QWidget):
 
 
 class RecommendationRow(QWidget):
-    """One of them."""
-
     def __init__(self, recommendation: Recommendation, *, last: bool, parent: QWidget) -> None:
         super().__init__(parent)
         self.recommendation = one = recommendation
@@ -138,7 +133,6 @@ class RecommendationRow(QWidget):
         self.setAccessibleName(f"{role_words(one.role)}: {one.entry.name}")
 
     def show_state(self, bytes_per_s: float | None, presence: Presence | None) -> None:
-        """Where it is, and how long it takes to get."""
         self.figures.setText(figures_words(self.recommendation, bytes_per_s, presence))
         show_presence(self.button, self.recommendation.entry.name, presence)
 
@@ -153,7 +147,6 @@ class VerdictMark(QWidget):
         self.set_verdict(verdict)
 
     def set_verdict(self, verdict: str) -> None:
-        """Shows another one."""
         self._verdict = verdict
         self.setToolTip(verdict_words(verdict))
         self.setAccessibleName(verdict_words(verdict))

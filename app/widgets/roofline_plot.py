@@ -55,13 +55,11 @@ class RooflinePlot(Chart):
         self.dress()
 
     def show_picture(self, picture: RooflinePicture | None) -> None:
-        """Draws this; None clears the plot."""
         self._picture = picture
         self.setAccessibleDescription(self.spoken())
         self._draw()
 
     def spoken(self) -> str:
-        """The plot in words."""
         if self._picture is None:
             return ""
         roofs = [
@@ -109,7 +107,6 @@ class RooflinePlot(Chart):
         return names.get(point.name, point.name)
 
     def _ranges(self, picture: RooflinePicture, roofs: list[Roof]) -> tuple[float, float, float, float]:
-        """Logarithms of the lowest and highest intensity and speed shown."""
         knees = [roof.flops / roof.bytes_per_s for roof in roofs]
         xs = [point.intensity for point in picture.points if 0 < point.intensity < math.inf] + knees
         left, right = math.log10(min(xs)) - 0.5, math.log10(max(xs)) + 0.45

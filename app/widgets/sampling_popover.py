@@ -114,7 +114,6 @@ class SamplingPopover(Popover):
         return self._saved_name(self.sampling())
 
     def _saved_name(self, sampling: SamplingParams) -> str:
-        """What people call these settings; empty if they do not."""
         entries = self._saved.entries if self._saved is not None else ()
         return next((entry.name for entry in entries if _drawn(entry.value) == _drawn(sampling)), "")
 
@@ -289,17 +288,14 @@ class SamplingPopover(Popover):
         return super().eventFilter(watched, event)
 
     def words_of(self, sampling: SamplingParams | None) -> str:
-        """What these settings are; None means the model's own."""
         return sampling_words(self.own if sampling is None else sampling)
 
     def name_of(self, sampling: SamplingParams | None) -> str:
-        """A short name of these settings; None means the model's own."""
         if sampling is None or _drawn(sampling) == self.own:
             return self.own_button.text()
         return self._saved_name(sampling) or preset_text(preset_of(_drawn(sampling), self.own))
 
     def without_beams(self) -> None:
-        """Hide beam search where it is not available."""
         self._show_row("beams", shown=False)
 
     def fill(self, sampling: SamplingParams) -> None:
@@ -359,7 +355,6 @@ def preset_text(preset: Preset | None) -> str:
 
 
 def thinking_text(thinking: Thinking) -> str:
-    """How much a model is to think, in words."""
     kind = next(each.kind for each in settings_of(SamplingParams) if each.key == "thinking")
     assert isinstance(kind, Choice)
     return setting_words(kind.names[thinking])

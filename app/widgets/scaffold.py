@@ -65,7 +65,6 @@ def _fill(box: _Box, items: tuple[Item, ...], into: QWidget | None, margins: Mar
 
 
 def add_items(box: QBoxLayout, *items: Item) -> None:
-    """Adds them at the end."""
     for item in items:
         what, *how = item if isinstance(item, tuple) else (item,)
         # An alignment is an int as well.
@@ -172,7 +171,6 @@ def only_scrolls_down(area: QScrollArea) -> None:
 
 
 def scroll_area(content: QWidget, parent: QWidget) -> QScrollArea:
-    """What scrolls its content up and down."""
     area = QScrollArea(parent)
     only_scrolls_down(area)
     area.setWidget(content)
@@ -225,7 +223,6 @@ class WrappedLabel(QLabel):
         self._fit()
 
     def text(self) -> str:
-        """The full text, even if it does not fit."""
         return self._whole
 
     @property
@@ -297,7 +294,6 @@ class HelpMark(QToolButton):
 
     @property
     def bubble(self) -> HelpBubble | None:
-        """The open bubble; None if it is closed."""
         return self._bubble if self._bubble is not None and self._bubble.isVisible() else None
 
     def explain(self) -> None:
@@ -314,8 +310,6 @@ class HelpMark(QToolButton):
 
 
 class HelpBubble(QFrame):
-    """A heading and a text in a small window of its own."""
-
     def __init__(self, about: str, text: str, parent: QWidget) -> None:
         super().__init__(parent, Qt.WindowType.Popup)
         self.setProperty("help", "true")
@@ -611,7 +605,6 @@ class FormDialog(QDialog):
         vbox((self._area, 1), self.below, into=self, gap=0)
 
     def kept(self) -> None:
-        """Keeps what was entered."""
         self.accept()
 
     def add_field(self, name: str, field: QWidget, *beside: QWidget) -> list[QWidget]:
@@ -625,7 +618,6 @@ class FormDialog(QDialog):
         return [label, field, *beside]
 
     def add_across(self, widget: QWidget) -> None:
-        """Adds a row of what needs no name."""
         self.rows.addWidget(widget, self.rows.rowCount(), 0, 1, 2)
 
     def changeEvent(self, event: QEvent) -> None:
@@ -638,7 +630,6 @@ class FormDialog(QDialog):
         self.fit()
 
     def fit(self) -> None:
-        """After its words have changed."""
         width = scaled(self._width_px)
         self._area.setMinimumWidth(self._inside.minimumSizeHint().width())
         high = self._inside.heightForWidth(width) if self._inside.hasHeightForWidth() else 0

@@ -229,7 +229,6 @@ class Budget(Slider):
         self.valueChanged.connect(self._set)
 
     def set_total(self, nbytes: int) -> None:
-        """How much there is; 0 while it is not known."""
         self._total = nbytes
         self.setEnabled(bool(nbytes))
         was = self.blockSignals(True)

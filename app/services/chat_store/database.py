@@ -70,7 +70,6 @@ def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
 
 
 def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
-    """A record's values, in the order of CONVERSATION_COLUMNS."""
     return (
         conversation.id,
         clean_text(conversation.title),
@@ -134,7 +133,6 @@ def _stats(value: object) -> AnswerStats | None:
 
 
 def message_values(message: Message) -> tuple[Any, ...]:
-    """A record's values, in the order of MESSAGE_COLUMNS."""
     stats = None if message.stats is None else json.dumps(dataclasses.asdict(message.stats))
     return (
         message.id,
@@ -161,13 +159,11 @@ class ChatDatabase:
         self.connection = connection
 
     def close(self) -> None:
-        """Close the file; SQLite checkpoints the write-ahead log into it."""
         self.connection.close()
 
     # --- conversations ---
 
     def conversations(self) -> tuple[Conversation, ...]:
-        """Every conversation that is not deleted, most recently used first."""
         rows = self.connection.execute(
             f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE deleted_at IS NULL ORDER BY updated_at DESC"
         )
@@ -179,12 +175,10 @@ class ChatDatabase:
         return bool(self.connection.execute("PRAGMA database_list").fetchone()[2])
 
     def ids(self) -> list[str]:
-        """Of the same conversations, in any order."""
         rows = self.connection.execute("SELECT id FROM conversations WHERE deleted_at IS NULL")
         return [text_of(id_) for (id_,) in rows]
 
     def conversation(self, conversation_id: str) -> Conversation | None:
-        """One conversation, deleted or not."""
         row = self.connection.execute(
             f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE id = ?", (conversation_id,)
         ).fetchone()
@@ -199,7 +193,6 @@ class ChatDatabase:
         return any(ask(f"SELECT 1 FROM {table} WHERE id = ?", (id_,)).fetchone() for table, id_ in ids)
 
     def create_conversation(self, conversation: Conversation) -> None:
-        """Add a conversation that has no messages yet."""
         self.add_conversations([(conversation, ())])
 
     def add_conversations(self, whole: Iterable[tuple[Conversation, Iterable[Message]]]) -> None:
@@ -209,7 +202,6 @@ class ChatDatabase:
                 self.add_whole(conversation, messages)
 
     def changing(self) -> AbstractContextManager[object]:
-        """All or nothing of what follows in the block."""
         return transaction(self.connection)
 
     def add_whole(self, conversation: Conversation, messages: Iterable[Message]) -> None:
@@ -245,14 +237,12 @@ class ChatDatabase:
             )
 
     def unsent_pictures(self, conversation_id: str) -> tuple[Picture, ...]:
-        """Those that will go with the next message, in their order."""
         rows = self.connection.execute(
             "SELECT media, data FROM unsent_pictures WHERE conversation_id = ? ORDER BY place", (conversation_id,)
         )
         return tuple(_picture(media, data) for media, data in rows if isinstance(data, bytes))
 
     def set_unsent_pictures(self, conversation_id: str, pictures: Iterable[Picture]) -> None:
-        """These will go with the next message, and no others."""
         with transaction(self.connection) as c:
             c.execute("DELETE FROM unsent_pictures WHERE conversation_id = ?", (conversation_id,))
             c.executemany(
@@ -263,7 +253,6 @@ class ChatDatabase:
     # --- documents ---
 
     def unsent_attachments(self, conversation_id: str) -> tuple[Attachment, ...]:
-        """Those that will go with the next message, in their order."""
         rows = self.connection.execute(
             "SELECT d.about FROM unsent_attachments u JOIN documents d ON d.id = u.document_id "
             "WHERE u.conversation_id = ? ORDER BY u.place",
@@ -304,7 +293,6 @@ class ChatDatabase:
                 c.execute("UPDATE documents SET parts = ? WHERE id = ?", (packed(parts), attachment.id))
 
     def document_parts(self, document_id: str) -> tuple[Part, ...]:
-        """The text of a document; none of a folder, or of one that is gone."""
         row = self.connection.execute("SELECT parts FROM documents WHERE id = ?", (document_id,)).fetchone()
         return unpacked(row[0]) if row and isinstance(row[0], bytes) else ()
 
@@ -323,12 +311,10 @@ class ChatDatabase:
         return {text_of(id_) for (id_,) in rows}
 
     def set_sources(self, message: Message) -> None:
-        """What an answer was given to read."""
         with transaction(self.connection):
             self._insert_sources(message)
 
     def set_steps(self, message: Message) -> None:
-        """What came before an answer's text, with the calls of tools in it."""
         with transaction(self.connection):
             self._insert_steps(message)
 
@@ -372,12 +358,10 @@ class ChatDatabase:
         return [(float(created), str(text)) for created, text in rows]
 
     def folders(self) -> tuple[Folder, ...]:
-        """All of them, in the order they were made."""
         rows = self.connection.execute("SELECT id, name, is_open, created_at FROM folders ORDER BY seq")
         return tuple(folder_from_row(row) for row in rows)
 
     def put_folder(self, folder: Folder) -> None:
-        """Add a folder, or change its name and whether it is open."""
         with transaction(self.connection):
             self.add_folder(folder)
 
@@ -522,7 +506,6 @@ class ChatDatabase:
                 self._insert(dataclasses.replace(message, chosen=True))
 
     def remove_messages(self, message_ids: Iterable[str]) -> None:
-        """Remove messages that nothing follows but each other."""
         with transaction(self.connection) as c:
             c.executemany("DELETE FROM messages WHERE id = ?", [(id_,) for id_ in message_ids])
 
@@ -531,7 +514,6 @@ class ChatDatabase:
         self.add_messages([message])
 
     def update_message(self, message: Message) -> None:
-        """Write a message's text and reasoning, state, reason and stats."""
         _, _, _, _, content, state, reason, code, model, _, stats, _, reasoning, reasoning_s = message_values(message)
         with transaction(self.connection) as c:
             c.execute(
@@ -549,7 +531,6 @@ class ChatDatabase:
             self.connection.execute("PRAGMA synchronous = FULL")
 
     def choose(self, message_id: str) -> None:
-        """Put this message on the visible path instead of its siblings."""
         with transaction(self.connection) as c:
             row = c.execute("SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)).fetchone()
             if row:
@@ -563,7 +544,6 @@ class ChatDatabase:
         )
 
     def end_interrupted(self, reason: str) -> int:
-        """Mark answers that a crash cut off as partial; returns how many."""
         with transaction(self.connection) as c:
             return c.execute(
                 "UPDATE messages SET state = 'partial', reason = ?, reason_code = 'interrupted' "
@@ -576,13 +556,11 @@ _MOST_UNPACKED_BYTES = 256 * 2**20
 
 
 def packed(parts: Iterable[Part]) -> bytes:
-    """The text of a document for the file."""
     listed = [[part.page, clean_text(part.heading), clean_text(part.text)] for part in parts]
     return zlib.compress(json.dumps(listed, ensure_ascii=False).encode("utf-8"), 6)
 
 
 def unpacked(data: bytes) -> tuple[Part, ...]:
-    """The text again; empty if the file is damaged there."""
     try:
         inflating = zlib.decompressobj()
         listed = json.loads(inflating.decompress(data, _MOST_UNPACKED_BYTES))
@@ -603,13 +581,11 @@ def _attachment(about: object) -> Attachment | None:
 
 
 def fold_from_row(row: tuple[Any, ...]) -> Fold:
-    """A record from (summary, is_on, changed_at, model, turns)."""
     summary, is_on, changed_at, model, turns = row
     return Fold(text_of(summary), bool(is_on), _moment(changed_at), text_of(model), text_of(turns))
 
 
 def folder_from_row(row: tuple[Any, ...]) -> Folder:
-    """A record from (id, name, is_open, created_at)."""
     id_, name, is_open, created_at = row
     return Folder(text_of(id_), text_of(name), bool(is_open), _moment(created_at))
 

@@ -179,7 +179,6 @@ class NotAChatFileError(Exception):
 
 
 def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]], folders: Iterable[Folder] = ()) -> str:
-    """One JSON document of whole chats, and of the folders that they lie in."""
     return json.dumps(
         {
             "format": FORMAT,
@@ -213,7 +212,6 @@ def _message_fields(message: Message) -> dict[str, Any]:
 
 
 def is_ours(raw: object) -> bool:
-    """Whether this may be a document of `to_json`."""
     return isinstance(raw, dict) and raw.get("format") == FORMAT
 
 

@@ -204,8 +204,6 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of conversations in the list; folders stand in the order of their names."""
-
     id: str
     name: str
     is_open: bool = True
@@ -265,7 +263,6 @@ def clean_text(text: str) -> str:
 
 
 def attachment_to_dict(attachment: Attachment) -> dict[str, Any]:
-    """The record without its text, as JSON takes it."""
     fields = dataclasses.asdict(dataclasses.replace(attachment, parts=()))
     del fields["parts"]
     return fields
@@ -297,7 +294,6 @@ _CITED = re.compile(r"[\[【]\s*(\d{1,4}(?:\s*[,;–-]\s*\d{1,4})*)\s*[^\]】\d]
 
 
 def cited(content: str) -> frozenset[int]:
-    """The numbers in brackets in an answer: `[1]`, `[2, 3]`, `[4-6]`."""
     numbers: set[int] = set()
     for found in _CITED.finditer(content):
         for one in re.split(r"[,;]", found[1]):
@@ -314,12 +310,10 @@ def shown_sources(message: Message) -> tuple[Source, ...]:
 
 
 def sources_to_json(sources: Iterable[Source]) -> str:
-    """The sources as a JSON list."""
     return json.dumps([dataclasses.asdict(source) for source in sources], ensure_ascii=False)
 
 
 def sources_from_json(text: str) -> tuple[Source, ...]:
-    """Those that are sound."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):
@@ -334,12 +328,10 @@ def sources_from_list(raw: object) -> tuple[Source, ...]:
 
 
 def steps_to_json(steps: Iterable[Step]) -> str:
-    """The steps as a JSON object."""
     return json.dumps({"steps": [dataclasses.asdict(step) for step in steps]}, ensure_ascii=False)
 
 
 def steps_from_json(text: str) -> tuple[Step, ...]:
-    """Those that are sound."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):
@@ -383,7 +375,6 @@ def _record(kind: type[Attachment] | type[Source] | type[ToolUse], raw: object) 
 
 
 def sampling_to_json(sampling: SamplingParams | None) -> str | None:
-    """The settings as JSON, or None for the defaults."""
     return None if sampling is None else json.dumps(dataclasses.asdict(sampling))
 
 

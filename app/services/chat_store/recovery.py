@@ -235,7 +235,6 @@ def _salvage(path: Path) -> _Salvaged:
 
 
 def _documents(pages: Pages) -> tuple[dict[str, list[tuple[int, Attachment]]], dict[str, tuple[Source, ...]]]:
-    """Documents and their places, by the ids of their messages or chats, and sources by those of their answers."""
     found: dict[str, Attachment] = {}
     for row in pages.rows(_is_document):
         _, _id, about, packed_parts = row.values
@@ -256,7 +255,6 @@ def _documents(pages: Pages) -> tuple[dict[str, list[tuple[int, Attachment]]], d
 
 
 def _in_order(rows: Mapping[tuple[int, Value], Record]) -> list[tuple[tuple[int, Value], Record]]:
-    """In the order they were written."""
     return sorted(rows.items(), key=lambda item: item[0][0])
 
 

@@ -260,7 +260,6 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 def version_of(connection: sqlite3.Connection) -> int:
-    """The file's schema version; 0 for a new file."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 

@@ -89,7 +89,6 @@ class StoreWorker:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; returns at once."""
         with self._wake:
             if job.replaces:
                 for index, waiting in enumerate(self._jobs):
@@ -100,12 +99,10 @@ class StoreWorker:
             self._wake.notify_all()
 
     def unsaved(self) -> int:
-        """How many writes are not on disk yet."""
         with self._wake:
             return sum(job.writes for job in self._jobs)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the queue is empty; False on timeout."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._jobs or not self._thread.is_alive(), timeout_s)
 

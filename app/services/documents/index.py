@@ -35,8 +35,6 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a document; `page` is 0 where there are none."""
-
     text: str
     page: int = 0
     heading: str = ""
@@ -198,8 +196,6 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a document: files that have text, pages and characters, and those that could not be read."""
-
     files: int = 0
     pages: int = 0
     characters: int = 0
@@ -230,11 +226,9 @@ class DocumentIndex:
     # --- what is in it ---
 
     def has(self, document: str) -> bool:
-        """Whether anything is known of a document."""
         return bool(self._ask("SELECT 1 FROM documents WHERE id = ?", document))
 
     def states(self, document: str) -> dict[str, FileState]:
-        """Of a document's files, by their names."""
         rows = self._ask(
             "SELECT f.name, f.size, f.mtime_ns, f.digest FROM files f JOIN documents d ON d.seq = f.document "
             "WHERE d.id = ?",
@@ -243,7 +237,6 @@ class DocumentIndex:
         return {name: FileState(*state) for name, *state in rows}
 
     def figures(self, document: str) -> Figures:
-        """How much of a document there is."""
         rows = self._ask(
             "SELECT f.name, f.pages, f.characters, f.problem FROM files f JOIN documents d ON d.seq = f.document "
             "WHERE d.id = ? ORDER BY f.name",
@@ -254,7 +247,6 @@ class DocumentIndex:
         return Figures(len(read), sum(row[1] for row in read), sum(row[2] for row in read), unread)
 
     def pieces(self, document: str) -> list[Piece]:
-        """All of a document, in the order of its files' names."""
         rows = self._ask(f"SELECT {_PIECE} FROM {_JOINED} WHERE d.id = ? ORDER BY f.name, c.place", document)
         return [Piece(*row) for row in rows]
 
@@ -272,7 +264,6 @@ class DocumentIndex:
         return [Piece(*row) for row in rows]
 
     def pieces_at(self, document: str, name: str, first: int, last: int) -> list[Piece]:
-        """Those of a file from one place to another, as far as they are there."""
         rows = self._ask(
             f"SELECT {_PIECE} FROM {_JOINED} WHERE d.id = ? AND f.name = ? AND c.place BETWEEN ? AND ? "
             "ORDER BY c.place",
@@ -341,7 +332,6 @@ class DocumentIndex:
         self._write(run)
 
     def add_empty(self, document: str) -> None:
-        """A folder in which nothing is found yet."""
         added = "INSERT OR IGNORE INTO documents (id, session) VALUES (?, ?)"
         self._write(lambda c: c.execute(added, (document, self._session)))
 

@@ -126,7 +126,6 @@ class Documents(QObject):
                 self._look_again()
 
     def known(self, attachment: Attachment) -> Attachment:
-        """The newest record of one."""
         return self._known.get(attachment.id, attachment)
 
     def share(self, attachment_id: str) -> float | None:
@@ -314,7 +313,6 @@ class Documents(QObject):
         return folder
 
     def _counted(self, folder: _Folder) -> Attachment:
-        """The record of a folder that has been read."""
         one = folder.attachment
         figures = self._index.figures(one.id)
         problem, remark = one.problem, folder.note

@@ -52,13 +52,10 @@ class PhaseRun:
 
 
 class RunHistory:
-    """The last runs, in the order they began."""
-
     def __init__(self) -> None:
         self._runs: deque[PhaseRun] = deque(maxlen=MOST_RUNS)
 
     def add(self, steps: Records) -> None:
-        """Add steps, in order."""
         phases, requests = steps["name"].tolist(), steps["request"].tolist()
         starts, ends, tokens = steps["start_ns"].tolist(), steps["end_ns"].tolist(), steps["tokens"].tolist()
         numbers = steps["step"].tolist()
@@ -94,7 +91,6 @@ class RunHistory:
         return found[::-1]
 
     def copy(self) -> RunHistory:
-        """A copy that no longer changes with this one."""
         other = RunHistory()
         other._runs = self._runs.copy()
         return other
@@ -176,7 +172,6 @@ class RecordHistory:
 
     @property
     def start_ns(self) -> int | None:
-        """Beginning of the oldest record kept; None if there is none."""
         return min((first for first, _, _ in self._pieces), default=None)
 
     def add(self, records: Records) -> None:
@@ -188,7 +183,6 @@ class RecordHistory:
             self._count -= len(self._pieces.popleft()[2])
 
     def between(self, start_ns: int, end_ns: int) -> Records:
-        """All that overlap [start, end), in order of arrival."""
         found = [piece for first, last, piece in self._pieces if last > start_ns and first < end_ns]
         if not found:
             return self._empty
@@ -197,7 +191,6 @@ class RecordHistory:
         return joined[inside]
 
     def last(self, count: int) -> Records:
-        """The last `count` to arrive."""
         found: list[Records] = []
         wanted = count
         for _, _, piece in reversed(self._pieces):
@@ -208,7 +201,6 @@ class RecordHistory:
         return joined_records(found[::-1]) if found else self._empty
 
     def copy(self) -> RecordHistory:
-        """A copy that no longer changes with this one."""
         other = RecordHistory(self._most, self._empty)
         other._pieces, other._count = self._pieces.copy(), self._count
         return other
@@ -235,7 +227,6 @@ class BusyTime:
         self._ends: Moments = np.empty(0, np.int64)
 
     def add(self, starts: Moments, ends: Moments) -> None:
-        """Add spans, in any order."""
         if not len(starts):
             return
         # Only spans that reach into the new ones can overlap them.
@@ -254,7 +245,6 @@ class BusyTime:
 
 
 def union(starts: Moments, ends: Moments) -> tuple[Moments, Moments]:
-    """Disjoint intervals, in order, that cover the same time as these."""
     order = np.argsort(starts, kind="stable")
     starts, furthest = starts[order], np.maximum.accumulate(ends[order])
     first = np.concatenate(([True], starts[1:] > furthest[:-1]))
@@ -280,15 +270,11 @@ def of_last_kind(steps: Records) -> Records:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An event: the engine ended, a model was loaded."""
-
     at_ns: int
     text: str
 
 
 class History:
-    """Recent spans, sums over time, sensor samples, phases and marks."""
-
     def __init__(self, most_spans: int = MOST_SPANS, most_steps: int = MOST_STEPS) -> None:
         self._spans = RecordHistory(most_spans, no_spans())
         self._steps = RecordHistory(most_steps, no_steps())
@@ -336,7 +322,6 @@ class History:
         self._reach(int(spans["start_ns"].min()), int(spans["end_ns"].max()))
 
     def add_steps(self, steps: Records) -> None:
-        """Add completed steps, in order."""
         if not len(steps):
             return
         self._steps.add(steps)
@@ -353,7 +338,6 @@ class History:
         self._reach(at_ns, at_ns)
 
     def add_gauges(self, at_ns: int, values: dict[str, float | None]) -> None:
-        """The same, in the form it was recorded in."""
         self._gauges.add(at_ns, values)
         self._reach(at_ns, at_ns)
 
@@ -365,7 +349,6 @@ class History:
 
     @property
     def has_engine(self) -> bool:
-        """Whether any spans or steps of an engine are known."""
         return bool(self._busy) or bool(self._sums)
 
     @property
@@ -383,7 +366,6 @@ class History:
         return np.asarray(np.clip(total / np.diff(edges_ns) / max(len(mine), 1), 0.0, 1.0))
 
     def bytes_per_s(self, lane: int, edges_ns: Floats) -> Floats:
-        """Bytes per second copied or read between neighbouring edges, [n]."""
         return self._read_sum(f"bytes {lane}", edges_ns) / np.diff(edges_ns) * 1e9
 
     def tokens_per_s(self, edges_ns: Floats) -> Floats:
@@ -400,7 +382,6 @@ class History:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request's doings are known."""
         return (REQUESTS, 0) in self._busy
 
     def requests_between(self, start_ns: int, end_ns: int) -> Records:
@@ -416,7 +397,6 @@ class History:
 
     @property
     def has_sweeps(self) -> bool:
-        """Whether any sweep's composition is known."""
         return (SWEEPS, 0) in self._busy
 
     def swept_per_s(self, edges_ns: Floats) -> Floats:
@@ -425,11 +405,9 @@ class History:
         return np.asarray(np.stack(taken) / np.diff(edges_ns) * 1e9)
 
     def gauge(self, name: str, edges_ns: Floats) -> Floats:
-        """A gauge between neighbouring edges, [n]; NaN where it is unknown."""
         return self._gauges.read(name, edges_ns)
 
     def knows_gauge(self, name: str) -> bool:
-        """Whether the machine has ever reported it."""
         return self._gauges.knows(name)
 
     def power(self) -> tuple[list[int], list[float | None]]:
@@ -441,18 +419,15 @@ class History:
         return at.tolist(), [float(value) if there else None for value, there in zip(watts, known, strict=True)]
 
     def spans_between(self, start_ns: int, end_ns: int) -> Records:
-        """Spans that overlap a range and are still kept singly."""
         return self._spans.between(start_ns, end_ns)
 
     def steps_between(self, start_ns: int, end_ns: int) -> Records:
-        """Steps that overlap a range and are still kept singly."""
         return self._steps.between(start_ns, end_ns)
 
     def last_steps(self, count: int) -> Records:
         return self._steps.last(count)
 
     def runs_between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
-        """Phases that overlap a range."""
         return self._runs.between(start_ns, end_ns)
 
     def last_request(self, before_ns: float) -> list[PhaseRun]:
@@ -468,7 +443,6 @@ class History:
         return self._spans.start_ns
 
     def copy(self) -> History:
-        """A snapshot: what is added later does not change it."""
         other = History(self._spans.most, self._steps.most)
         other._spans, other._steps = self._spans.copy(), self._steps.copy()
         other._runs, other._gauges = self._runs.copy(), self._gauges.copy()

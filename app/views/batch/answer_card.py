@@ -52,14 +52,12 @@ class SampleCard(Card):
         self.clear()
 
     def clear(self) -> None:
-        """Clears the trial: there is none, or its settings have changed."""
         self._drop_answers()
         self._set_running(False)
         set_message(self._trouble, "")
         set_message(self._words, self.tr("See the answers, and how fast they come, before you start the job."))
 
     def set_rows(self, rows: int) -> None:
-        """How many rows there are, or at least how many."""
         self._rows = min(rows, SAMPLE_ROWS)
         self._set_running(self._running)
 
@@ -77,18 +75,15 @@ class SampleCard(Card):
             self._answers.insertWidget(place, block)
 
     def end(self, sentence: str) -> None:
-        """The trial is done; `sentence` says what it predicts for the job."""
         self._set_running(False)
         set_message(self._words, sentence or (self.tr("Stopped.") if not self._shown else ""))
 
     def fail(self, sentence: str) -> None:
-        """The trial failed; `sentence` says why."""
         self._set_running(False)
         set_message(self._words, "")
         set_message(self._trouble, sentence)
 
     def set_able(self, able: bool, why_not: str) -> None:
-        """Whether a trial can start now."""
         self.button.setEnabled(able or self._running)
         self.button.setToolTip(why_not)
 
@@ -228,7 +223,6 @@ class AnswerCard(Card):
         return "", ()
 
     def problem(self) -> str:
-        """Why these settings are invalid, as a sentence; empty if they are valid."""
         kind = self.kinds.checkedId()
         schema, choices = self.constraint()
         if kind == CHOICES and len(choices) < 2:

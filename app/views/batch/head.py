@@ -108,7 +108,6 @@ class JobStrip(QListView):
         self._fit()
 
     def choose(self, key: str) -> None:
-        """Selects the job that is shown, or none; emits nothing."""
         row = self._jobs.row_of(key)
         self._choosing = True
         if row < 0:
@@ -218,7 +217,6 @@ class BatchHead(PageHeader):
         self.remove.setVisible(idle or state is JobState.QUEUED)
 
     def show_more(self, text: str) -> None:
-        """How many dropped files follow the one shown."""
         set_message(self._more, text)
 
     def _button(self, text: str) -> QPushButton:

@@ -53,7 +53,6 @@ class OutputCard(Card):
         add_items(self.body, line, where, self._words)
 
     def suggest(self, preview: InputPreview) -> None:
-        """Suggests a free name beside the input."""
         suffix = ".jsonl" if preview.openai else usual_suffix(preview.path)
         output = free_output(preview.path, suffix)
         self._folder = output.parent
@@ -73,7 +72,6 @@ class OutputCard(Card):
         return self._folder / self.name.text().strip()
 
     def problem(self) -> str:
-        """Why this file name is invalid, as a sentence; empty if it is valid."""
         name = self.name.text().strip()
         if not name or name in (".", ".."):
             return self.tr("Name the result file.")
@@ -149,7 +147,6 @@ class InputCard(Card):
         self._preview: InputPreview | None = None
 
     def show_loading(self, name: str) -> None:
-        """Shows that a file is being opened."""
         self._name.set_full_text(name)
         self.caption.setText("")
         set_message(self._words, self.tr("Reading the file…"))
@@ -158,7 +155,6 @@ class InputCard(Card):
         self._doubts.hide()
 
     def show_failure(self, path: Path, sentence: str) -> None:
-        """Shows why the file cannot be read as it is; another encoding or separator may fix it."""
         set_message(self._words, "")
         set_message(self._trouble, sentence)
         suffix = path.suffix.lower()
@@ -169,7 +165,6 @@ class InputCard(Card):
         self._doubts.setVisible(suffix in TEXT_SUFFIXES and path.is_file())
 
     def show_preview(self, preview: InputPreview) -> None:
-        """Shows the file's columns and first rows."""
         self._preview, self._total = preview, None
         self._name.set_full_text(preview.path.name)
         self.setAccessibleName(preview.path.name)
@@ -191,25 +186,21 @@ class InputCard(Card):
         self._show_facts()
 
     def show_total(self, total: int | None) -> None:
-        """How many rows there are, once known."""
         self._total = total
         self._show_facts()
 
     def form(self) -> InputForm:
-        """How to read the file."""
         return InputForm(
             self.encoding.currentData(), self._are_whole, self.separator.currentData(), self.sheet.currentData()
         )
 
     def reset_form(self) -> None:
-        """Back to detected values; emits nothing."""
         self.encoding.setCurrentIndex(0)
         self.separator.setCurrentIndex(0)
         self.sheet.clear()
         self._are_whole = None
 
     def _show_sheets(self, preview: InputPreview) -> None:
-        """Asks which of a workbook's sheets is meant."""
         self.sheet.setVisible(bool(preview.sheets))
         self.sheet.clear()
         for name in preview.sheets:

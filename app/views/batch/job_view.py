@@ -185,8 +185,6 @@ class PlaceRows(QWidget):
 
 
 class ProgressCard(QFrame):
-    """Text, a bar, and while the job runs a view of the machine at work."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("card", "true")
@@ -261,8 +259,6 @@ class ProgressCard(QFrame):
 
 
 class JobView(QWidget):
-    """Shows one job at a time."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._key = ""
@@ -287,11 +283,9 @@ class JobView(QWidget):
 
     @property
     def key(self) -> str:
-        """The shown job; empty before the first."""
         return self._key
 
     def show_job(self, entry: JobEntry) -> None:
-        """Shows a job, or updates the one shown."""
         self.progress.show_job(entry)
         if entry.key != self._key:
             self._key = entry.key
@@ -304,11 +298,9 @@ class JobView(QWidget):
             self.rows.update_job(entry)
 
     def forget(self) -> None:
-        """Clears the view: the shown job was removed."""
         self._key = ""
 
     def add_rows(self, key: str, rows: Sequence[BatchRow]) -> None:
-        """Adds newly finished rows of a job."""
         if key == self._key:
             self.rows.add_latest(rows)
 

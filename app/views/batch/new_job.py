@@ -171,7 +171,6 @@ class NewJob(QWidget):
         )
 
     def refuse(self, sentence: str) -> None:
-        """Shows why the job is not started."""
         self._tell(sentence)
 
     def leave(self) -> None:

@@ -84,7 +84,6 @@ class EmptyBatch(PageBody):
         self.column.insertWidget(1, self._area)
 
     def set_over(self, over: bool) -> None:
-        """Whether an accepted drag is over the page."""
         set_look(self._area, "over", "true" if over else "false")
 
 
@@ -99,7 +98,6 @@ class RunningJobGuard(QObject):
         self._is_leaving = False
 
     def watch(self, window: QWidget) -> None:
-        """Ask before this window closes."""
         if window is not self._window and window is not self._page:
             self._window = window
             window.installEventFilter(self)
@@ -176,7 +174,6 @@ class BatchPage(Page):
         jobs.list_again()
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
-        """A small view of the machine at work; created when a job first runs."""
         self.job_view.progress.add_strip(make)
 
     def take_draft(self, draft: BatchDraft) -> None:

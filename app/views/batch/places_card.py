@@ -112,11 +112,9 @@ class PlacesCard(Card):
         self._lines.append(line)
 
     def box(self, name: str) -> QCheckBox:
-        """Chooses the endpoint of this name, or `HERE`."""
         return next(box for each, box in self._boxes if each == name)
 
     def problem(self) -> str:
-        """Why this choice is not one, as a sentence; empty if it is."""
         if self.cluster.isChecked():
             good = len(self.ray.split()) == 1
             return "" if good else self.tr("Give the address of the Ray cluster, or auto for the one of this PC.")

@@ -48,12 +48,10 @@ class TemplateEdit(TextBox):
                 self._apply()
 
     def set_columns(self, columns: tuple[str, ...]) -> None:
-        """Sets the known columns."""
         self._places.columns = columns
         self._places.rehighlight()
 
     def insert_column(self, name: str) -> None:
-        """Inserts a column at the cursor."""
         self.insertPlainText(f"{{{{{name}}}}}")
         self.setFocus()
 
@@ -74,8 +72,6 @@ class TemplateEdit(TextBox):
 
 
 class ShortEdit(TextBox):
-    """A few lines; longer text scrolls."""
-
     def __init__(self, lines: int, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._lines = lines
@@ -163,7 +159,6 @@ class TemplateCard(Card):
         self._on_edited()
 
     def hand(self, template: str, system: str) -> None:
-        """What is to be asked of the rows of the next input."""
         self._handed = template
         self.system.setPlainText(system)
 
@@ -171,11 +166,9 @@ class TemplateCard(Card):
 
     @property
     def image_column(self) -> str:
-        """The column of pictures; empty for none."""
         return str(self.pictures.currentData() or "")
 
     def show_blind(self, name: str) -> None:
-        """Warns that the model of this name, which answers, reads text only; empty if none does."""
         words = self.tr("{0} reads text only, so rows with pictures get no answer: choose a model that sees.")
         set_message(self._blind, words.format(name) if name and self.image_column else "")
 
@@ -188,7 +181,6 @@ class TemplateCard(Card):
         return self.system.toPlainText().strip()
 
     def problem(self) -> str:
-        """Why the template is invalid, as a sentence; empty if it is valid."""
         if not self.template.strip():
             return self.tr("Write a prompt that includes a column.")
         try:

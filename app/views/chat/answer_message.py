@@ -93,12 +93,10 @@ class AnswerMessage(QWidget):
 
     @property
     def figures(self) -> str:
-        """The line under the answer."""
         return self._figures.full_text
 
     @property
     def note(self) -> str:
-        """What went wrong, if anything."""
         return self._note_text
 
     def set_row(self, row: MessageRow) -> None:
@@ -127,7 +125,6 @@ class AnswerMessage(QWidget):
         return self._editor
 
     def start_editing(self) -> None:
-        """Turn the answer into an editor with its source."""
         if self._editor is None:
             editor = self._editor = MessageEditor(self._row.message.content, self.tr("Edit the answer"), self)
             editor.saved.connect(self._on_saved)
@@ -137,7 +134,6 @@ class AnswerMessage(QWidget):
             editor.box.setFocus()
 
     def stop_editing(self) -> None:
-        """Show the unchanged answer again."""
         if self._editor is not None:
             self._editor.hide()
             self._editor.deleteLater()
@@ -156,7 +152,6 @@ class AnswerMessage(QWidget):
         return len(self._matches)
 
     def show_match(self, number: int | None) -> QRect:
-        """See `Findable`."""
         if number is None:
             self.body.find_matches(self._looked_for)
             return self.rect()
@@ -167,12 +162,10 @@ class AnswerMessage(QWidget):
         return QRect(self.body.viewport().mapTo(self, place.topLeft()), place.size())
 
     def set_phase(self, phase: Phase | None) -> None:
-        """Show what the answer is waiting for or doing."""
         self._phase = phase
         self._refresh()
 
     def set_engine_down(self, down: bool) -> None:
-        """Offer to restart the engine instead of answering again."""
         if down != self._engine_is_down:
             self._engine_is_down = down
             self._refresh()

@@ -27,7 +27,6 @@ MOST_DOCUMENTS = 50
 
 
 def caption(picture: Picture, model_path: str) -> str:
-    """A picture's size, and its cost with the model there; empty if it is damaged."""
     size = size_of(picture)
     tokens = tokens_of((picture,), model_path) if model_path else 0
     return picture_text(size.width(), size.height(), tokens or None) if size.isValid() else ""
@@ -75,7 +74,6 @@ class Attaching(QObject):
         return entry.sees if entry is not None else bool(self.seeing())
 
     def seeing(self) -> list[str]:
-        """The names of the models on this PC that see."""
         return [entry.name for entry in self._library.entries if entry.sees and entry.can_chat]
 
     def _why_blind(self) -> str:
@@ -139,7 +137,6 @@ class Attaching(QObject):
         return self._pictures.is_busy
 
     def close(self) -> None:
-        """Waits for what is being prepared."""
         self._pictures.close()
 
     def _attach(self, paths: Sequence[Path]) -> None:

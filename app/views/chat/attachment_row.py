@@ -63,7 +63,6 @@ class AttachmentRow(Flow):
         self.updateGeometry()
 
     def update_one(self, attachment_id: str) -> None:
-        """Shows how much of one has been read."""
         for chip in self.chips:
             if chip.attachment.id == attachment_id:
                 chip.show_attachment(chip.attachment, self._share(attachment_id), self._where)
@@ -101,7 +100,6 @@ class Shelf(QScrollArea):
         self.fit()
 
     def fit(self) -> None:
-        """Takes the height of what is in it."""
         self.setVisible(not self._row.is_empty)
         self.updateGeometry()
 
@@ -156,7 +154,6 @@ class AttachmentChip(QFrame):
             self.setCursor(Qt.CursorShape.PointingHandCursor)
 
     def show_attachment(self, attachment: Attachment, share: float | None, where: str) -> None:
-        """Shows what is known of it."""
         self.attachment = attachment
         details = attachment_text(attachment, share, where)
         fails = bool(attachment.problem) and share is None

@@ -42,7 +42,6 @@ class CallsView(QWidget):
         self._shown: tuple[Step, ...] = ()
 
     def set_message(self, message: Message) -> None:
-        """Show the steps of an answer."""
         is_open = message.state is MessageState.STREAMING
         for number, step in enumerate(message.steps):
             if number >= len(self._texts):
@@ -81,7 +80,6 @@ class CallRow(QWidget):
         self._column = vbox(hbox(self.header, (self._summary, 1)), into=self, gap=6)
 
     def set_use(self, use: ToolUse, *, is_open: bool) -> None:
-        """Show where a call is; `is_open`: its answer has not ended."""
         self.use = use
         self.header.setText(use.name)
         self._summary.set_full_text(SEPARATOR.join(filter(None, (state_words(use, is_open=is_open), one_line(use)))))
@@ -169,7 +167,6 @@ def _fill(box: QPlainTextEdit, text: str) -> None:
 
 
 def state_words(use: ToolUse, *, is_open: bool) -> str:
-    """What became of a call."""
     if use.state == "denied":
         return translate("Tools", "not allowed")
     if use.state == "failed":
@@ -198,7 +195,6 @@ def one_line(use: ToolUse) -> str:
 
 
 def pretty(arguments: str) -> str:
-    """Arguments for people to read."""
     try:
         return json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
     except ValueError:

@@ -344,7 +344,6 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def new_scratch(self) -> None:
-        """Start a chat that is never stored."""
         self._show_chats(False)
         self.panel.search.clear()
         self.presenter.new_scratch()
@@ -365,13 +364,11 @@ class ChatView(Page):
             self.find_in_chat()
 
     def rename(self) -> None:
-        """Edit the title of the current chat."""
         self.presenter.keep()
         self._show_chats(True)
         self.panel.rename(self.presenter.conversation.id)
 
     def choose_model(self) -> None:
-        """Open the list of models, or close it."""
         self.picker.open_for(self.title_bar.model_button)
 
     def _choose_model(self, model: str) -> None:
@@ -514,7 +511,6 @@ class ChatView(Page):
             self._show_hit(message_id)
 
     def _show_hit(self, message_id: str) -> None:
-        """Scrolls to a message that a search found, and marks what was found there."""
         words = found_words(self.presenter.list_model.snippet_of(message_id))
         self.transcript.show_message(message_id)
         if words:
@@ -582,7 +578,6 @@ class ChatView(Page):
         return ChatTransfer(self.presenter, self._store, self.files_banner, self.toast, self)
 
     def compare(self, text: str) -> None:
-        """Opens two answers side by side."""
         from app.views.chat.side_by_side import SideBySide  # imported late: few open it
 
         dialog = SideBySide(
@@ -601,7 +596,6 @@ class ChatView(Page):
         self.side_by_side = dialog
 
     def take_chat(self, chat: Conversation) -> None:
-        """Lists a chat that was begun elsewhere."""
         self.presenter.list_model.put(chat)
 
     def open_chat(self, chat_id: str) -> None:
@@ -686,7 +680,6 @@ class ChatView(Page):
         self.room.count()
 
     def _show_place(self) -> None:
-        """Who answers in this chat, and so where its text goes."""
         remote = self.presenter.remote
         model = self.presenter.conversation.model
         gone = gone_text(model) if self.presenter.is_elsewhere and remote is None else ""

@@ -9,8 +9,6 @@ from app.services.chat_store import ChatStore
 
 
 class UnsavedTextGuard(QObject):
-    """Watches a window; asks before it closes with unsaved text."""
-
     def __init__(self, store: ChatStore, parent: QWidget) -> None:
         super().__init__(parent)
         self._store = store
@@ -19,7 +17,6 @@ class UnsavedTextGuard(QObject):
         store.trouble.connect(self._on_trouble)
 
     def watch(self, window: QWidget) -> None:
-        """Ask before this window closes."""
         if window is not self._window:
             if self._window is not None:
                 self._window.removeEventFilter(self)
@@ -35,7 +32,6 @@ class UnsavedTextGuard(QObject):
         return False
 
     def ask(self) -> bool:
-        """Whether to close and lose the unsaved text."""
         box = QMessageBox(self._window)
         box.setIcon(QMessageBox.Icon.Warning)
         box.setText(self.tr("The latest messages are not saved."))

@@ -229,7 +229,6 @@ class Composer(QFrame):
         self._show_button()
 
     def attach_menu(self) -> QMenu:
-        """What the button beside the system prompt offers."""
         menu = QMenu(self)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         menu.addAction(self.tr("Files…"), self.files_wanted.emit)
@@ -246,13 +245,11 @@ class Composer(QFrame):
         menu.popup(self.attach_button.mapToGlobal(QPoint(0, -menu.sizeHint().height() - 4)))
 
     def set_answering(self, answering: bool) -> None:
-        """Show Stop instead of Send."""
         if answering != self._answering:
             self._answering = answering
             self._show_button()
 
     def show_use(self, use: ContextUse | None) -> None:
-        """Show how much of the context is used; None if unknown."""
         self.meter.show_use(use)
         self._fit_meter()
 

@@ -68,7 +68,6 @@ class ContextMeter(QPushButton):
         return self._use
 
     def show_use(self, use: ContextUse | None) -> None:
-        """None if it is not known."""
         self._use = use
         if use is None:
             self._forms = ("",)
@@ -99,7 +98,6 @@ class ContextMeter(QPushButton):
 
     @property
     def least_width(self) -> int:
-        """With which it says anything; 0 if there is nothing to say."""
         return self._width_of(self._forms[-2]) if self._use is not None else 0
 
     @property
@@ -219,7 +217,6 @@ class ContextPopover(Popover):
         self._show_cost()
 
     def _show_cost(self) -> None:
-        """What the length costs, while it moves."""
         length = self._length
         if length is None:
             return
@@ -272,5 +269,4 @@ def _steps(longest: int) -> list[int]:
 
 
 def _small(amount: int) -> str:
-    """A few bytes: `23 kB`."""
     return f"{count(round(amount / 1024))} kB" if amount >= 1024 else f"{count(amount)} B"

@@ -98,7 +98,6 @@ class ConversationPanel(QFrame):
         model.rowsInserted.connect(self._select_current)
 
     def fill(self, filling: bool) -> None:
-        """Fills the page instead of being a sidebar."""
         self._fills = filling
         self._set_width()
 
@@ -123,7 +122,6 @@ class ConversationPanel(QFrame):
         self.search.selectAll()
 
     def rename(self, conversation_id: str) -> None:
-        """Edit a title in place."""
         row = self._model.row_of(conversation_id)
         if row is not None:
             index = self._model.index(row)
@@ -131,7 +129,6 @@ class ConversationPanel(QFrame):
             self.list.edit(index)
 
     def rename_folder(self, folder_id: str) -> None:
-        """Edit a folder's name in place."""
         row = self._model.row_of_folder(folder_id)
         if row is not None:
             index = self._model.index(row)

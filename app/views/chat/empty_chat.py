@@ -98,8 +98,6 @@ GAP_PX = 10
 
 
 class ExampleCard(QPushButton):
-    """A button whose text wraps."""
-
     def __init__(self, text: str, parent: QWidget) -> None:
         super().__init__(text, parent)
         self.setProperty("example", True)

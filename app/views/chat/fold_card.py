@@ -53,7 +53,6 @@ class FoldCard(QFrame):
 
     @property
     def message_id(self) -> str:
-        """Of the last turn that it stands for."""
         return self._row.message.id
 
     @property
@@ -84,11 +83,9 @@ class FoldCard(QFrame):
         return 0
 
     def show_match(self, number: int | None) -> QRect:  # noqa: ARG002
-        """See `Findable`."""
         return self.rect()
 
     def start_editing(self) -> None:
-        """Turn the summary into an editor."""
         card = self._row.card
         if self._editor is not None or card is None:
             return

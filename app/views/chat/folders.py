@@ -37,7 +37,6 @@ class Folders(QObject):
     """The last that was asked."""
 
     def make(self, conversation_ids: Sequence[str] = ()) -> None:
-        """A new folder with these chats in it."""
         folder = Folder(new_id(), self._free_name(), created_at=time.time())
         self._put(folder)
         self.move(conversation_ids, folder.id)
@@ -50,13 +49,11 @@ class Folders(QObject):
             self._put(replace(folder, name=name))
 
     def toggle(self, folder_id: str) -> None:
-        """Show what lies in it, or hide it."""
         folder = self._list.folder(folder_id)
         if folder is not None:
             self._put(replace(folder, is_open=not folder.is_open))
 
     def move(self, conversation_ids: Sequence[str], folder_id: str) -> None:
-        """Put chats into a folder, or into none ("")."""
         for id_ in conversation_ids:
             known = self._list.conversation(id_)
             if known is not None and known.folder_id != folder_id and not self._store.leaves_out(id_):

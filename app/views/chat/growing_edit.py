@@ -79,7 +79,6 @@ class GrowingEdit(TextBox):
         return QSize(super().sizeHint().width(), self.height())
 
     def fit(self) -> None:
-        """Takes the height that its text needs, and that the window has."""
         # QPlainTextDocumentLayout measures height in lines.
         lines, line = max(1, round(self.document().size().height())), self.fontMetrics().lineSpacing()
         most = max(2, min(self.most_lines, int(self.largest_share * self.window().height() / line)))

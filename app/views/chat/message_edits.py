@@ -43,7 +43,6 @@ class MessageEdits(QObject):
     # --- deleting and editing ---
 
     def delete(self, message_id: str) -> None:
-        """Take one turn out; what follows it stays."""
         model = self._presenter.model
         if message_id not in model.tree or not self._may(model.tree[message_id]):
             return
@@ -128,14 +127,12 @@ class MessageEdits(QObject):
             self._set_fold(message_id, fold, words)
 
     def unfold(self, message_id: str) -> None:
-        """Send the turns themselves again."""
         fold = self._presenter.model.tree[message_id].fold
         if fold is not None:
             undone = replace(fold, is_on=False, changed_at=self._now())
             self._set_fold(message_id, undone, translate("Chat", "The turns are sent as they are again."))
 
     def rewrite(self, message_id: str, summary: str) -> None:
-        """Say something else in a summary."""
         fold = self._presenter.model.tree[message_id].fold
         if fold is not None and summary.strip() != fold.summary:
             changed = replace(fold, summary=summary.strip(), changed_at=self._now(), model="")

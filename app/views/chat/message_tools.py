@@ -54,7 +54,6 @@ class MessageTools(QObject):
         self.popover.open_list(self.prompts_button, self._composer.text)
 
     def compare(self) -> None:
-        """Asks the message of two, side by side."""
         self._compare(self._composer.text)
 
     def to_batch(self, text: str) -> None:
@@ -63,12 +62,10 @@ class MessageTools(QObject):
         self.batch_wanted.emit(BatchDraft(text, chat.system_prompt, chat.sampling))
 
     def last_question(self) -> str:
-        """The message, or else what was asked last."""
         asked = (row.message.content for row in reversed(self._presenter.model.rows) if row.message.role == "user")
         return self._composer.text if self._composer.text.strip() else next(asked, "")
 
     def menu(self) -> QMenu:
-        """What else can be done."""
         menu, text = QMenu(self._composer), self._composer.text
         menu.addAction(icon("prompts"), self.tr("Saved prompts…\t/"), self.open_prompts)
         save = menu.addAction(self.tr("Save this message as a prompt…"))

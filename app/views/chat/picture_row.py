@@ -50,7 +50,6 @@ class PictureRow(Flow):
         self.hide()
 
     def show_pictures(self, pictures: Sequence[Picture], captions: Sequence[str] = ()) -> None:
-        """Shows these instead, each with its caption below, if there are such; hidden without any."""
         if tuple(pictures) == self._pictures and tuple(captions) == self._captions:
             return
         self._pictures, self._captions = tuple(pictures), tuple(captions)
@@ -87,7 +86,6 @@ class PictureRow(Flow):
         return column
 
     def _place_of(self, number: int, picture: Picture) -> QLabel:
-        """Where a picture is shown, as large as it will be."""
         ratio = self.devicePixelRatioF()
         most = QSize(scaled(WIDEST_PX), scaled(HEIGHT_PX)) * ratio
         place = text_label(self)

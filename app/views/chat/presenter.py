@@ -149,7 +149,6 @@ class ChatPresenter(QObject):
         self._show(before.conversation, before.model.tree, stored=before._is_stored)
 
     def tree_of(self, conversation_id: str) -> MessageTree | None:
-        """The messages of a chat that was opened before."""
         return self._trees.get(conversation_id)
 
     def new_scratch(self) -> None:
@@ -163,11 +162,9 @@ class ChatPresenter(QObject):
 
     @property
     def is_scratch(self) -> bool:
-        """Whether nothing of the current chat is stored."""
         return self._store.leaves_out(self._conversation.id)
 
     def keep_scratch(self) -> None:
-        """Store the current chat from now on, as any other."""
         if self.is_scratch and self.answering_id is None:
             first = next((m.content for m in self.model.tree.path() if m.role == "user"), "")
             title = self._conversation.title or title_from(first) or translate("Chat", "Chat")
@@ -200,7 +197,6 @@ class ChatPresenter(QObject):
             self._store.load(conversation_id)
 
     def step(self, offset: int) -> None:
-        """Go to the chat above (-1) or below (1) in the list."""
         rows = [entry.conversation.id for entry in self.list_model.entries if entry.conversation is not None]
         if rows:
             at = rows.index(self._conversation.id) + offset if self._conversation.id in rows else 0
@@ -213,26 +209,21 @@ class ChatPresenter(QObject):
         self._store_if_new()
 
     def rename(self, conversation_id: str, title: str) -> None:
-        """Rename a conversation; an empty title changes nothing."""
         title = " ".join(title.split())
         if title:
             self._change(conversation_id, title=title)
 
     def set_pinned(self, conversation_id: str, pinned: bool) -> None:
-        """Pin a conversation to the top of the list, or unpin it."""
         self._change(conversation_id, pinned=pinned)
 
     def move(self, conversation_id: str, folder_id: str) -> None:
-        """Put a conversation into a folder, or into none ("")."""
         self._change(conversation_id, folder_id=folder_id)
 
     def set_system_prompt(self, text: str) -> None:
-        """The instructions that the model reads first."""
         self._store_if_new()
         self._change(self._conversation.id, system_prompt=text)
 
     def set_sampling(self, sampling: SamplingParams | None) -> None:
-        """How tokens are sampled in this chat; None is as the model's makers suggest."""
         self._store_if_new()
         self._change(self._conversation.id, sampling=sampling)
 
@@ -251,7 +242,6 @@ class ChatPresenter(QObject):
 
     @property
     def remote(self) -> RemoteModel | None:
-        """That server's model; None if the model on this PC was chosen, or the server was removed."""
         return self._endpoints.find(self._conversation.model)
 
     _began_elsewhere = ""
@@ -266,16 +256,13 @@ class ChatPresenter(QObject):
 
     @property
     def draft(self) -> str:
-        """The text that is not sent yet."""
         return self._draft
 
     def set_draft(self, text: str) -> None:
-        """The composer's text; saved after a short delay."""
         self._draft = text
         self._draft_timer.start()
 
     def flush(self) -> None:
-        """Save everything that is only in memory."""
         if self._draft_timer.isActive():
             self._draft_timer.stop()
             self._save_draft()
@@ -306,11 +293,9 @@ class ChatPresenter(QObject):
             self.deleted.emit(conversation)
 
     def can_undo(self, do: Callable[[], object]) -> None:
-        """`undo` does this next."""
         self._undo.append(do)
 
     def undo(self) -> bool:
-        """Take the last deletion or change of a chat back; False if there is none."""
         if not self._undo:
             return False
         self._undo.pop()()
@@ -331,7 +316,6 @@ class ChatPresenter(QObject):
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """What goes with the next message."""
         return self._attached.get(self._conversation.id, ())
 
     def attach(self, pictures: Sequence[Picture]) -> None:
@@ -344,7 +328,6 @@ class ChatPresenter(QObject):
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """Documents that go with the next message."""
         return self._unsent.get(self._conversation.id, ())
 
     def attach_documents(self, attachments: Sequence[Attachment]) -> None:
@@ -357,7 +340,6 @@ class ChatPresenter(QObject):
 
     @property
     def has_documents(self) -> bool:
-        """Whether any go with the next message or are in the visible turns."""
         return bool(self.attachments) or any(row.message.attachments for row in self.model.rows)
 
     @property
@@ -370,7 +352,6 @@ class ChatPresenter(QObject):
         return self.sees_here() if remote is None else not remote.is_blind
 
     def send(self, text: str) -> bool:
-        """Send a message; False if it is empty or an answer is still being written."""
         question = self.put_question(text)
         if question:
             self._answer(question)
@@ -401,7 +382,6 @@ class ChatPresenter(QObject):
         return self._answer(question_id, way)
 
     def choose(self, message_id: str) -> None:
-        """Go on with this version of a turn."""
         if message_id in self.model.tree:
             self._choose(message_id)
 
@@ -412,7 +392,6 @@ class ChatPresenter(QObject):
             self._answer(self._say(text, edited.parent_id, edited.pictures, edited.attachments))
 
     def regenerate(self, message_id: str) -> None:
-        """Answer again, as another version."""
         if self.answering_id is None and message_id in self.model.tree:
             parent = self.model.tree[message_id].parent_id
             if parent is not None:
@@ -433,16 +412,13 @@ class ChatPresenter(QObject):
         return [text for text in texts if text.strip()]
 
     def sent_text(self, message: Message) -> str:
-        """What is sent of a message in this chat, its calls of tools included."""
         return sent_text(message, calls=bool(self._conversation.tools))
 
     def continue_answer(self, message_id: str) -> None:
-        """Ask the model to continue an incomplete answer."""
         if self.answering_id is None and message_id in self.model.tree:
             self._answer(self._say(translate("Chat", "Please continue."), message_id))
 
     def branch(self, message_id: str) -> None:
-        """Continue in a new chat that holds everything up to this message."""
         source = self._conversation
         lineage = without_deleted(self.model.tree.nodes_to(message_id))
         now = self._now()
@@ -460,7 +436,6 @@ class ChatPresenter(QObject):
         self._show(conversation, MessageTree(copies), stored=True)
 
     def set_tools(self, offers: bool) -> None:
-        """Offer tools to who answers in this chat, or none."""
         self._store_if_new()
         self._change(self._conversation.id, tools="[]" if offers else "")
 
@@ -485,13 +460,11 @@ class ChatPresenter(QObject):
                     self.queue.decide(message_id, other.id, allowed=True)
 
     def step_version(self, message_id: str, offset: int) -> None:
-        """Show another version of a turn, and what follows it."""
         sibling = self.model.tree.sibling(message_id, offset)
         if sibling is not None:
             self._choose(sibling)
 
     def stop(self) -> bool:
-        """Stop the current chat's answer; False if none is being written."""
         answering = self.answering_id
         if answering is not None:
             self.queue.stop(answering)
@@ -592,7 +565,6 @@ class ChatPresenter(QObject):
         return question.id
 
     def _answer(self, parent_id: str, way: Way | None = None) -> str:
-        """Asks as the chat does, or in a way of its own."""
         way = way or Way(self._conversation.model, self._conversation.sampling)
         remote = self._endpoints.find(way.model)
         with_tools = self._conversation.tools
@@ -753,7 +725,6 @@ class ChatPresenter(QObject):
 
 
 def allowed_in(conversation: Conversation) -> tuple[str, ...]:
-    """Keys of the tools that may run unasked in a chat."""
     try:
         kept = json.loads(conversation.tools or "[]")
     except ValueError:

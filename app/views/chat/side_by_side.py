@@ -85,11 +85,9 @@ class Column(QFrame):
         return Way(self.model.currentData() or "", self.sampling)
 
     def say(self, words: str) -> None:
-        """What it waits for, or why it has no answer."""
         set_message(self.words, words)
 
     def show_answer(self, message: Message) -> None:
-        """Shows an answer, which may be growing."""
         row = MessageRow(message)
         if self.answer is None:
             self.answer = AnswerMessage(row, self._turns)
@@ -103,7 +101,6 @@ class Column(QFrame):
         self.pick_button.setEnabled(message.state is not MessageState.STREAMING and bool(message.content))
 
     def clear(self) -> None:
-        """Without an answer."""
         if self.answer is not None:
             self._turns.remove(self.answer)
             self.answer.deleteLater()
@@ -111,7 +108,6 @@ class Column(QFrame):
         self.pick_button.setEnabled(False)
 
     def set_able(self, able: bool) -> None:
-        """Whether it can be set up."""
         self.model.setEnabled(able)
         self.sampling_button.setEnabled(able)
 
@@ -165,12 +161,10 @@ class Comparison(QObject):
         return True
 
     def ask_one(self, number: int) -> None:
-        """Asks the first or the second, again if it has answered."""
         self.answers[number] = self._presenter.answer_with(self.question, self._ways[number])
         self.answered.emit(number, self._presenter.model.tree[self.answers[number]])
 
     def stop(self) -> None:
-        """Stops what is being written, and asks no more."""
         self._waiting.clear()
         self._loading = ""
         self._presenter.queue.stop_all(id_ for id_ in self.answers if id_)
@@ -334,7 +328,6 @@ class SideBySide(QDialog):
             column.acted.connect(partial(self._act, number))
 
     def _fill_models(self) -> None:
-        """The models there are to choose from: that which is loaded, the others on this PC, and those of servers."""
         model = self._client.model
         here = self.tr("The model here") if model is None else model.name
         choices = [(here, "")]
@@ -393,7 +386,6 @@ class SideBySide(QDialog):
         self._enable()
 
     def _pick(self, number: int) -> None:
-        """Goes on with an answer, and with the way in which it was given."""
         way, answer = self.columns[number].way, self.comparison.answers[number]
         self.comparison.stop()
         self._presenter.choose(answer)

@@ -35,7 +35,6 @@ class SourceRow(QWidget):
         self.hide()
 
     def show_sources(self, sources: Sequence[Source]) -> None:
-        """Shows these instead; hidden without any."""
         if tuple(sources) == self._shown:
             return
         self._shown = tuple(sources)

@@ -87,7 +87,6 @@ class VersionSwitch(QWidget):
         return self._label.text()
 
     def show_version(self, version: int, versions: int) -> None:
-        """Show which version of how many."""
         self._label.setText(self.tr("{0} of {1}").format(version, versions))
         self._back.setEnabled(version > 1)
         self._on.setEnabled(version < versions)
@@ -100,8 +99,6 @@ INDENT_PX = 10
 
 
 class ThoughtText(AnswerView):
-    """Markdown in a calmer colour."""
-
     def theme(self) -> Theme:
         theme = colours()
         return replace(theme, text=theme.muted)
@@ -137,12 +134,10 @@ class Thought(QWidget):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the answer has not begun yet."""
         message = self._message
         return message is not None and message.state is MessageState.STREAMING and not message.content
 
     def set_message(self, message: Message) -> None:
-        """Show this answer's reasoning."""
         self._message, self._told_s = message, monotonic()
         self.setVisible(bool(message.reasoning))
         if message.reasoning and self.is_thinking:

@@ -96,7 +96,6 @@ class TitleBar(QFrame):
     _gone = ""
 
     def set_title(self, title: str) -> None:
-        """Show the name of the chat."""
         self._title.set_full_text(title)
         self._title.set_tip(self.tr("Double-click or press F2 to rename"))
         self._fit()

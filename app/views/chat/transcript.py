@@ -100,35 +100,29 @@ class Transcript(QScrollArea):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The widgets created so far, top to bottom."""
         return tuple(self._turns)
 
     def turn(self, message_id: str) -> Turn | None:
-        """The widget of a message, if it is shown."""
         return next((turn for turn in reversed(self._turns) if turn.message_id == message_id), None)
 
     def set_phase(self, message_id: str, phase: Phase | None) -> None:
-        """Show what an answer is waiting for or doing."""
         turn = self.turn(message_id)
         if isinstance(turn, AnswerMessage):
             turn.set_phase(phase)
 
     def set_engine_down(self, down: bool) -> None:
-        """Offer a restart instead of another answer."""
         self._engine_is_down = down
         for turn in self._turns:
             if isinstance(turn, AnswerMessage):
                 turn.set_engine_down(down)
 
     def jump_to_end(self) -> None:
-        """Scroll to the latest text, and follow it."""
         self._at_end, self._held = True, None
         bar = self.verticalScrollBar()
         bar.setValue(bar.maximum())
         self._show_jump()
 
     def show_message(self, message_id: str) -> None:
-        """Scroll to a message, such as a search result."""
         self.build_all()
         turn = self.turn(message_id)
         if turn is not None:
@@ -162,7 +156,6 @@ class Transcript(QScrollArea):
     _held: tuple[Turn, QRect] | None = None
 
     def build_all(self) -> None:
-        """Create all widgets now."""
         while self._unbuilt:
             self._insert(0, self._unbuilt.pop())
         self._build.stop()

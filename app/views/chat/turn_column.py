@@ -40,7 +40,6 @@ class TurnColumn(QWidget):
         turn.show()
 
     def remove(self, turn: QWidget) -> None:
-        """Takes a turn out, and hides it."""
         number = self._turns.index(turn)
         turn.removeEventFilter(self)
         del self._turns[number], self._heights[number]
@@ -49,7 +48,6 @@ class TurnColumn(QWidget):
         self._place_soon()
 
     def set_margins(self, margins: QMargins) -> None:
-        """What is kept free around all of them."""
         if margins != self._margins:
             self._margins = margins
             self._ask_again()

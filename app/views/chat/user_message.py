@@ -97,7 +97,6 @@ class UserMessage(QWidget):
         self._fit()
 
     def find_text(self, text: str) -> int:
-        """See `Findable`."""
         content = few_marks(self._row.message.content)
         found = re.finditer(re.escape(text), content, re.IGNORECASE) if text else ()
         matches = [match.span() for match in found][:MOST_MATCHES]
@@ -107,7 +106,6 @@ class UserMessage(QWidget):
         return len(matches)
 
     def show_match(self, number: int | None) -> QRect:
-        """See `Findable`."""
         if number != self._match:
             self._match = number
             self._show_text()
@@ -132,7 +130,6 @@ class UserMessage(QWidget):
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{text}</div>')
 
     def start_editing(self) -> None:
-        """Turn the bubble into an editor with its text."""
         if self._editor is not None:
             return
         self._text.hide()
@@ -157,7 +154,6 @@ class UserMessage(QWidget):
         editor.setFocus()
 
     def stop_editing(self) -> None:
-        """Show the unchanged text again."""
         if self._editor is not None:
             self._editor.deleteLater()
             self._editor = None
@@ -225,7 +221,6 @@ class UserMessage(QWidget):
         QGuiApplication.clipboard().setText(self._row.message.content)
 
     def _fit(self) -> None:
-        """As wide as the text needs, up to a limit."""
         widest = scaled(BUBBLE_PX)
         if self._editor is not None:
             width = min(widest, max(self.width() - EDIT_BESIDE_PX, 120))

@@ -17,7 +17,6 @@ translate = QCoreApplication.translate
 
 
 def parts_words(look: MachineLook) -> str:
-    """The parts that matter, a line each."""
     lines, probe = [], look.probe
     gpu = probe.compute_gpu
     if gpu is not None:
@@ -73,7 +72,6 @@ def engine_words(choice: EngineChoice | None) -> tuple[str, str]:
 
 
 def step_words(stage: PartStage, step: str) -> str:
-    """What an installation does just now."""
     if stage is not PartStage.INSTALLING:
         return ""
     return {

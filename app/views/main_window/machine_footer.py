@@ -94,7 +94,6 @@ class MachineFooter(QWidget):
             self._show_bars()
 
     def set_narrow(self, narrow: bool) -> None:
-        """Shows only the bars, for the icon rail."""
         self._is_narrow = narrow
         self._show_bars()
         side = 2 if narrow else 8
@@ -128,7 +127,6 @@ class MachineFooter(QWidget):
         self.setToolTip("\n".join(filter(None, (*hidden, *(bars if self._has_vram else ())))))
 
     def take_over(self, before: MachineFooter) -> None:
-        """Shows what another has heard of."""
         self._sample, self._held = before._sample, before._held
         if before._profile is not None:
             self._on_hardware(before._profile)

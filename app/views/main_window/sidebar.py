@@ -43,7 +43,6 @@ class DownloadsMark(QPushButton):
         self.hide()
 
     def show_downloads(self, downloads: Sequence[Download]) -> None:
-        """Shows these; paused ones are left alone."""
         under_way = [one for one in downloads if one.state in ("running", "waiting")]
         failed = [one for one in downloads if one.state == "failed"]
         if under_way:
@@ -63,7 +62,6 @@ class DownloadsMark(QPushButton):
         self._show_text()
 
     def set_narrow(self, narrow: bool) -> None:
-        """For the icon rail."""
         self._is_rail = narrow
         self._show_text()
 
@@ -142,7 +140,6 @@ class Sidebar(QWidget):
         return any(button.hasFocus() for button in self._group.buttons())
 
     def button(self, name: str) -> QPushButton:
-        """A page's button, for focus and tests."""
         return self._buttons[name]
 
     def _button(self, index: int, page: PageEntry) -> QPushButton:

@@ -52,8 +52,6 @@ SMALLEST = QSize(640, 400)
 
 
 class ShortcutsDialog(QDialog):
-    """Shows the shortcuts by group; empty groups are left out."""
-
     def __init__(self, groups: Sequence[tuple[str, Sequence[Key]]], parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setWindowTitle(self.tr("Keyboard shortcuts"))
@@ -272,7 +270,6 @@ class MainWindow(QMainWindow):
         self.notice_banner.show_text(self.tr("Switchyard {0} is there: get it in Settings.").format(version))
 
     def come_forward(self) -> None:
-        """Brings the window to the front, also if it is minimised."""
         self.setWindowState(self.windowState() & ~Qt.WindowState.WindowMinimized)
         self.show()
         self.raise_()
@@ -283,7 +280,6 @@ class MainWindow(QMainWindow):
         self.services.model_start.restart()
 
     def show_shortcuts(self) -> None:
-        """Lists the current page's shortcuts and the global ones."""
         page = self.pages.currentWidget()
         name = self.sidebar.button(self._shown).accessibleName()
         everywhere = keys_of(self, excluding=self.pages)
@@ -424,7 +420,6 @@ class MainWindow(QMainWindow):
     # --- building ---------------------------------------------------------------------------------
 
     def _build(self, pages: Sequence[PageEntry], first_run: PageEntry) -> QWidget:
-        """Everything in the window but its pages."""
         self._entries = {entry.name: entry for entry in (*pages, first_run)}
         centre = QWidget(self)
         settings = self.services.settings

@@ -73,7 +73,6 @@ class FoundList(QListView):
         self.setCurrentIndex(self.rows.index(at, 0))
 
     def fit(self, *, wide: bool) -> None:
-        """Beside the chosen one, or above it."""
         if wide:
             self.setFixedWidth(scaled(_LIST_PX))
         else:

@@ -126,7 +126,6 @@ class OnThisPcCard(Card):
         default: str,
         predicted: Mapping[str, float],
     ) -> None:
-        """Shows these; arguments as of `LibraryTable.show`."""
         self._shown, self._of_rows = entries, {"loaded": loaded, "default": default, "predicted": predicted}
         set_message(self.trouble, " ".join(problems))
         self.able.setVisible(len(entries) > 1)
@@ -153,7 +152,6 @@ class OnThisPcCard(Card):
         self._show_row()
 
     def choose(self, path: str) -> None:
-        """Makes the model at a path the chosen one."""
         at = self.rows.row_of(path)
         if at >= 0:
             self.table.setCurrentIndex(self.rows.index(at, 0))
@@ -304,8 +302,6 @@ class NameDelegate(QStyledItemDelegate):
 
 
 class WorkLine(QWidget):
-    """What is being done with a model: words, a bar and a way to stop it."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._words = ElidedLabel(self)
@@ -318,7 +314,6 @@ class WorkLine(QWidget):
         self.hide()
 
     def show_work(self, work: Work | None) -> None:
-        """Shows how far it is; None hides the line."""
         self.setVisible(work is not None)
         if work is not None:
             words = work_words(work)

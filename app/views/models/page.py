@@ -95,7 +95,6 @@ class ModelsPage(Page):
         self._show_offers()
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Below the models on this PC."""
         self.here.body.insertWidget(self.here.body.count() - 1, offer)
         offer.follow(self._library)
 
@@ -165,7 +164,6 @@ class ModelsPage(Page):
         )
 
     def _presence(self, references: Iterable[str]) -> dict[str, Presence]:
-        """What of this is on this PC, or on its way."""
         coming: dict[str, Presence] = {one.reference: "downloading" for one in self._downloads.entries}
         return coming | {one: "here" for one in references if self._library.entry_from(one) is not None}
 

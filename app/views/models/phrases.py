@@ -25,7 +25,6 @@ _DAY_S = 86400.0
 
 
 def origin_words(entry: LibraryEntry) -> str:
-    """Whose it is: ours, or another program's by its own name."""
     known = {
         "switchyard": translate("Models", "Switchyard"),
         "hub cache": translate("Models", "Hub cache"),
@@ -96,7 +95,6 @@ def marks(row: ModelRow) -> list[str]:
 
 
 def able_words(entry: LibraryEntry) -> list[str]:
-    """What a model on this PC can do beside answering texts, in words short enough for labels."""
     labels = (
         translate("Models", "pictures"),
         translate("Models", "tools"),
@@ -107,7 +105,6 @@ def able_words(entry: LibraryEntry) -> list[str]:
 
 
 def abilities_of(entry: LibraryEntry) -> tuple[bool, ...]:
-    """Whether it sees, calls tools, thinks first and embeds."""
     return entry.sees, entry.calls_tools, entry.thinks, entry.embeds
 
 
@@ -121,7 +118,6 @@ def able_choices() -> tuple[str, ...]:
 
 
 def model_text(row: ModelRow) -> str:
-    """A model for screen readers and tooltips."""
     entry = row.entry
     said = [", ".join([entry.name, *marks(row)])]
     facts = [origin_words(entry), file_size(entry.bytes_on_disk), entry.precision_words, speed_sentence(row)]
@@ -132,7 +128,6 @@ def model_text(row: ModelRow) -> str:
 
 
 def model_facts(entry: LibraryEntry) -> str:
-    """Family, parameters, experts, context and converted weights in one line."""
     parts = [entry.family]
     if entry.parameters:
         parts.append(translate("Models", "{0} B parameters").format(figures(entry.parameters / 1e9)))
@@ -199,7 +194,6 @@ def _verified(found: Verification) -> str:
 
 
 def ability_words(ability: str) -> str:
-    """What a model is especially good at."""
     return {
         "reasoning": translate("Models", "Thinks first"),
         "code": translate("Models", "Code"),
@@ -212,20 +206,17 @@ def ability_words(ability: str) -> str:
 
 
 def badges(offer: Recommendation) -> list[str]:
-    """An offer's labels: what it is the best of, then what it is good at."""
     role = [role_words(offer.role)] if offer.role else []
     return role + [ability_words(ability) for ability in offer.entry.abilities]
 
 
 def offer_line(offer: Recommendation) -> str:
-    """Speed, size and licence in one line."""
     size = f"≈ {file_size(offer.bytes)}" if "bytes" in offer.entry.unchecked else file_size(offer.bytes)
     speed = speed_words(offer.speed) if offer.speed is not None else verdict_words(offer.verdict)
     return SEPARATOR.join((speed, size, offer.entry.licence))
 
 
 def offer_facts(offer: Recommendation) -> str:
-    """What a model is, in one line."""
     entry = offer.entry
     billions = figures(entry.parameters / 1e9)
     size = (
@@ -238,7 +229,6 @@ def offer_facts(offer: Recommendation) -> str:
 
 
 def offer_text(offer: Recommendation) -> str:
-    """An offer for screen readers and tooltips."""
     return "\n".join(
         (
             ", ".join((offer.entry.name, *badges(offer))),
@@ -252,7 +242,6 @@ def offer_text(offer: Recommendation) -> str:
 
 
 def found_words(found: Found) -> str:
-    """Downloads, size and licence of a search result in one line."""
     parts = []
     if found.parameters:
         parts.append(translate("Models", "{0} B").format(figures(found.parameters / 1e9)))
@@ -264,7 +253,6 @@ def found_words(found: Found) -> str:
 
 
 def found_text(found: Found) -> str:
-    """A search result for screen readers and tooltips."""
     return "\n".join(filter(None, (found.id, found_words(found), found.problem)))
 
 

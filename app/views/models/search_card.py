@@ -149,8 +149,6 @@ _SIZES_GB = (8, 16, 32, 64)
 
 
 class SearchLine(QWidget):
-    """The field and its button, for the top of the page."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.field = line_edit(self, "", hint=self.tr("Name or words"))
@@ -175,7 +173,6 @@ class SearchCard(Card):
     used = Signal()
 
     def __init__(self, line: SearchLine, parent: QWidget | None = None) -> None:
-        """`line` stands at the top of the page."""
         super().__init__("", parent)
         self.set_heading(self.tr("Get a model"))
         self._reference = ""
@@ -216,7 +213,6 @@ class SearchCard(Card):
 
     @property
     def reference(self) -> str:
-        """The repository that is shown; empty for none."""
         return self._reference
 
     # --- the catalogue --------------------------------------------------------------------------------
@@ -231,7 +227,6 @@ class SearchCard(Card):
         self._show_rows()
 
     def show_presence(self, presence: Mapping[str, Presence]) -> None:
-        """What of all this is on this PC, or on its way, by references."""
         self._presence = presence
         self.fit.show_presence(presence)
         if (offer := self.offer.offer) is not None:
@@ -239,7 +234,6 @@ class SearchCard(Card):
 
     @property
     def filter(self) -> OfferFilter:
-        """What is wanted of the catalogue."""
         return OfferFilter(
             self.field.text().strip(),
             self.sizes.currentData(),
@@ -276,7 +270,6 @@ class SearchCard(Card):
     # --- the hub --------------------------------------------------------------------------------------
 
     def show_found(self, answer: SearchAnswer) -> None:
-        """The results of a search, or why there are none."""
         self.button.setEnabled(True)
         self._found, self._outcome = answer.results, ""
         if answer.trouble is not None and not answer.trouble.is_network:
@@ -290,7 +283,6 @@ class SearchCard(Card):
             self.results.choose(self.results.rows.rowCount() - len(answer.results))
 
     def show_repository(self, answer: RepositoryAnswer) -> None:
-        """What a repository holds, as far as it has been read."""
         self._trouble = trouble = answer.trouble
         self.token.setVisible(trouble is not None and trouble.needs_token)
         if trouble is not None:
@@ -405,7 +397,6 @@ def page_of(repository: Repository) -> str:
 
 
 def page_at(endpoint: str, hub: str, name: str) -> str:
-    """The page of `ORG/NAME`; empty if the endpoint is no address of the web."""
     if not endpoint.startswith(("https://", "http://")):
         return ""
     return f"{endpoint.rstrip('/')}/{'models/' if hub == MODELSCOPE else ''}{name}"

@@ -354,7 +354,6 @@ def _shown(row: QBoxLayout) -> list[QWidget]:
 
 
 def _watts(sample: SensorSample | None) -> float | None:
-    """Total of cards and processors, as far as they report it."""
     if sample is None:
         return None
     known = [power for power in (*(gpu.power_w for gpu in sample.gpus), sample.cpu_power_w) if power is not None]

@@ -18,8 +18,6 @@ _COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
 
 
 class ExpertCard(Card):
-    """How often each expert is used, and where it is."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.heading.setText(self.tr("Expert map"))
@@ -109,7 +107,6 @@ class ExpertCard(Card):
         self.caption.setAccessibleName(self.caption.toolTip())
 
     def _show_parts(self) -> None:
-        """Shows the map or the table, with the matching controls."""
         data, as_table = self._data, self.as_table.isChecked()
         self.experts.show_data(data if as_table else None)
         self.view.setVisible(data is not None and not as_table)

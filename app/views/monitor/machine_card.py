@@ -64,7 +64,6 @@ class CoreGrid(Chart):
         return rows, -(-count // rows)
 
     def cells(self) -> list[QRectF]:
-        """Each CPU's bar."""
         rows, columns = self.grid(self.width())
         wide = min(self.width() / columns, _MOST_PX)
         high = self.height() / rows
@@ -74,7 +73,6 @@ class CoreGrid(Chart):
         ]
 
     def text_at(self, at: QPointF) -> str:
-        """A description of the CPU there; empty between CPUs."""
         for index, (cell, share) in enumerate(zip(self.cells(), self._busy, strict=True)):
             if cell.contains(at):
                 return self.tr("CPU {0}: {1}% busy").format(index, number(100 * share, 0))
@@ -141,7 +139,6 @@ class MachineCard(Card):
         self.show_sample(None)
 
     def show_sample(self, sample: SensorSample | None) -> None:
-        """The latest sample; None if there is none."""
         self.cores.setVisible(sample is not None and bool(sample.cpu_by_core))
         self.no_gpu.setVisible(sample is not None and not sample.gpus)
         if sample is None:
@@ -199,7 +196,6 @@ class _GpuRow(QWidget):
         vbox(self.head, self._busy, self._memory, self.tail, into=self, gap=3)
 
     def show_gpu(self, place: int, gpu: GpuSample) -> None:
-        """A sample of the card at index `place` of the driver's list."""
         name = self.tr("GPU {0}").format(place)
         known = gpu.busy is not None or gpu.vram_total is not None
         busy = self.tr("{0}% busy").format(number(100 * gpu.busy, 0)) if gpu.busy is not None else ""

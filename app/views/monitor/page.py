@@ -267,8 +267,6 @@ class ExportButton(QPushButton):
 
 
 class MonitorPage(Page):
-    """Live data, or an opened session."""
-
     def __init__(
         self,
         client: EngineClient,
@@ -335,7 +333,6 @@ class MonitorPage(Page):
         self.lay_out(header, self.session_banner, self.notice, body=body)
 
     def _fold(self, key: str) -> None:
-        """Shows the lanes and figures, or the summary alone."""
         if key == "monitor_details":
             shown = self._settings.monitor_details
             self.unfold.setChecked(shown)
@@ -369,7 +366,6 @@ class MonitorPage(Page):
         self._say()
 
     def _refresh(self) -> None:
-        """Updates what changes more slowly than the timeline."""
         self.experts.show_event(self._hub.experts)
         self._is_second = not self._is_second
         if self._is_second:  # the map alone is updated twice a second
@@ -408,7 +404,6 @@ class MonitorPage(Page):
         return self._session is not None or self.second.isVisibleTo(self)
 
     def close_down(self) -> None:
-        """Waits for file reads and writes; called before the window closes."""
         self.sessions.wait()
         self.export.wait()
         self.predict.wait()

@@ -70,7 +70,6 @@ class PredictButton(QPushButton):
         self._predicting.close()
 
     def measured_tokens_per_s(self) -> float | None:
-        """The visible request's decode speed."""
         history = self._navigator.history
         runs = history.last_request(self._navigator.viewport.end_ns) if history is not None else []
         decoded = [run for run in runs if run.phase == DECODE]
@@ -243,7 +242,6 @@ class SecondTimeline(Card):
         self._show(title, caption, history)
 
     def show_predicted(self, predicted: Predicted, measured_tokens_per_s: float | None) -> None:
-        """Shows the prediction for the request in the first timeline."""
         self._predicted = predicted
         self.said.setText(assumptions(predicted))
         self.said.setAccessibleName(self.said.text())
@@ -252,11 +250,9 @@ class SecondTimeline(Card):
 
     @property
     def predicted(self) -> Predicted | None:
-        """The prediction, if it shows one."""
         return self._predicted
 
     def dismiss(self) -> None:
-        """Hides it and clears its data."""
         self.hide()
         self._predicted = None
         self.view.navigator.set_source(None, recorded=True)

@@ -98,8 +98,6 @@ def rows_of_lane(lane: Lane, data: LaneData) -> list[tuple[str, str, str, str]]:
 
 
 class TimelineCard(QFrame):
-    """`view` is the timeline."""
-
     def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._settings = settings
@@ -147,11 +145,9 @@ class TimelineCard(QFrame):
         self.view.said.connect(lambda text: self._said.setText(text or self._hint))
 
     def add_control(self, control: QWidget) -> None:
-        """Adds a button beside those below the lanes."""
         self.foot.addWidget(control)
 
     def refresh_table(self) -> None:
-        """Updates the table if it is shown instead of the timeline."""
         if self.as_table.isChecked():
             self._lanes.show_lanes(self.view.read_lanes())
 

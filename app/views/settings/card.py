@@ -167,5 +167,4 @@ class Row(QWidget):
 
 
 def settings_on(card: str) -> list[Setting[Any]]:
-    """The settings of a card, in order."""
     return [setting for setting in kept_settings().values() if setting.name and setting.card == card]

@@ -72,7 +72,6 @@ class ComputingCard(SettingsCard):
         self.bottleneck.setText("")
 
     def show_timed(self, tokens_per_s: float, problem: str) -> None:
-        """What came of it; nothing if it was stopped."""
         self.time.setEnabled(True)
         self.apply.setEnabled(False)
         if tokens_per_s:

@@ -72,7 +72,6 @@ class UpdatesCard(SettingsCard):
         self._show_state()
 
     def close_down(self) -> None:
-        """Waits for what is being done."""
         self._doing.close()
 
     def showEvent(self, event: QShowEvent) -> None:
@@ -180,8 +179,6 @@ class KeptCard(SettingsCard):
 
 
 class ModelCard(SettingsCard):
-    """Signals: `tune_wanted`."""
-
     tune_wanted = Signal()
 
     def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
@@ -236,8 +233,6 @@ _LICENCES = (
 
 
 class AboutCard(SettingsCard):
-    """Version, components and logs."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("AboutCard", "About"), parent)
         licences = push_button(self, self.tr("Licences"), self._show_licences)
@@ -262,7 +257,6 @@ class AboutCard(SettingsCard):
         )
 
     def close_down(self) -> None:
-        """Stops a report that is being written."""
         self.diagnosis.close()
 
     def _write(self, path: Path) -> None:
@@ -289,8 +283,6 @@ class AboutCard(SettingsCard):
 
 
 class LicencesDialog(QDialog):
-    """Every component and its licence, with the full text of the one bundled here."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setWindowTitle(self.tr("Licences"))

@@ -99,7 +99,6 @@ class HubCard(SettingsCard):
         set_message(self.trouble, "")
 
     def use_catalogue(self, path: Path) -> None:
-        """Keeps a newer catalogue, or says why it cannot be used."""
         set_message(self.trouble, "")
         self.load.setEnabled(False)
         self._reading.ask(lambda: _keep(path), self._on_kept, self._on_failed)
@@ -110,7 +109,6 @@ class HubCard(SettingsCard):
         self._doing.add(lambda: _forget(host), lambda left: self._on_forgotten(host, left), self._on_failed)
 
     def close_down(self) -> None:
-        """Waits for what is being read or done."""
         self._reading.close()
         self._doing.close()
 

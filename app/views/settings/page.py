@@ -76,7 +76,6 @@ class DataCard(SettingsCard):
         self._show_plan()
 
     def plan(self, target: Path, *, copy: bool) -> None:
-        """Schedules the change and shows it, or shows why it is not possible."""
         try:
             plan_change(FolderChange(target, copy))
         except EngineError as error:

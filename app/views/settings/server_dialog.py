@@ -40,7 +40,6 @@ _MOST_NAMED = 4
 
 
 def found_text(found: Found) -> str:
-    """Which server it is, its models, and what it cannot do."""
     if not found.server:
         return translate("Servers", "Not tested yet.")
     server = SERVERS.get(found.server, translate("Servers", "A server with OpenAI's interface"))
@@ -73,7 +72,6 @@ def lack_text(lack: Lack) -> str:
 
 
 def money_text(endpoint: Endpoint) -> str:
-    """Its limits and prices, as far as they are given."""
     currency = f" {endpoint.currency}".rstrip()
     per_minute, at_once = endpoint.requests_per_minute, endpoint.at_once
     parts = [
@@ -187,7 +185,6 @@ class ServerDialog(FormDialog):
         self.more.setChecked(endpoint != plain)
 
     def _offer(self, models: tuple[str, ...], chosen: str) -> None:
-        """These models, of which one is chosen, or none."""
         self.model.clear()
         self.model.addItem(self.tr("Chosen in each chat"), "")
         for model in dict.fromkeys((*models, *filter(None, (chosen,)))):
@@ -218,7 +215,6 @@ class ServerDialog(FormDialog):
         )
 
     def _key(self) -> str | None:
-        """A new key; None for the one that is kept."""
         return self.key.text().strip() or None
 
     def _place(self) -> tuple[str, str, str]:
@@ -259,7 +255,6 @@ class ServerDialog(FormDialog):
         self._endpoints.test(endpoint, self._key(), self.show_seen, self._on_failed)
 
     def show_seen(self, seen: About) -> None:
-        """What a test has found, which can be kept now."""
         self.test.setEnabled(True)
         self._found, self._tested_place = seen.found, self._place()
         self._offer(seen.found.models, self.model.currentData())
@@ -298,7 +293,6 @@ class ServerDialog(FormDialog):
         self._endpoints.offered(endpoint, lambda offered: self.show_offered(endpoint, *offered), self._on_not_offered)
 
     def show_offered(self, endpoint: Endpoint, pem: bytes, fingerprint: str) -> None:
-        """Asks whether this is the certificate of the right server."""
         self.trust.setEnabled(True)
         details = self.tr(
             "Its fingerprint (SHA-256) is\n{0}\nCompare it with what that server shows: “switchyard serve --https” "

@@ -24,8 +24,6 @@ translate = QCoreApplication.translate
 
 
 class ServersCard(SettingsCard):
-    """A row for each server, and the way to another."""
-
     def __init__(self, endpoints: Endpoints, parent: QWidget | None = None) -> None:
         super().__init__(translate("ServersCard", "Remote servers"), parent)
         self._endpoints = endpoints
@@ -53,7 +51,6 @@ class ServersCard(SettingsCard):
         self._endpoints.look_again()
 
     def edit(self, endpoint: Endpoint | None, near: Nearby | None = None) -> None:
-        """Opens the dialog for one, or for a new one, perhaps one that was found near."""
         self.dialog = ServerDialog(self._endpoints, endpoint, self.window())
         if near is not None:
             self.dialog.address.setText(near.url)
@@ -76,7 +73,6 @@ class ServersCard(SettingsCard):
         self._endpoints.look_around(self.show_near, self._on_not_looked)
 
     def show_near(self, found: tuple[Nearby, ...]) -> None:
-        """Who answered, with a way to add each that is not there yet."""
         self.look.setEnabled(True)
         known = {endpoint.url for endpoint in self._endpoints.entries}
         self._near = tuple(each for each in found if each.url not in known)

@@ -89,7 +89,6 @@ class ToolsCard(SettingsCard):
         self._show()
 
     def edit(self, server: ToolServer | None) -> None:
-        """Opens the dialog for a server, or for new ones."""
         self.dialog = ToolServerDialog(self._tools, server, self.window())
         self.dialog.open()
 

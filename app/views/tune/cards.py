@@ -63,8 +63,6 @@ _ORDER: tuple[Measured, ...] = (
 
 
 class NumbersCard(Card):
-    """Shows an earlier run's saved numbers, or those of the current run."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Measurements"))
@@ -79,7 +77,6 @@ class NumbersCard(Card):
         add_items(self.body, self.notes, STRETCH)
 
     def show_kept(self, look: MachineLook) -> None:
-        """The numbers known of this machine."""
         measured = look.measurements
         if measured is None:
             self.words.setText(
@@ -106,7 +103,6 @@ class NumbersCard(Card):
         self._show_notes((*busy, *measured.notes, *unsteady, *skipped))
 
     def show_found(self, found: Found) -> None:
-        """The numbers measured so far."""
         self.words.setText(
             self.tr("Each is measured several times; the best of each kind so far:")
             if found
@@ -163,8 +159,6 @@ def best_numbers(look: MachineLook, measured: Measurements) -> dict[str, tuple[s
 
 
 class PlanCard(Card):
-    """Shows a plan, or why there is none."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Plan"))
@@ -192,11 +186,9 @@ class PlanCard(Card):
         self.show_busy("")
 
     def show_busy(self, model: str) -> None:
-        """A plan is being made."""
         self._fill(None, self.tr("Planning…"), model)
 
     def show_problem(self, model: str, sentence: str) -> None:
-        """There is no plan, and why."""
         self._fill(None, sentence, model)
 
     def show_plan(self, plan: Plan, model: str, look: MachineLook | None) -> None:
@@ -251,7 +243,6 @@ class TuneCards(QWidget):
         vbox(self.run, self._grid, into=self, gap=14)
 
     def show_machine(self, look: MachineLook, found: Found) -> None:
-        """The machine's picture, with what a run has measured so far; below it any driver problem."""
         self.picture.show_machine(*machine_boxes(look, found))
         note = driver_trouble(look)
         set_message(self.machine_note, note)

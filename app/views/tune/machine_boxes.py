@@ -40,7 +40,6 @@ _SETS = (
 
 
 def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tuple[PictureLink, ...]]:
-    """Boxes and links for `MachinePicture`."""
     boxes = (_gpu(look, found), _cpu(look, found), _ram(look), _disk(look))
     return boxes, tuple(
         link for link in (_card_link(look, found), _ram_link(look, found), _disk_link(look, found)) if link

@@ -33,7 +33,6 @@ LOOK_AGAIN_MS = 10_000
 
 
 def page_report(look: MachineLook | None, plan: Plan | None, result: TuningResult | None) -> str:
-    """The machine with each number's source, the plan with its memory, and the timings."""
     parts = []
     if look is not None:
         boxes, links = machine_boxes(look, {})
@@ -312,7 +311,6 @@ class TunePage(Page):
 
 
 def _models() -> tuple[list[str], list[str]]:
-    """The names of the models on this PC, and of those in the catalogue."""
     from engine.checkpoint.catalogue import read_catalogue  # imported late: they are slow to load
     from engine.checkpoint.library import list_models
 

@@ -82,8 +82,6 @@ class RaceView(QTableView):
 
 
 class RaceDelegate(QStyledItemDelegate):
-    """Paints every cell of the table."""
-
     def __init__(self, table: PlanTable, view: RaceView) -> None:
         super().__init__(view)
         self._table, self._view = table, view
@@ -225,7 +223,6 @@ class RaceCard(Card):
 
     @property
     def in_use(self) -> str:
-        """Name of the plan in use by the loaded model; empty if it is not loaded."""
         return self._in_use
 
     @property
@@ -270,7 +267,6 @@ class RaceCard(Card):
         self._show_buttons()
 
     def show_in_use(self, name: str) -> None:
-        """The user has chosen a plan."""
         self._in_use, self._is_saved = name, True
         if self._result is not None:
             set_message(self.warning, self._doubt(self._result))
@@ -297,7 +293,6 @@ class RaceCard(Card):
         self.keep.setVisible(able and before is not None and self._in_use != before.contestant.name)
 
     def _doubt(self, result: TuningResult) -> str:
-        """Why the figures are unreliable, and what to do; empty if they are fine."""
         if result.outrun and result.won is not None:
             return self.tr(
                 "This model has since run at {0} tokens/s, much faster than the {1} timed here: the machine was "

@@ -101,7 +101,6 @@ class RunCard(Card):
 
     @property
     def model(self) -> str:
-        """`starter`, a library name, a folder, or free text."""
         return self._model
 
     @property
@@ -143,7 +142,6 @@ class RunCard(Card):
         self._show_model()
 
     def show_waiting(self, text: str) -> None:
-        """A run was requested, and has not reported anything yet."""
         self._show_running(running=True)
         self.cancel.setEnabled(True)
         self.cancel.setText(self.tr("Cancel"))
@@ -153,7 +151,6 @@ class RunCard(Card):
         self.show_unsaved("")
 
     def show_progress(self, sentence: str, done: float) -> None:
-        """The run's current stage and progress."""
         self.bar.setRange(0, _STEPS)
         self.bar.setValue(round(_STEPS * done))
         self.bar.setAccessibleDescription(sentence)
@@ -161,7 +158,6 @@ class RunCard(Card):
             self.doing.setText(sentence)
 
     def show_cancelling(self) -> None:
-        """Cancel was pressed."""
         self.cancel.setEnabled(False)
         self.cancel.setText(self.tr("Cancelling"))
         self.doing.setText(self.tr("Cancelling. The previous model is loaded again."))
@@ -179,7 +175,6 @@ class RunCard(Card):
         self.notes.setVisible(bool(said))
 
     def show_unsaved(self, sentence: str) -> None:
-        """Why a result is not saved, and a button to save it anyway; empty to hide both."""
         set_message(self.unsaved, sentence)
         self.keep.setVisible(bool(sentence))
 

@@ -167,23 +167,19 @@ class RunFollowing(QObject):
             self._room.before_run(lambda: self._run(only_measure=only_measure))
 
     def cancel(self) -> None:
-        """Cancels the run, if there is one."""
         if self._tuning.is_running and not self._tuning.is_cancelling:
             self._cards.run.show_cancelling()
             self._tuning.cancel()
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether the last run's result is not saved."""
         return self._unsaved is not None
 
     def forget_unsaved(self) -> None:
-        """Discards it."""
         self._unsaved = None
         self._cards.run.show_unsaved("")
 
     def draw_machine(self) -> None:
-        """The machine's picture, with the run's measurements so far."""
         if self._tuning.machine is not None:
             self._cards.show_machine(self._tuning.machine, self._found)
 

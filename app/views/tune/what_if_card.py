@@ -24,8 +24,6 @@ _ALIKE = 0.08
 
 
 class WhatIfCard(Card):
-    """Signals: `close_wanted`."""
-
     close_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
@@ -77,12 +75,10 @@ class WhatIfCard(Card):
         self._show("", "")
 
     def show_base(self, look: MachineLook, config: EngineConfig, plan: Plan | None) -> None:
-        """The actual machine, its configuration, and its predicted speed."""
         self._look, self._config, self._before = look, config, plan
         self._ask()
 
     def clear(self) -> None:
-        """Resets everything to the actual machine."""
         self.card.setCurrentIndex(0)
         for box in (self.vram, self.ram, self.link, self.disk):
             box.setValue(0)

@@ -71,8 +71,6 @@ def find_lexer(language: str) -> tuple[str, str] | None:
 
 @dataclass(slots=True)
 class _Card:
-    """A block of code in a document."""
-
     start: QTextCursor
     language: str
     code: str = ""
@@ -128,7 +126,6 @@ class Highlighter(QObject):
             self._changed.pop(number, None)
 
     def finish(self) -> None:
-        """Colours everything now."""
         self._timer.stop()
         while self._advance(float("inf")):
             pass

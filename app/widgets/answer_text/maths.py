@@ -26,8 +26,6 @@ SOURCE, TEX, DISPLAY, EM = (_PROPERTY + number for number in range(4))
 
 
 class FormulaObjects(QPyTextObject):
-    """Measures and draws the formulas of one document."""
-
     def __init__(self, document: QTextDocument, picture: Callable[[Formula], Picture | None]) -> None:
         super().__init__(document)
         self._picture = picture
@@ -121,7 +119,6 @@ class FormulaWriter(QObject):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether pictures are still to come."""
         return bool(self._waiting)
 
     def write(

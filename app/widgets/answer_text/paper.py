@@ -41,7 +41,6 @@ _FAR = 40
 
 
 def read_markdown(text: str) -> list[Segment]:
-    """What a whole Markdown text consists of."""
     parser = StreamParser()
     parser.append(text)
     parser.finish()
@@ -49,7 +48,6 @@ def read_markdown(text: str) -> list[Segment]:
 
 
 def formulas_in(segments: Iterable[Segment]) -> set[Formula]:
-    """What is to be drawn of a text."""
     found: set[Formula] = set()
     for segment in segments:
         spans: Iterable[TextSpan] = ()

@@ -76,8 +76,6 @@ _WITH_KEYS = Qt.TextInteractionFlag.TextBrowserInteraction | Qt.TextInteractionF
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A place where a text was found: from here to there in the document."""
-
     start: int
     end: int
 
@@ -186,7 +184,6 @@ class AnswerView(QTextBrowser):
             self.finish()
 
     def set_markdown(self, text: str) -> None:
-        """Shows a complete text instead of the present one."""
         self._restart()
         self._select(0, 0)
         self._take(text)
@@ -217,24 +214,20 @@ class AnswerView(QTextBrowser):
         self._timer.start(0)
 
     def flush(self) -> None:
-        """Writes all pending text now."""
         self._timer.stop()
         while not self._update_slice(float("inf")):
             pass
 
     def markdown(self) -> str:
-        """The source, unchanged."""
         if len(self._source) > 1:
             self._source = ["".join(self._source)]
         return self._source[0] if self._source else ""
 
     def plain_text(self) -> str:
-        """The answer without markup."""
         self.flush()
         return self._text_between(0, self.document().characterCount())
 
     def copy_all(self) -> None:
-        """Copies the whole answer as Markdown."""
         # As text instead of a custom QMimeData: the clipboard may outlive the interpreter that such an object needs.
         QGuiApplication.clipboard().setText(self.markdown())
 
@@ -243,13 +236,11 @@ class AnswerView(QTextBrowser):
         self.selectAll()
 
     def selected_text(self) -> str:
-        """The selection as plain text."""
         cursor = self.textCursor()
         return self._text_between(cursor.selectionStart(), cursor.selectionEnd())
 
     @property
     def copy_buttons(self) -> list[CopyButton]:
-        """One for each block of code, top to bottom."""
         return list(self._buttons)
 
     @property
@@ -515,7 +506,6 @@ class AnswerView(QTextBrowser):
         return data
 
     def loadResource(self, kind: int, name: QUrl | str) -> None:  # noqa: ARG002
-        """Nothing: see `InertDocument`."""
         return
 
     def copy(self) -> None:
@@ -524,7 +514,6 @@ class AnswerView(QTextBrowser):
         QGuiApplication.clipboard().setText(text) if text else self.copy_all()
 
     def build_menu(self, link: str) -> QMenu:
-        """The context menu; `link` is the clicked link's address, or empty."""
         menu = QMenu(self)
         copy = menu.addAction(self.tr("Copy"), self.copy)
         copy.setEnabled(self.textCursor().hasSelection())

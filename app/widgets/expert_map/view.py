@@ -40,7 +40,6 @@ class MapLegend(QWidget):
         self.setToolTip(self.tr("Recent uses: each counts half as much after 128 tokens"))
 
     def show_data(self, data: MapData | None) -> None:
-        """The legend for this map; empty for None."""
         vram, ram, disk, arriving = place_bits(data) if data is not None else (False, False, False, False)
         self._hottest = data.hottest if data is not None else 0.0
         names = {
@@ -166,7 +165,6 @@ class ExpertMapView(QWidget):
         return self._data
 
     def show_data(self, data: MapData | None) -> None:
-        """Shows new data; None clears the map."""
         self._data = data
         self._order = data.order(by_use=self._by_use) if data is not None else None
         if self._cursor is not None and data is not None:
@@ -176,7 +174,6 @@ class ExpertMapView(QWidget):
         self._say()
 
     def sort_by_use(self, by_use: bool) -> None:
-        """Orders columns by use, most used first, instead of by number."""
         self._by_use = by_use
         self.show_data(self._data)
 
@@ -187,7 +184,6 @@ class ExpertMapView(QWidget):
         return QSize(180, 120)
 
     def text_at(self, row: int, column: int) -> str:
-        """A description of the expert shown there."""
         if self._data is None or self._order is None:
             return ""
         data, expert = self._data, int(self._order[row, column])

@@ -58,7 +58,6 @@ class LaneAxis(Axis):
         self.setWidth(sizes_for(self._font).gutter)
 
     def show_rows(self, rows: list[LaneRow], column: int) -> None:
-        """Shows these lanes' readings at a column."""
         self.labels = gutter_labels(rows, column, self._font)
         self.picture = None
         self.update()
@@ -75,7 +74,6 @@ class LaneAxis(Axis):
 
 
 def gutter_labels(rows: list[LaneRow], column: int, font: QFont) -> list[GutterLabel]:
-    """Each lane's name, and below it its reading at `column`."""
     title, caption = QFontMetricsF(title_font(font)), QFontMetricsF(caption_font(font))
     width = float(sizes_for(font).gutter - GUTTER_GAP_PX)
     found = []

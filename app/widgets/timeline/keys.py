@@ -23,7 +23,6 @@ def expert_colours() -> tuple[QColor, QColor, QColor]:
 
 
 def faded(colour: QColor, alpha: int) -> QColor:
-    """The colour with this opacity, for backgrounds."""
     result = QColor(colour)
     result.setAlpha(alpha)
     return result
@@ -49,7 +48,6 @@ translate = QCoreApplication.translate
 
 
 def timeline_keys() -> list[Key]:
-    """The keys that `key_pressed` handles, for the list of shortcuts."""
     return [
         ("← →", translate("Timeline", "Move through time")),
         ("Page Up, Page Down", translate("Timeline", "Move by almost a full view")),
@@ -65,7 +63,6 @@ def timeline_keys() -> list[Key]:
 
 
 def key_pressed(view: TimelineView, key: int, *, shift: bool) -> bool:
-    """Handles a key; False if it is not one of the timeline's."""
     navigator = view.navigator
     middle = navigator.viewport.at(navigator.viewport.width / 2)
     cursor = view.cursor_ns if view.cursor_ns is not None else middle

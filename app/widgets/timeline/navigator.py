@@ -29,15 +29,12 @@ class Viewport:
 
     @property
     def column_ns(self) -> float:
-        """Time that one column stands for."""
         return self.span_ns / max(self.width, 1)
 
     def x(self, at_ns: float) -> float:
-        """Column of a moment; outside 0 to `width` if it is not shown."""
         return (at_ns - self.start_ns) / self.column_ns
 
     def at(self, x: float) -> float:
-        """Moment of a column."""
         return self.start_ns + x * self.column_ns
 
     def edges(self) -> Floats:
@@ -49,16 +46,13 @@ class Viewport:
         return np.asarray((first + np.arange(self.width + 2, dtype=np.float64)) * self.column_ns)
 
     def zoomed(self, factor: float, anchor_ns: float) -> Viewport:
-        """`factor` times as long, with `anchor_ns` at the same column."""
         span = min(max(self.span_ns * factor, SHORTEST_NS), LONGEST_NS)
         return replace(self, start_ns=anchor_ns - (anchor_ns - self.start_ns) * span / self.span_ns, span_ns=span)
 
     def panned(self, part: float) -> Viewport:
-        """Moved by `part` of its length."""
         return replace(self, start_ns=self.start_ns + part * self.span_ns)
 
     def ending_at(self, end_ns: float) -> Viewport:
-        """The same length, up to `end_ns`."""
         return replace(self, start_ns=end_ns - self.span_ns)
 
     def within(self, start_ns: float, end_ns: float) -> Viewport:
@@ -111,12 +105,10 @@ class Navigator(QObject):
 
     @property
     def history(self) -> History | None:
-        """The history shown: the live one, or a frozen copy."""
         return self._still if self._still is not None else self._source
 
     @property
     def is_live(self) -> bool:
-        """Whether the view follows the live end."""
         return self._still is None and not self._is_recorded
 
     @property
@@ -150,7 +142,6 @@ class Navigator(QObject):
         self.moved.emit()
 
     def set_width(self, width: int) -> None:
-        """Sets the number of columns; the length stays."""
         self.viewport = replace(self.viewport, width=max(width, 1))
         self.follow()
 
@@ -160,7 +151,6 @@ class Navigator(QObject):
         self.moved.emit()
 
     def follow(self) -> None:
-        """Scrolls a live view to the newest data."""
         if self.is_live and self._source is not None:
             if self._preset_ns == WHOLE:
                 self._to_preset()
@@ -168,14 +158,12 @@ class Navigator(QObject):
                 self.viewport = self.viewport.ending_at(self._end_ns())
 
     def freeze(self) -> None:
-        """Freezes the view; no effect if it is frozen."""
         if self.is_live and self._source is not None:
             self._still = self._source.copy()
             self.live_changed.emit(False)
             self.moved.emit()
 
     def go_live(self) -> None:
-        """Returns to the live end."""
         if self._still is not None:
             self._still = None
             self.live_changed.emit(True)

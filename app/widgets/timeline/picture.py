@@ -178,7 +178,6 @@ def _sizes(described: str) -> TextSizes:
 
 
 def title_font(font: QFont) -> QFont:
-    """For lane names."""
     result = scaled(font, 0.9)
     result.setWeight(QFont.Weight.DemiBold)
     return result
@@ -189,12 +188,10 @@ def caption_font(font: QFont) -> QFont:
 
 
 def axis_font(font: QFont) -> QFont:
-    """For text in and below the plots."""
     return scaled(tabular(font), 0.82)
 
 
 def least_height(lanes: list[Lane], font: QFont) -> int:
-    """The minimum height in which every lane's text fits."""
     sizes = sizes_for(font)
     own = sum(sizes.phase if lane.kind == "phase" else sizes.lane for lane in lanes)
     return own + LANE_GAP_PX * (len(lanes) + 1) + sizes.axis
@@ -314,7 +311,6 @@ def draw_rows(painter: QPainter, rows: list[LaneRow], history: History, viewport
 
 
 def scaled(font: QFont, part: float) -> QFont:
-    """The font at `part` of its size, in points or pixels."""
     result = QFont(font)
     result.setPixelSize(max(9, round(QFontInfo(font).pixelSize() * part)))
     return result
@@ -329,7 +325,6 @@ def _draw_ceiling_label(painter: QPainter, row: LaneRow) -> None:
 
 
 def _draw_marks(painter: QPainter, rows: list[LaneRow], history: History, viewport: Viewport) -> None:
-    """Events, as dotted lines with labels at the top."""
     top, bottom = rows[0].area.top(), rows[-1].area.bottom()
     last_right = -1e9
     for mark in history.marks_between(viewport.start_ns, viewport.end_ns):

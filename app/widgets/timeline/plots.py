@@ -76,7 +76,6 @@ class LaneRaster:
         return self._between(low, high)
 
     def draw(self, painter: QPainter, covered: Shares, colour: QColor) -> None:
-        """Draws a colour with the opacity in `covered`."""
         pixels = _shades(colour.rgb()).take((covered * np.float32(255) + np.float32(0.5)).astype(np.uint8))
         height, width = self._size
         image = QImage(pixels.data, width, height, 4 * width, QImage.Format.Format_ARGB32_Premultiplied)
@@ -207,7 +206,6 @@ def _outline(area: QRectF, xs: Floats, below: Floats, above: Floats) -> QPolygon
 
 
 def _known(values: Floats) -> Floats:
-    """Unknown values as 0."""
     known = np.isfinite(values)
     return values if known.all() else np.where(known, values, 0.0)
 

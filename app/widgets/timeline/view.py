@@ -165,37 +165,30 @@ class TimelineView(Chart):
 
     @property
     def rows(self) -> list[LaneRow]:
-        """The lanes as last drawn."""
         return self._drawn.rows
 
     def set_shows_machine(self, shows: bool) -> None:
-        """Whether to show the sensors' lanes below the engine's."""
         self._shows_machine = shows
         self._redraw()
         self.updateGeometry()
 
     @property
     def marks(self) -> dict[str, HelpMark]:
-        """Help marks of the visible lanes, by key."""
         return {lane.key: self._marks[lane.key] for lane in self._lanes if lane.key in self._marks}
 
     def explain_lanes(self) -> None:
-        """Adds a help mark to each lane's name."""
         self._explains = True
         self._place_marks()
 
     def set_ceilings(self, ceilings: dict[str, float]) -> None:
-        """Measured limits by lane, bytes per second."""
         if ceilings != self._ceilings:
             self._ceilings = ceilings
             self._redraw()
 
     def labels(self) -> list[GutterLabel]:
-        """The text to the left of the plots, as painted."""
         return self._names.labels
 
     def read_lanes(self) -> list[tuple[Lane, LaneData]]:
-        """The lanes and their current data, painted or not."""
         history = self.navigator.history
         if history is None:
             return []
@@ -204,7 +197,6 @@ class TimelineView(Chart):
         return [(lane, read_lane(lane, history, self.navigator.viewport, self._ceilings)) for lane in lanes]
 
     def refresh(self) -> None:
-        """Redraws if there is new data."""
         history = self.navigator.history
         if self.navigator.is_live and history is not None and history.revision != self._drawn_revision:
             self.navigator.follow()
@@ -252,7 +244,6 @@ class TimelineView(Chart):
         self._refreshing.stop()
 
     def _fit(self) -> None:
-        """A column per pixel."""
         self.view.setYRange(0, self.view.height(), padding=0)
         columns = max(round(self.view.width()), 1)
         if columns != self.navigator.viewport.width:
@@ -340,7 +331,6 @@ class TimelineView(Chart):
         return super().write_picture(path)
 
     def _place_marks(self) -> None:
-        """Places a help mark to the right of each lane's name; tab order follows the lanes."""
         self._placed = [(row.lane.key, row.area.topLeft()) for row in self.rows]
         before: QWidget = self
         left = sizes_for(self.font()).gutter - MARK_PX - GUTTER_GAP_PX
@@ -359,7 +349,6 @@ class TimelineView(Chart):
                 mark.hide()
 
     def _column_read(self) -> int:
-        """The column under the crosshair, or the last one."""
         viewport = self.navigator.viewport
         if self._cursor_ns is not None and viewport.start_ns <= self._cursor_ns <= viewport.end_ns:
             return int((self._cursor_ns - viewport.edges()[0]) // viewport.column_ns)
@@ -383,7 +372,6 @@ class TimelineView(Chart):
             self.navigator.zoom(0.25, self.navigator.viewport.at(at.x()))
 
     def on_hover(self, at: QPointF) -> None:
-        """Reads every lane there."""
         self.set_cursor(self.navigator.viewport.at(at.x()))
         self._find_token(at)
 
@@ -407,7 +395,6 @@ class TimelineView(Chart):
 
     @property
     def cursor_ns(self) -> float | None:
-        """The time at the crosshair."""
         return self._cursor_ns
 
     @property
@@ -416,11 +403,9 @@ class TimelineView(Chart):
 
     @property
     def token(self) -> TokenPath | None:
-        """The token selected or under the mouse."""
         return self._token
 
     def set_cursor(self, at_ns: float | None) -> None:
-        """Moves the crosshair to a time, or hides it."""
         if at_ns == self._cursor_ns:
             return
         self._cursor_ns = at_ns
@@ -430,7 +415,6 @@ class TimelineView(Chart):
         self.pointed.emit(at_ns)
 
     def select(self, start_ns: float, end_ns: float) -> None:
-        """Selects a range and reports its averages."""
         self._selection = (start_ns, end_ns)
         self._place()
         self._say()

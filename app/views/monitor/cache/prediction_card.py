@@ -18,8 +18,6 @@ _PARTS = 1000
 
 
 class PoliciesCard(Card):
-    """What each policy would hit on its own."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.heading.setText(self.tr("Policies"))
@@ -40,7 +38,6 @@ class PoliciesCard(Card):
         add_items(self.body, self._grid, self.note, STRETCH)
 
     def show_report(self, report: CacheReport | None) -> None:
-        """The latest report; the card hides while there is no cache."""
         tiers = sound(report).tiers if report is not None else ()
         self.setVisible(bool(tiers))
         row = 0
@@ -122,12 +119,10 @@ class PredictionCard(Card):
 
     @property
     def texts(self) -> list[str]:
-        """All texts, in order."""
         labels = [self._said, *(label for cells in self._cells for label in cells), *(fate[1] for fate in self._fates)]
         return [label.text() for label in labels if not label.isHidden() and label.text()]
 
     def show_report(self, report: CacheReport | None) -> None:
-        """The latest report; the card hides while there is no cache."""
         known = sound(report) if report is not None else None
         self.setVisible(known is not None and bool(known.tiers))
         if known is None or not known.tiers:
