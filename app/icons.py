@@ -15,14 +15,7 @@ from engine.common.paths import resources_dir
 
 
 def icon(name: str, colour: ColourName = "text", checked: ColourName | None = None) -> QIcon:
-    """The icon `resources/icons/NAME.svg`, in the theme's colours.
-
-    Args:
-        checked: its colour while the button is checked (`QIcon.State.On`).
-
-    Raises:
-        FileNotFoundError: there is no such icon.
-    """
+    """The icon `resources/icons/NAME.svg`, in the theme's colours."""
     return QIcon(_LineIconEngine(name, colour, checked or colour))
 
 

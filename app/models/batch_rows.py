@@ -27,13 +27,7 @@ class Column(IntEnum):
 
 
 class AnsweredRowsModel(HeadedTable):
-    """Finished rows; `ROW_ROLE` gives a `BatchRow`.
-
-    Args:
-        headings: of the columns, in their order.
-        end_text: how a row ended, in words.
-        count_text: a number, formatted for display.
-    """
+    """Finished rows; `ROW_ROLE` gives a `BatchRow`."""
 
     def __init__(
         self,

@@ -19,14 +19,7 @@ Index = QModelIndex | QPersistentModelIndex
 
 @dataclass(frozen=True, slots=True)
 class FoldCard:
-    """What is sent instead of the first `turns` turns.
-
-    Attributes:
-        fold: that of the row's message.
-        turns: how many turns it stands for.
-        is_open: whether these are shown below it.
-        is_outdated: whether they were changed since it was made.
-    """
+    """What is sent instead of the first `turns` turns."""
 
     fold: Fold
     turns: int
@@ -36,12 +29,7 @@ class FoldCard:
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """One turn as shown: the message, which is version `version` of `versions`, counted from 1.
-
-    Attributes:
-        card: set where the row is no turn: the card of the earlier ones.
-        is_folded: whether the card is sent instead of it.
-    """
+    """One turn as shown: the message, which is version `version` of `versions`, counted from 1."""
 
     message: Message
     version: int = 1
@@ -63,9 +51,7 @@ class ConversationModel(QAbstractListModel):
         self._tree = MessageTree()
         self._rows: list[MessageRow] = []
         self._numbers: dict[str, int] = {}
-        """Of rows, by the ids of their messages."""
         self._pictures: tuple[Picture, ...] | None = None
-        """Found when they are asked for."""
         self._shows_folded = False
 
     @property

@@ -14,11 +14,7 @@ __all__ = ["JOB_ROLE", "Index", "JobListModel"]
 
 
 class JobListModel(HeadedTable):
-    """Jobs, newest first; `JOB_ROLE` gives a `JobEntry`.
-
-    Args:
-        describe: a job in words, for screen readers.
-    """
+    """Jobs, newest first; `JOB_ROLE` gives a `JobEntry`."""
 
     def __init__(self, describe: Callable[[JobEntry], str], parent: QObject | None = None) -> None:
         super().__init__(

@@ -28,13 +28,7 @@ class Column(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model as the table shows it.
-
-    Attributes:
-        predicted: decode tokens/s as the planner sees it; None if that is unknown yet.
-        remote: `endpoint:NAME/MODEL` for a model of a server elsewhere; `place` is then where text goes.
-        heading: of the section that begins with it; empty for all others.
-    """
+    """A model as the table shows it."""
 
     entry: LibraryEntry
     is_loaded: bool = False
@@ -81,14 +75,6 @@ class LibraryTable(HeadedTable):
         predicted: Mapping[str, float],
         elsewhere: tuple[ModelRow, ...] = (),
     ) -> None:
-        """Shows these models.
-
-        Args:
-            loaded: path of the loaded model; empty if there is none.
-            default: name or path of the default model.
-            predicted: path -> decode tokens/s.
-            elsewhere: rows of servers elsewhere, behind them.
-        """
         here = tuple(
             ModelRow(
                 entry,

@@ -15,13 +15,7 @@ NAME, PREDICTED, TIMED, BAR = range(4)
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A candidate plan as the table shows it.
-
-    Attributes:
-        doing: its current step, in words; empty if it is idle.
-        live: tokens/s of the run being timed; 0 if none is.
-        is_winner: whether the model runs with it from now on.
-    """
+    """A candidate plan as the table shows it."""
 
     contestant: Contestant
     timed: Timed | None = None
@@ -42,7 +36,6 @@ class PlanTable(HeadedTable):
     """Rows in the order they are timed; fastest first once there is a result."""
 
     MOST = ROW_ROLE + 1
-    """Gives the highest number shown, for bars."""
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(

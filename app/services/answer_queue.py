@@ -82,12 +82,7 @@ class ToolRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolOffer:
-    """The tools of a chat.
-
-    Attributes:
-        in_chat: keys of those that may run unasked in it.
-        attachments: the chat's documents, for tools that read them.
-    """
+    """The tools of a chat."""
 
     runner: ToolRunner
     offered: tuple[OfferedTool, ...]

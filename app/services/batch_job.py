@@ -81,11 +81,7 @@ def _row(answer: Answer, prompt: str, most: int | None = None) -> BatchRow:
 
 
 def save_jobs(entries: Iterable[JobEntry]) -> None:
-    """Saves what journals do not contain.
-
-    Raises:
-        OSError: the file is unchanged.
-    """
+    """Saves what journals do not contain."""
     content = [
         {
             "job": asdict(entry.job),

@@ -47,12 +47,7 @@ _NO_NAME = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f]+')
 
 @dataclass(slots=True)
 class ImportReport:
-    """What became of an import.
-
-    Attributes:
-        added, grown, known: chats that are new, that have more messages now, and that were there already.
-        first: the first of them all, to be shown.
-    """
+    """What became of an import."""
 
     added: int = 0
     grown: int = 0

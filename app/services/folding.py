@@ -20,12 +20,10 @@ from engine.remote.endpoint import RemoteModel
 translate = QCoreApplication.translate
 
 LEAST_TOKENS, MOST_TOKENS = 128, 1024
-"""Of a summary."""
 _SPARE_TOKENS = 200
 """For the instruction, and what a chat template adds."""
 _LEAST_PIECE = 64
 _CHARACTERS_PER_TOKEN = 3
-"""Fewer than on average: a piece that is cut by characters has to fit."""
 _READING_SHARE = 0.6
 """Of the time that a piece takes."""
 _INSTRUCTION = (
@@ -93,7 +91,6 @@ class Wish:
     model: str = ""
     pieces: list[str] = field(default_factory=list)
     number: int = 0
-    """Of the piece that is being read."""
     read: float = 0.0
     written: str = ""
     tokens: int = 0

@@ -26,7 +26,6 @@ MOST_BYTES = 2 * 2**30
 """Of the counting process."""
 
 TOKENS_PER_TURN = 5
-"""Approximate tokens that a chat template adds per turn."""
 
 CHARACTERS_PER_TOKEN = 4
 """For models without `tokenizer.json`, or if the counting process cannot run."""

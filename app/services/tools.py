@@ -85,7 +85,6 @@ class Tools(QObject):
         self._looked_at: dict[str, ToolServer] = {}
         """With the tools that they listed."""
         self.problems: dict[str, str] = {}
-        """By the names of servers, why their tools are not known."""
         self.for_this_run: set[str] = set()
         """Servers whose variables or headers are not kept: this system has no keyring."""
         for before, now in zip(found, self._servers, strict=True):

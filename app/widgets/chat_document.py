@@ -94,11 +94,7 @@ def chat_document(
 
 
 def write_pdf(conversation: Conversation, messages: Sequence[Message], path: Path, draw: Draw) -> None:
-    """Writes a PDF on A4.
-
-    Raises:
-        OSError: it cannot be written; an existing file is untouched.
-    """
+    """Writes a PDF on A4."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as new:
         writer = QPdfWriter(str(new.path))
@@ -264,11 +260,7 @@ def chat_html(conversation: Conversation, messages: Sequence[Message], draw: Dra
 
 
 def write_html(conversation: Conversation, messages: Sequence[Message], path: Path, draw: Draw) -> None:
-    """Writes it to a file.
-
-    Raises:
-        OSError: it cannot be written; an existing file is untouched.
-    """
+    """Writes it to a file."""
     write_whole(path, chat_html(conversation, messages, draw))
 
 

@@ -82,13 +82,6 @@ class MissRatioPlot(Chart):
     # --- what is shown ----------------------------------------------------------------------------
 
     def show_tier(self, tier: TierReport | None, forecast: CacheForecast, room: int, measured: float | None) -> None:
-        """Shows a report.
-
-        Args:
-            forecast: `NO_FORECAST` while there is none.
-            room: experts that fit in memory.
-            measured: the hit rate at the current size, if anything was looked up.
-        """
         self._tier, self._forecast, self._room, self._measured = tier, forecast, room, measured
         if tier is None:
             self._wanted, self._dragging = None, False

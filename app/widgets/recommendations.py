@@ -77,12 +77,6 @@ class RecommendationList(QWidget):
         bytes_per_s: float | None,
         presence: Mapping[str, Presence] | None = None,
     ) -> None:
-        """Shows these, in the order given.
-
-        Args:
-            bytes_per_s: the line's measured speed; None if it is unknown.
-            presence: reference -> whether it is on this PC, or on its way.
-        """
         if [row.recommendation for row in self._shown] != list(recommendations):
             for old in self._shown:
                 self._column.removeWidget(old)

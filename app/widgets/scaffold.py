@@ -267,12 +267,7 @@ _BUBBLE_GAP_PX = 4
 
 
 class HelpMark(QToolButton):
-    """Can be reached by keyboard; a screen reader reads the explanation as its description.
-
-    Args:
-        about: the name of what is explained.
-        text: two sentences for a reader who is new to it.
-    """
+    """Can be reached by keyboard; a screen reader reads the explanation as its description."""
 
     def __init__(self, about: str, text: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)

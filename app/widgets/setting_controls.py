@@ -60,16 +60,11 @@ class SettingControls(QObject):
         super().__init__(parent)
         self.holder, self.around = holder, parent
         self.made: dict[str, QWidget] = {}
-        """By key."""
         self._shows: dict[str, Callable[[], None]] = {}
         holder.changed.connect(self._on_changed)
 
     def make(self, setting: Setting[Any], names: Mapping[str, str] | None = None) -> tuple[QWidget, ...]:
-        """The control of a setting's kind, perhaps with what stands beside it.
-
-        Args:
-            names: of values, beyond those of its entry.
-        """
+        """The control of a setting's kind, perhaps with what stands beside it."""
         made = _CONTROLS[type(setting.kind)](setting, self, names or {})
         self.made[setting.key] = made[0]
         return made

@@ -11,7 +11,6 @@ from PySide6.QtWidgets import QWidget
 _NOTED = "notedKeys"
 
 Key = tuple[str, str]
-"""The keys as this platform names them, and what they do."""
 
 
 def add_shortcut(

@@ -19,15 +19,7 @@ translate = QCoreApplication.translate
 
 
 class TokenDialog(FormDialog):
-    """Asks for a hub's access token.
-
-    Args:
-        name: the model.
-        page: address of its page, where its terms are accepted.
-        host: the hub the token is for; it is sent nowhere else.
-        sentence: what the hub said; empty before it was asked.
-        save: keeps the token.
-    """
+    """Asks for a hub's access token."""
 
     def __init__(
         self, name: str, page: str, host: str, sentence: str, save: Callable[[str], object], parent: QWidget

@@ -216,11 +216,7 @@ def is_ours(raw: object) -> bool:
 
 
 def from_json(raw: Any) -> tuple[list[Whole], int]:
-    """The chats of a parsed document, each a valid tree; and how many were too damaged to be read.
-
-    Raises:
-        NotAChatFileError: none could be read, or it was written by a newer version.
-    """
+    """The chats of a parsed document, each a valid tree; and how many were too damaged to be read."""
     if raw.get("version") != VERSION:
         raise NotAChatFileError("it was written by a newer Switchyard: update this one")
     entries = raw.get("conversations")

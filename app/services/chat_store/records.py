@@ -275,11 +275,7 @@ def attachment_from_dict(raw: object) -> Attachment | None:
 
 
 def parts_from_list(listed: object) -> tuple[Part, ...]:
-    """Parts of `[page, heading, text]`.
-
-    Raises:
-        ValueError: they are none.
-    """
+    """Parts of `[page, heading, text]`."""
     if not isinstance(listed, list):
         raise ValueError("no list of parts")
     parts = []

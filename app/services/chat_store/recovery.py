@@ -62,11 +62,7 @@ _SIDE_FILES = ("-wal", "-shm")
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The result of a recovery: how much was read, and where the damaged file is kept.
-
-    Attributes:
-        lost: messages that the indices list but that could not be read.
-    """
+    """The result of a recovery: how much was read, and where the damaged file is kept."""
 
     kept_as: Path
     conversations: int
@@ -75,12 +71,7 @@ class Recovery:
 
 
 def open_checked(path: Path) -> ChatDatabase:
-    """The database at `path`, created if there was none.
-
-    Raises:
-        sqlite3.DatabaseError: it is damaged (see `is_damage`) or cannot be opened now.
-        NewerDatabaseError: it was written by a newer version.
-    """
+    """The database at `path`, created if there was none."""
     private_folder(path.parent)
     private_file(path)
     restrict_files(path.parent.glob(f"{path.stem}*"))  # its log and earlier damaged files too
@@ -129,11 +120,7 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether the database at `path` can be written to; True if there is none yet.
-
-    Raises:
-        OSError: it is no file.
-    """
+    """Whether the database at `path` can be written to; True if there is none yet."""
     for odd in (path, *(path.with_name(f"{path.name}{side}") for side in _SIDE_FILES)):
         if is_no_file(odd, (odd.name,)):
             raise OSError(f"{odd.name} is not a file")

@@ -264,11 +264,7 @@ def version_of(connection: sqlite3.Connection) -> int:
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Migrate the file to the current version, one transaction per version.
-
-    Raises:
-        NewerDatabaseError: it was written by a newer version.
-    """
+    """Migrate the file to the current version, one transaction per version."""
     while (version := version_of(connection)) != len(migrations):
         if version > len(migrations):
             raise NewerDatabaseError

@@ -185,12 +185,6 @@ class BatchHead(PageHeader):
         self.new.setMenu(kinds)
 
     def show_job(self, job: JobEntry | None, *, on_form: bool, empty: bool, waiting: int = 0) -> None:
-        """Offers this job's actions.
-
-        Args:
-            on_form: whether the form for a new job is shown; empty: whether there are no jobs.
-            waiting: jobs in the queue.
-        """
         state = job.state if job is not None else None
         self._names.set_full_text(f"{job.input.name} → {job.output.name}" if job is not None else "")
         if on_form:

@@ -62,12 +62,6 @@ class FormFoot(QWidget):
         )
 
     def show_state(self, *, able: bool, checking: bool, why_not: str, words: str) -> None:
-        """Shows whether the job can be started.
-
-        Args:
-            why_not: a sentence, if it cannot.
-            words: the plan, or what is missing.
-        """
         self.start.setEnabled(able and not checking)
         self.start.setText(self.tr("Checking…") if checking else self.tr("Start"))
         self.start.setToolTip(why_not)
@@ -143,11 +137,7 @@ class NewJob(QWidget):
             self.template.set_columns(preview.columns, preview.template, _wordiest(preview), preview.image_column)
 
     def job(self) -> BatchJob:
-        """The job as entered.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`, if it is not valid.
-        """
+        """The job as entered."""
         form = self.input.form()
         openai = self._preview is not None and self._preview.openai
         schema, choices = ("", ()) if openai else self.answers.constraint()
@@ -424,11 +414,7 @@ def _wordiest(preview: InputPreview) -> str:
 
 
 def _check(job: BatchJob) -> bool:
-    """Whether an earlier job has this output; a file that may never be replaced is an error.
-
-    Raises:
-        EngineError: the job cannot be run as it is.
-    """
+    """Whether an earlier job has this output; a file that may never be replaced is an error."""
     from engine.batch_files.journal import journal_path
 
     prepare(replace(job, start="restart")).require_own_files()

@@ -33,11 +33,7 @@ def caption(picture: Picture, model_path: str) -> str:
 
 
 class Attaching(QObject):
-    """Attaches them to the chat on screen.
-
-    Args:
-        tell: shows a sentence on what cannot be attached.
-    """
+    """Attaches them to the chat on screen."""
 
     def __init__(
         self,

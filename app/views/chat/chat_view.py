@@ -499,7 +499,6 @@ class ChatView(Page):
         self.question = ask(self.window(), question, details, [(self.tr("Send it there"), "do", agree)])
 
     question: QMessageBox | None = None
-    """The last that was asked."""
 
     def _open(self, conversation_id: str, message_id: str) -> None:
         self._show_chats(False)
@@ -602,7 +601,6 @@ class ChatView(Page):
         self._open(chat_id, "")
 
     side_by_side: SideBySide | None = None
-    """The last that was opened."""
 
     def _set_default_sampling(self, sampling: SamplingParams | None) -> None:
         self._settings.default_sampling = sampling

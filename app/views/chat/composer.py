@@ -214,11 +214,7 @@ class Composer(QFrame):
         where: str,
         captions: Sequence[str],
     ) -> None:
-        """Shows what will be sent with the text, and the server that it goes to, if any.
-
-        Args:
-            captions: of the pictures.
-        """
+        """Shows what will be sent with the text, and the server that it goes to, if any."""
         self.pictures.show_pictures(pictures, captions)
         self.attachments.show_attachments(attachments, where)
         for shelf in self._shelves:

@@ -34,7 +34,6 @@ class Folders(QObject):
         list_model.dropped.connect(self.move)
 
     question: QMessageBox | None = None
-    """The last that was asked."""
 
     def make(self, conversation_ids: Sequence[str] = ()) -> None:
         folder = Folder(new_id(), self._free_name(), created_at=time.time())

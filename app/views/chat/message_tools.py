@@ -16,14 +16,7 @@ from app.widgets.page import BatchDraft
 
 
 class MessageTools(QObject):
-    """The buttons beside the message, and what they open.
-
-    Signals: `batch_wanted`, a `BatchDraft`.
-
-    Args:
-        tell: shows a sentence on what went wrong.
-        compare: opens two answers side by side for a text.
-    """
+    """The buttons beside the message, and what they open."""
 
     batch_wanted = Signal(object)
 

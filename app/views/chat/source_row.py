@@ -72,11 +72,7 @@ Surroundings = Callable[[Source, Callable[[tuple[str, str, str]], object]], obje
 
 
 class PassageDialog(QDialog):
-    """A source's text, marked, amid what stands around it in its document.
-
-    Args:
-        surroundings: finds what stands before it, its text, and what stands after it.
-    """
+    """A source's text, marked, amid what stands around it in its document."""
 
     def __init__(self, source: Source, surroundings: Surroundings, parent: QWidget) -> None:
         super().__init__(parent)

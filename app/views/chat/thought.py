@@ -117,7 +117,6 @@ class Thought(QWidget):
         self._message: Message | None = None
         self._told_s = 0.0
         self.body: ThoughtText | None = None
-        """The text, once it has been opened."""
         self.header = push_button(self, kind="fold", checkable=True)
         self.header.setIconSize(QSize(ICON_PX, ICON_PX))
         self.header.setCursor(Qt.CursorShape.PointingHandCursor)

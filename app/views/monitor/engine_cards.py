@@ -23,7 +23,6 @@ from engine.telemetry.messages import CacheReport
 _NOTHING = "–"
 _SWATCH = QSize(10, 10)
 _PARTS = 1000
-"""Of the bar."""
 _KINDS = ("hit", "fetched", "cpu")
 
 
@@ -62,12 +61,6 @@ class TokenCard(Card):
         self.show_figures(None, None)
 
     def show_figures(self, figures: TokenFigures | None, watts: float | None) -> None:
-        """Shows new figures.
-
-        Args:
-            figures: None while nothing has been decoded.
-            watts: present power of cards and processors, if reported.
-        """
         texts = dict.fromkeys(self.values, _NOTHING)
         shares = (0.0, 0.0, 0.0)
         if figures is not None:
@@ -167,11 +160,6 @@ class MemoryCard(Card):
     def show_report(
         self, report: CacheReport | None, ram_used: int | None = None, ram_total: int | None = None
     ) -> None:
-        """The latest report; None while no engine runs.
-
-        Args:
-            ram_used, ram_total: bytes of the machine's RAM, of all programs, if known.
-        """
         if self._shown != (report, ram_used, ram_total):
             self._shown = report, ram_used, ram_total
             self._show()
@@ -233,16 +221,9 @@ _WIDE_PX = 780
 """Below this width the cards are stacked."""
 
 _SHARES, _SHARES_WITHOUT_CACHE = (42, 38, 20), (50, 25, 25)
-"""Shares of the first row's width: map, cache, token; the cache card shrinks when it has only a sentence."""
 
 
 class EngineCards(QWidget):
-    """The latest cache report and token figures.
-
-    Args:
-        experts: the expert map's card, beside the cache's.
-    """
-
     def __init__(
         self,
         client: EngineClient,

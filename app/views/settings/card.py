@@ -37,7 +37,6 @@ class SettingsCard(QFrame):
         self.setProperty("card", "true" if heading else "false")
         self.setAccessibleName(heading)
         self.controls: dict[str, QWidget] = {}
-        """Of its settings, by key."""
         self._rows: list[Row] = []
         self._maker: SettingControls | None = None
         self._column = vbox(into=self, margins=(20, 16, 20, 18) if heading else (0, 0, 0, 0), gap=16)

@@ -153,7 +153,6 @@ class SettingsPage(Page):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self._settings, self._theme = settings, theme
         self.cards: dict[str, SettingsCard] = {}
-        """By name, in the order of the Tab key."""
         self._add_rows(APPEARANCE_CARD)
         self.cards[MODEL_CARD] = self.model = ModelCard(settings, self)
         self.cards[COMPUTING_CARD] = self.computing = ComputingCard(settings, self)

@@ -306,7 +306,6 @@ class ServerDialog(FormDialog):
         self.question = ask(self, question, details, [(self.tr("Trust it"), "do", trust)])
 
     question: QMessageBox | None = None
-    """The last that was asked."""
 
     def _on_trusted(self, file: str) -> None:
         self.certificate.setText(file)

@@ -196,11 +196,6 @@ class ToolServerDialog(FormDialog):
         return box
 
     def entered(self) -> tuple[ToolServer, ...]:
-        """What was entered.
-
-        Raises:
-            ServerError: it makes no sense.
-        """
         pasted = self.pasted.toPlainText().strip()
         if pasted and self._old is None:
             return servers_of(pasted)

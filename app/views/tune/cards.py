@@ -248,11 +248,6 @@ class TuneCards(QWidget):
         set_message(self.machine_note, note)
 
     def show_step(self, step: int, *, what_if: bool, wide: bool) -> None:
-        """Shows a step's cards, in two columns, or in one where those would be cramped.
-
-        Args:
-            what_if: whether to show the what-if card; it belongs to the plan step.
-        """
         machine: list[tuple[QWidget, int]] = [(self.machine, 2), (self.numbers, 1)]
         plan: list[tuple[QWidget, int]] = [(self.plan, 2), (self.work, 1)]
         places: dict[int, list[tuple[QWidget, int]]] = {

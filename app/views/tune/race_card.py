@@ -239,12 +239,6 @@ class RaceCard(Card):
         self._show_table()
 
     def show_result(self, result: TuningResult, in_use: str, *, saved: bool = True) -> None:
-        """A complete result.
-
-        Args:
-            in_use: name of the plan in use by the loaded model; empty if it is not loaded.
-            saved: whether it is saved; otherwise no plan can be chosen from it.
-        """
         self._result, self._in_use, self._is_saved = result, in_use, saved
         self._table.show_result(result)
         if not saved:

@@ -106,7 +106,6 @@ class DocumentWriter(QObject):
         self._certain = 0  # segments known to match the target since the last update
         self.written_segments = 0
         self.codes: list[int] = []
-        """Which of the segments that are shown are code."""
         self.changed_from = 0
         """Where the document differs from what it was before the last update."""
         self.formulas = FormulaWriter(document, drawn)

@@ -125,11 +125,6 @@ class TierRow(QWidget):
         self._last: float | None = None
 
     def show_tier(self, tier: TierReport, *, is_new: bool) -> None:
-        """Shows a report of the tier.
-
-        Args:
-            is_new: whether to add it to the sparkline: not if it has been shown before.
-        """
         recent = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else None
         if is_new and recent is not None:
             self.line.add(recent)
@@ -359,11 +354,7 @@ class CacheCard(Card):
         return next((tier for tier in tiers if tier.tier == self._chosen), tiers[0] if tiers else None)
 
     def show_report(self, report: CacheReport | None, free_ram: int | None = None) -> None:
-        """The latest report; None while no engine runs.
-
-        Args:
-            free_ram: bytes of unused RAM, if known.
-        """
+        """The latest report; None while no engine runs."""
         is_new = report is not None and report is not self._event
         self._event = report
         if report is None:

@@ -14,7 +14,6 @@ from app.widgets.scaffold import STRETCH, Card, add_items, muted_label
 from engine.telemetry.messages import CacheReport, TierReport
 
 _PARTS = 1000
-"""Of a bar."""
 
 
 class PoliciesCard(Card):
