@@ -114,12 +114,8 @@ class Languages(QObject):
         self._system = system or QLocale.system()
         self._folder = folder or translations_dir()
         self._installed: list[QTranslator] = []
-        self._language = self._wanted(choice)
+        self.language = self._wanted(choice)
         self._install()
-
-    @property
-    def language(self) -> str:
-        return self._language
 
     @property
     def missing(self) -> str:
@@ -128,8 +124,8 @@ class Languages(QObject):
 
     def set_choice(self, choice: str) -> None:
         wanted = self._wanted(choice)
-        if wanted != self._language:
-            self._language = wanted
+        if wanted != self.language:
+            self.language = wanted
             self._install()
             self.changed.emit()
 
@@ -145,10 +141,10 @@ class Languages(QObject):
 
     def _install(self) -> None:
         self.uninstall()
-        unknown = self._language == ENGLISH and self.missing
-        QLocale.setDefault(self._system if unknown else locale_for(self._language, self._system))
-        ours = _compiled(self._language, self._folder)
-        of_qt = Path(QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)) / f"qtbase_{self._language}.qm"
+        unknown = self.language == ENGLISH and self.missing
+        QLocale.setDefault(self._system if unknown else locale_for(self.language, self._system))
+        ours = _compiled(self.language, self._folder)
+        of_qt = Path(QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)) / f"qtbase_{self.language}.qm"
         for file in filter(None, (of_qt, ours)):  # ours is asked first: it was installed last
             translator = QTranslator(self)
             if translator.load(str(file)) and self._app.installTranslator(translator):

@@ -47,16 +47,12 @@ class ConversationModel(QAbstractListModel):
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
-        self._conversation: Conversation | None = None
+        self.conversation: Conversation | None = None
         self._tree = MessageTree()
         self._rows: list[MessageRow] = []
         self._numbers: dict[str, int] = {}
         self._pictures: tuple[Picture, ...] | None = None
-        self._shows_folded = False
-
-    @property
-    def conversation(self) -> Conversation | None:
-        return self._conversation
+        self.shows_folded = False
 
     @property
     def tree(self) -> MessageTree:
@@ -98,15 +94,15 @@ class ConversationModel(QAbstractListModel):
     def show(self, conversation: Conversation, tree: MessageTree) -> None:
         """Show another conversation.  The tree is shared, not copied."""
         self.beginResetModel()
-        self._conversation = conversation
+        self.conversation = conversation
         self._tree = tree
-        self._shows_folded = False
+        self.shows_folded = False
         self._rows = self._visible()
         self._note_rows()
         self.endResetModel()
 
     def set_conversation(self, conversation: Conversation) -> None:
-        self._conversation = conversation
+        self.conversation = conversation
 
     def add(self, message: Message) -> None:
         self._tree.add(message)
@@ -131,14 +127,10 @@ class ConversationModel(QAbstractListModel):
         self.refresh()
         return chosen
 
-    @property
-    def shows_folded(self) -> bool:
-        return self._shows_folded
-
     def show_folded(self, shown: bool) -> None:
         """Show the turns that the card stands for, or the card alone."""
-        if shown != self._shows_folded:
-            self._shows_folded = shown
+        if shown != self.shows_folded:
+            self.shows_folded = shown
             self.refresh()
 
     def row_of(self, message_id: str) -> int | None:
@@ -151,8 +143,8 @@ class ConversationModel(QAbstractListModel):
             return rows
         turns = [replace(MessageRow(m, *self._tree.versions(m.id)), is_folded=True) for m in earlier]
         outdated = bool(at.fold.summary) and at.fold.turns != digest_of(earlier)
-        card = MessageRow(at, card=FoldCard(at.fold, len(turns), self._shows_folded, outdated))
-        return [card, *(turns if self._shows_folded else ()), *rows]
+        card = MessageRow(at, card=FoldCard(at.fold, len(turns), self.shows_folded, outdated))
+        return [card, *(turns if self.shows_folded else ()), *rows]
 
     def refresh(self) -> None:
         """Follow the tree.  Emits only the difference: rows that still show the same turn stay."""

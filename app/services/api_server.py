@@ -82,7 +82,7 @@ class ApiServer(QObject):
         self._process: QProcess | None = None
         self._lines = LineReader()
         self._asked_for: Listen | None = None
-        self._state, self._problem = ServerState.OFF, ""
+        self.state, self.problem = ServerState.OFF, ""
         self._is_ending = False
         self._key = ""
         self._key_stays = False
@@ -102,14 +102,6 @@ class ApiServer(QObject):
             self.served.connect(lambda _request: start.is_used())
 
     # --- what there is ----------------------------------------------------------------------------
-
-    @property
-    def state(self) -> ServerState:
-        return self._state
-
-    @property
-    def problem(self) -> str:
-        return self._problem
 
     @property
     def beside(self) -> Beside:
@@ -193,7 +185,7 @@ class ApiServer(QObject):
             if settings.serves == "pc" or self._key:
                 host = ANYWHERE if settings.serves == "network" else LOCAL
                 wanted = Listen(host, settings.server_port, self.key)
-        if wanted != self._asked_for or (self._state is ServerState.FAILED and self._process is None):
+        if wanted != self._asked_for or (self.state is ServerState.FAILED and self._process is None):
             self._asked_for = wanted
             self._client.serve_others("", "")
             if self._process is not None:
@@ -202,7 +194,7 @@ class ApiServer(QObject):
                 self._start(wanted)
         if not settings.serves_others:
             self._become(ServerState.OFF)
-        elif self._state is ServerState.OFF or wanted is None:
+        elif self.state is ServerState.OFF or wanted is None:
             self._become(ServerState.STARTING)
         else:
             self.changed.emit()
@@ -300,7 +292,7 @@ class ApiServer(QObject):
             return
         if self._is_ending:
             self._start(self._asked_for)  # the one before it had other settings
-        elif self._state is not ServerState.FAILED:
+        elif self.state is not ServerState.FAILED:
             self._fail(self.tr("The server stopped unexpectedly. Turn it off and on again."))
 
     def _clear_after_killed(self) -> None:
@@ -325,7 +317,7 @@ class ApiServer(QObject):
         self._become(ServerState.FAILED, problem)
 
     def _become(self, state: ServerState, problem: str = "") -> None:
-        self._state, self._problem = state, problem
+        self.state, self.problem = state, problem
         self.changed.emit()
 
 

@@ -114,14 +114,14 @@ class EngineClient(QObject):
         self._patience_ticks = max(2, round(not_responding_s / HEARTBEAT_S))
         self._worker: WorkerProcess | None = None
         self._ready = self._lacks_engine = False
-        self._responding = True
-        self._state = EngineState.STOPPED
+        self.is_responding = True
+        self.state = EngineState.STOPPED
         self._open: dict[str, Request] = {}
         self._outbox: deque[Command] = deque()
         self._model: ModelInfo | None = None
         self.loading_pace = LoadingPace()
-        self._last_config: EngineConfig | None = None
-        self._last_error = self._why_none = self._damage = ""
+        self.config: EngineConfig | None = None
+        self.last_error = self._why_none = self._damage = ""
         self._watched = WatchTelemetry(on=False)
         self._others = ServeOthers("")
         self._doubts = LatestTask(self)
@@ -132,32 +132,13 @@ class EngineClient(QObject):
     # --- state ------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
     def model(self) -> ModelInfo | None:
         return self._model
-
-    @property
-    def config(self) -> EngineConfig | None:
-        """The requested configuration of the model that is loaded or loading; None if there is none."""
-        return self._last_config
 
     @property
     def loading(self) -> float | None:
         """Progress of loading the model, 0 to 1; None if none is loading, or if unknown."""
         return self.loading_pace.share
-
-    @property
-    def last_error(self) -> str:
-        """Why the engine died or does not respond, in one sentence; empty otherwise."""
-        return self._last_error
-
-    @property
-    def is_responding(self) -> bool:
-        """False while a running worker has missed several heartbeats: offer `restart()`."""
-        return self._responding
 
     @property
     def answering(self) -> tuple[ChatAnswer, ...]:
@@ -187,13 +168,13 @@ class EngineClient(QObject):
         worker.responding_changed.connect(self._on_responding)
         worker.ended.connect(self._on_ended)
         self._worker = worker
-        self._last_error = self._why_none = ""
+        self.last_error = self._why_none = ""
         self._update_state()
         worker.start()
 
     def restart(self) -> Request | None:
         """Kill the worker, start another and reload the last model; returns that load, if there is one."""
-        config = self._last_config
+        config = self.config
         self._drop_worker("", self.tr("The engine was restarted before this request was done."))
         self.start(at_once=config is not None)
         return self.load(config) if config is not None else None
@@ -217,13 +198,13 @@ class EngineClient(QObject):
         if not self._open and self._wants_another():
             self._drop_worker("", "")
             self.start()
-        self._last_config = config
+        self.config = config
         request = Request(LoadModel(_new_id(), config), self._cancel, self)
         request.progress.connect(self._on_loading)
         return self._accept(request)
 
     def unload(self) -> Request:
-        self._last_config = None
+        self.config = None
         return self._accept(Request(UnloadModel(_new_id()), self._cancel, self))
 
     def generate(
@@ -287,7 +268,7 @@ class EngineClient(QObject):
     def _accept(self, request: _R) -> _R:
         self._open[request.id] = request
         if self._worker is None or self._worker.is_stopping:
-            reason = self._last_error or self._why_none or self.tr("The engine is not running; start it first.")
+            reason = self.last_error or self._why_none or self.tr("The engine is not running; start it first.")
             # Deferred: the caller has not connected to the request yet.
             QTimer.singleShot(0, self, lambda: self._fail(request, reason))
         else:
@@ -381,8 +362,8 @@ class EngineClient(QObject):
     def _tell_damage(self, sentence: str) -> None:
         self._damage = sentence or self._damage  # told once only, and another worker may be starting meanwhile
         if self._damage and self._worker is None:
-            self._last_error = self._damage
-            self.state_changed.emit(self._state)
+            self.last_error = self._damage
+            self.state_changed.emit(self.state)
 
     def _drop_worker(self, error: str, reason: str) -> None:
         """Kill the worker, whatever it is doing."""
@@ -396,7 +377,7 @@ class EngineClient(QObject):
         self._ready = False
         self._outbox.clear()
         self._model = None
-        self._last_error = error
+        self.last_error = error
         ended = list(self._open.values())
         self._update_state()
         self._set_responding(True)
@@ -404,7 +385,7 @@ class EngineClient(QObject):
             self._fail(request, reason)
 
     def _on_responding(self, responding: bool) -> None:
-        self._last_error = (
+        self.last_error = (
             ""
             if responding
             else self.tr("The engine has not responded for {0} seconds: wait, or restart it.").format(
@@ -416,32 +397,32 @@ class EngineClient(QObject):
     @property
     def is_idle(self) -> bool:
         """Whether it is ready, and all that was asked of it is done."""
-        return self._state is EngineState.READY and not self._open
+        return self.state is EngineState.READY and not self._open
 
     @property
     def takes_chats(self) -> bool:
         """Whether a chat would be answered at once: beside others, and beside a job, but not while a model is loaded,
         freed or tuned."""
-        return self._state in (EngineState.READY, EngineState.BUSY) and all(
+        return self.state in (EngineState.READY, EngineState.BUSY) and all(
             isinstance(request.command, Generate | StartBatch | SampleBatch) for request in self._open.values()
         )
 
     def _set_responding(self, responding: bool) -> None:
-        if responding != self._responding:
-            self._responding = responding
+        if responding != self.is_responding:
+            self.is_responding = responding
             self.responding_changed.emit(responding)
 
     def _update_state(self) -> None:
         state = self._state_now()
-        if state != self._state:
-            self._state = state
+        if state != self.state:
+            self.state = state
             if state is not EngineState.LOADING:
                 self.loading_pace.note(None)
             self.state_changed.emit(state)
 
     def _state_now(self) -> EngineState:
         if self._worker is None:
-            return EngineState.DIED if self._last_error else EngineState.STOPPED
+            return EngineState.DIED if self.last_error else EngineState.STOPPED
         if not self._ready:
             return EngineState.STARTING
         if any(isinstance(request.command, LoadModel) for request in self._open.values()):

@@ -98,7 +98,7 @@ class Hub(QObject):
         self._judging = LatestTask(self, after_ms=_JUDGE_MS)
         self._looking = LatestTask(self)
         self._look: MachineLook | None = None
-        self._offers: tuple[Recommendation, ...] = ()
+        self.offers: tuple[Recommendation, ...] = ()
         self._opened_last: object = None
         self._device = ""
         self._download_free: int | None = None
@@ -110,13 +110,9 @@ class Hub(QObject):
         return self._look
 
     @property
-    def offers(self) -> tuple[Recommendation, ...]:
-        return self._offers
-
-    @property
     def recommendations(self) -> tuple[Recommendation, ...]:
         """Those to take first: the fastest, the best in balance, the best that fits."""
-        return tuple(one for role in ("fast", "balanced", "best") for one in self._offers if one.role == role)
+        return tuple(one for role in ("fast", "balanced", "best") for one in self.offers if one.role == role)
 
     def look_at_machine(self, device: str = "auto") -> None:
         """Looks at the machine, and what of the catalogue suits it, unless it has just done so; `looked` follows.
@@ -178,7 +174,7 @@ class Hub(QObject):
             self.opened.emit(so_far)
 
     def _on_looked(self, found: tuple[MachineLook, tuple[Recommendation, ...]]) -> None:
-        self._look, self._offers = found
+        self._look, self.offers = found
         self._fresh.start()
         self.looked.emit()
 

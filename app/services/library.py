@@ -62,12 +62,12 @@ class Library(QObject):
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._entries: tuple[LibraryEntry, ...] | None = None
-        self._problems: tuple[str, ...] = ()
+        self.problems: tuple[str, ...] = ()
         self._closing = threading.Event()
         self._listing = LatestTask(self)
         self._working = LatestTask(self)  # given its next function only when it is idle
         self._waiting: deque[tuple[Work, Doing]] = deque()
-        self._work: Work | None = None
+        self.work: Work | None = None
         self._so_far = (0, 0)
         self._cancelled = threading.Event()
         self._timer = timer(self, self._on_timer, PROGRESS_MS)
@@ -78,17 +78,9 @@ class Library(QObject):
         return self._entries or ()
 
     @property
-    def problems(self) -> tuple[str, ...]:
-        return self._problems
-
-    @property
     def was_listed(self) -> bool:
         """Whether `entries` says anything yet."""
         return self._entries is not None
-
-    @property
-    def work(self) -> Work | None:
-        return self._work
 
     def entry(self, name: str) -> LibraryEntry | None:
         return next((one for one in self.entries if name in (one.name, str(one.path))), None)
@@ -177,12 +169,12 @@ class Library(QObject):
 
     def _ask(self, kind: WorkKind, name: str, doing: Doing) -> None:
         self._waiting.append((Work(kind, name), doing))
-        if self._work is None:
+        if self.work is None:
             self._begin()
 
     def _begin(self) -> None:
-        self._work, doing = self._waiting.popleft()
-        work = self._work
+        self.work, doing = self._waiting.popleft()
+        work = self.work
         self._so_far = (0, 0)
         self._cancelled = cancelled = threading.Event()
 
@@ -205,7 +197,7 @@ class Library(QObject):
             raise error
 
     def _end(self, work: Work) -> None:
-        self._work = None
+        self.work = None
         self._timer.stop()
         if self._waiting:
             self._begin()
@@ -216,18 +208,18 @@ class Library(QObject):
 
     def _on_timer(self) -> None:
         done, total = self._so_far
-        if self._work is not None and (done, total) != (self._work.done, self._work.total):
-            self._work = replace(self._work, done=done, total=total)
+        if self.work is not None and (done, total) != (self.work.done, self.work.total):
+            self.work = replace(self.work, done=done, total=total)
             self.work_changed.emit()
 
     def _on_listed(self, listing: Listing) -> None:
-        self._entries, self._problems = listing.entries, listing.problems
+        self._entries, self.problems = listing.entries, listing.problems
         self.listed.emit()
 
     def _on_not_listed(self, error: Exception) -> None:
         if not isinstance(error, EngineError):
             raise error
-        self._entries, self._problems = (), (error.message,)
+        self._entries, self.problems = (), (error.message,)
         self.listed.emit()
 
 

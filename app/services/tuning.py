@@ -108,17 +108,12 @@ class Tuning(QObject):
         self.stage: Stage | None = None
         self._run: TuningRun | None = None
         self._device: str | None = None
-        self._cancelling = False
+        self.is_cancelling = False
         self._looking, self._recalling, self._keeping = LatestTask(self), LatestTask(self), TaskQueue(self)
 
     @property
     def is_running(self) -> bool:
         return self._run is not None
-
-    @property
-    def is_cancelling(self) -> bool:
-        """Whether the run was cancelled and has not ended yet."""
-        return self._cancelling
 
     @property
     def is_looking(self) -> bool:
@@ -134,7 +129,7 @@ class Tuning(QObject):
             return
         if self._client.state in (EngineState.STOPPED, EngineState.DIED):
             self._client.start()
-        self.stage, self._cancelling = None, False
+        self.stage, self.is_cancelling = None, False
         config = self._settings.engine(model)
         self._run = run = self._client.start_tuning(config, kind, until, measure_again=measure_again)
         run.progressed.connect(self._on_progressed)
@@ -146,8 +141,8 @@ class Tuning(QObject):
 
     def cancel(self) -> None:
         """Cancels the run at its next step; `ended` follows once the previous model is reloaded."""
-        if self._run is not None and not self._cancelling:
-            self._cancelling = True
+        if self._run is not None and not self.is_cancelling:
+            self.is_cancelling = True
             self._run.cancel()
 
     def recall(self, model: str) -> None:
@@ -193,7 +188,7 @@ class Tuning(QObject):
         self.look()
 
     def _on_finished(self, event: TuningFinished | Failed) -> None:
-        self._run, self.stage, self._cancelling = None, None, False
+        self._run, self.stage, self.is_cancelling = None, None, False
         self.ended.emit(event)
 
     def _on_looked(self, look: MachineLook) -> None:

@@ -109,7 +109,7 @@ class WorkerProcess(QObject):
         self._lines = LineReader()
         self._unread: deque[bytes] = deque()
         self._stray_lines = 0
-        self._ready = self._stopping = self._is_over = False
+        self._ready = self.is_stopping = self._is_over = False
         self._process = QProcess(self)
         environment = QProcessEnvironment.systemEnvironment()
         for name, value in variables.items():
@@ -130,10 +130,6 @@ class WorkerProcess(QObject):
     def pid(self) -> int:
         return int(self._process.processId())
 
-    @property
-    def is_stopping(self) -> bool:
-        return self._stopping
-
     def start(self) -> None:
         self._watchdog.start()
         self._process.start(self._command[0], self._command[1:])
@@ -144,9 +140,9 @@ class WorkerProcess(QObject):
 
     def shutdown(self) -> None:
         """Ask it to exit, and kill it after a timeout."""
-        if self._stopping:
+        if self.is_stopping:
             return
-        self._stopping = True
+        self.is_stopping = True
         self.send(Shutdown())
         self._process.closeWriteChannel()
         QTimer.singleShot(int(SHUTDOWN_S * 1000), self._process, self._process.kill)
@@ -204,7 +200,7 @@ class WorkerProcess(QObject):
         if not self._is_over:
             self._read(everything=True)  # its last messages still count
         if not self._is_over:
-            self._end("" if self._stopping else death_sentence(code, crashed=status == QProcess.ExitStatus.CrashExit))
+            self._end("" if self.is_stopping else death_sentence(code, crashed=status == QProcess.ExitStatus.CrashExit))
         self.deleteLater()
 
     def _on_error(self, error: QProcess.ProcessError) -> None:

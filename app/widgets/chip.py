@@ -39,13 +39,13 @@ class ElidedLabel(QLabel):
     def __init__(self, parent: QWidget | None = None, *, role: str = "", tone: str = "") -> None:
         super().__init__(parent)
         set_words(self, role, tone)
-        self._full = ""
+        self.full_text = ""
         self._tip = ""
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
 
     def set_full_text(self, text: str) -> None:
-        self._full = few_marks(" ".join(line.strip() for line in text.splitlines()))
-        self.setAccessibleName(self._full)
+        self.full_text = few_marks(" ".join(line.strip() for line in text.splitlines()))
+        self.setAccessibleName(self.full_text)
         self._fit()
         self.updateGeometry()
 
@@ -54,12 +54,8 @@ class ElidedLabel(QLabel):
         self._tip = tip
         self._fit()
 
-    @property
-    def full_text(self) -> str:
-        return self._full
-
     def sizeHint(self) -> QSize:
-        width = self.fontMetrics().horizontalAdvance(self._full) + 2
+        width = self.fontMetrics().horizontalAdvance(self.full_text) + 2
         return QSize(width, super().sizeHint().height())
 
     def minimumSizeHint(self) -> QSize:
@@ -72,10 +68,10 @@ class ElidedLabel(QLabel):
         self._fit()
 
     def _fit(self) -> None:
-        text = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, self.width())
+        text = self.fontMetrics().elidedText(self.full_text, Qt.TextElideMode.ElideRight, self.width())
         if text != self.text():
             self.setText(text)
-        self.setToolTip("\n".join(filter(None, ("" if text == self._full else self._full, self._tip))))
+        self.setToolTip("\n".join(filter(None, ("" if text == self.full_text else self.full_text, self._tip))))
 
 
 class Chip(QFrame):

@@ -61,15 +61,11 @@ class RecommendationList(QWidget):
         """`primary` is the role whose button is filled, if any."""
         super().__init__(parent)
         self._primary = primary
-        self._shown: tuple[RecommendationRow, ...] = ()
+        self.rows: tuple[RecommendationRow, ...] = ()
         self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
         self.unchecked.setContentsMargins(0, 8, 0, 0)
         self.unchecked.hide()
         self._column = vbox(self.unchecked, into=self, gap=0)
-
-    @property
-    def rows(self) -> tuple[RecommendationRow, ...]:
-        return self._shown
 
     def show_recommendations(
         self,
@@ -77,14 +73,14 @@ class RecommendationList(QWidget):
         bytes_per_s: float | None,
         presence: Mapping[str, Presence] | None = None,
     ) -> None:
-        if [row.recommendation for row in self._shown] != list(recommendations):
-            for old in self._shown:
+        if [row.recommendation for row in self.rows] != list(recommendations):
+            for old in self.rows:
                 self._column.removeWidget(old)
                 old.hide()
                 old.deleteLater()
-            self._shown = tuple(self._make(one, last=one is recommendations[-1]) for one in recommendations)
+            self.rows = tuple(self._make(one, last=one is recommendations[-1]) for one in recommendations)
         self.unchecked.setVisible(any("bytes" in one.entry.unchecked for one in recommendations))
-        for row in self._shown:
+        for row in self.rows:
             row.show_state(bytes_per_s, (presence or {}).get(row.recommendation.reference))
 
     def _make(self, recommendation: Recommendation, *, last: bool) -> RecommendationRow:

@@ -271,7 +271,7 @@ class HelpMark(QToolButton):
 
     def __init__(self, about: str, text: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._about, self._explanation = about, text
+        self._about, self.explanation = about, text
         self._bubble: HelpBubble | None = None
         self.setText("?")
         self.setProperty("kind", "help")
@@ -284,17 +284,13 @@ class HelpMark(QToolButton):
         self.clicked.connect(self.explain)
 
     @property
-    def explanation(self) -> str:
-        return self._explanation
-
-    @property
     def bubble(self) -> HelpBubble | None:
         return self._bubble if self._bubble is not None and self._bubble.isVisible() else None
 
     def explain(self) -> None:
         """Opens the explanation below; Esc, Enter, Space or a click anywhere closes it."""
         if self._bubble is None:
-            self._bubble = HelpBubble(self._about, self._explanation, self)
+            self._bubble = HelpBubble(self._about, self.explanation, self)
         self._bubble.open_below(self)
 
     def keyPressEvent(self, event: QKeyEvent) -> None:

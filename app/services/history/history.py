@@ -158,7 +158,7 @@ class RecordHistory:
     """At least the last `most` records, in whole chunks; read by time range."""
 
     def __init__(self, most: int, empty: Records) -> None:
-        self._most = most
+        self.most = most
         self._empty = empty
         self._pieces: deque[tuple[int, int, Records]] = deque()
         self._count = 0
@@ -167,19 +167,15 @@ class RecordHistory:
         return self._count
 
     @property
-    def most(self) -> int:
-        return self._most
-
-    @property
     def start_ns(self) -> int | None:
         return min((first for first, _, _ in self._pieces), default=None)
 
     def add(self, records: Records) -> None:
         """Add records without copying: the caller must not write to them any more."""
-        for piece in [records[at : at + self._most] for at in range(0, len(records), self._most)]:
+        for piece in [records[at : at + self.most] for at in range(0, len(records), self.most)]:
             self._pieces.append((int(piece["start_ns"].min()), int(piece["end_ns"].max()), piece))
             self._count += len(piece)
-        while len(self._pieces) > 1 and self._count - len(self._pieces[0][2]) >= self._most:
+        while len(self._pieces) > 1 and self._count - len(self._pieces[0][2]) >= self.most:
             self._count -= len(self._pieces.popleft()[2])
 
     def between(self, start_ns: int, end_ns: int) -> Records:
@@ -201,7 +197,7 @@ class RecordHistory:
         return joined_records(found[::-1]) if found else self._empty
 
     def copy(self) -> RecordHistory:
-        other = RecordHistory(self._most, self._empty)
+        other = RecordHistory(self.most, self._empty)
         other._pieces, other._count = self._pieces.copy(), self._count
         return other
 

@@ -147,7 +147,7 @@ class AnswerCard(Card):
 
     def __init__(self, page: QWidget, parent: QWidget | None = None) -> None:
         super().__init__(self.tr("Answers"), parent)
-        self._sampling = SamplingParams()
+        self.sampling = SamplingParams()
         self._filling = False
         self.max_tokens = SpinBox(self)
         self.max_tokens.setRange(1, _MOST_TOKENS)
@@ -163,7 +163,7 @@ class AnswerCard(Card):
         self.popover = SamplingPopover(page)
         self.popover.without_beams()
         self.popover.changed.connect(self._on_sampling)
-        self.more = push_button(self, self.tr("More sampling…"), lambda: self.popover.edit(self._sampling, self.more))
+        self.more = push_button(self, self.tr("More sampling…"), lambda: self.popover.edit(self.sampling, self.more))
         line = Flow(
             self._label(self.tr("Max"), self.max_tokens),
             self.max_tokens,
@@ -203,10 +203,6 @@ class AnswerCard(Card):
         self._show_kind()
 
     # --- values ---
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self._sampling
 
     def take(self, sampling: SamplingParams) -> None:
         """Answers as a chat does, but for beams."""
@@ -253,22 +249,22 @@ class AnswerCard(Card):
     def _on_edited(self) -> None:
         if self._filling:
             return
-        self._sampling = replace(
-            self._sampling, max_tokens=self.max_tokens.value(), temperature=round(self.temperature.value(), 4)
+        self.sampling = replace(
+            self.sampling, max_tokens=self.max_tokens.value(), temperature=round(self.temperature.value(), 4)
         )
         empty = not any(self.constraint())
         set_message(self.trouble, "" if empty else self.problem())
         self.changed.emit()
 
     def _on_sampling(self, sampling: SamplingParams | None) -> None:
-        self._sampling = sampling or self.popover.own
+        self.sampling = sampling or self.popover.own
         self._show_sampling()
         self.changed.emit()
 
     def _show_sampling(self) -> None:
         self._filling = True
-        self.max_tokens.setValue(self._sampling.max_tokens)
-        self.temperature.setValue(self._sampling.temperature)
+        self.max_tokens.setValue(self.sampling.max_tokens)
+        self.temperature.setValue(self.sampling.temperature)
         self._filling = False
 
     def _box(self, name: str, example: str) -> QPlainTextEdit:

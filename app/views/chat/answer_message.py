@@ -49,7 +49,7 @@ class AnswerMessage(QWidget):
         self._row = row
         self._phase: Phase | None = None
         self._engine_is_down = False
-        self._note_text = ""
+        self.note = ""
         self._matches: list[Match] = []
         self._looked_for = ""
         self.thought: Thought | None = None
@@ -71,7 +71,7 @@ class AnswerMessage(QWidget):
         self._branch = IconButton("branch", self.tr("Continue in a new chat"), lambda: self.acted.emit("branch"), self)
         self._edit = IconButton("edit", self.tr("Edit the answer"), self.start_editing, self)
         self._delete = IconButton("trash", self.tr("Delete the answer"), lambda: self.acted.emit("delete"), self)
-        self._editor: MessageEditor | None = None
+        self.editor: MessageEditor | None = None
         self._continue = push_button(
             self, self.tr("Continue"), lambda: self.acted.emit("continue"), kind="quiet", compact=True
         )
@@ -95,10 +95,6 @@ class AnswerMessage(QWidget):
     def figures(self) -> str:
         return self._figures.full_text
 
-    @property
-    def note(self) -> str:
-        return self._note_text
-
     def set_row(self, row: MessageRow) -> None:
         """Show this turn; text that was only appended is appended to the view."""
         self._row = row
@@ -107,7 +103,7 @@ class AnswerMessage(QWidget):
         self._show_calls(message)
         self._show_thought(message)
         self.body.show_growing(message.content, grows=streaming)
-        self.body.setVisible(bool(message.content) and self._editor is None)
+        self.body.setVisible(bool(message.content) and self.editor is None)
         self.sources.show_sources(() if streaming or not message.content else shown_sources(message))
         if not streaming:
             self._phase = None
@@ -120,13 +116,9 @@ class AnswerMessage(QWidget):
                 self.source_opened.emit(source)
                 return
 
-    @property
-    def editor(self) -> MessageEditor | None:
-        return self._editor
-
     def start_editing(self) -> None:
-        if self._editor is None:
-            editor = self._editor = MessageEditor(self._row.message.content, self.tr("Edit the answer"), self)
+        if self.editor is None:
+            editor = self.editor = MessageEditor(self._row.message.content, self.tr("Edit the answer"), self)
             editor.saved.connect(self._on_saved)
             editor.cancelled.connect(self.stop_editing)
             self.body.hide()
@@ -134,10 +126,10 @@ class AnswerMessage(QWidget):
             editor.box.setFocus()
 
     def stop_editing(self) -> None:
-        if self._editor is not None:
-            self._editor.hide()
-            self._editor.deleteLater()
-            self._editor = None
+        if self.editor is not None:
+            self.editor.hide()
+            self.editor.deleteLater()
+            self.editor = None
             self.set_row(self._row)
             self._edit.setFocus()
 
@@ -242,11 +234,11 @@ class AnswerMessage(QWidget):
         message = self._row.message
         streaming = message.state is MessageState.STREAMING
         waits_for_engine = streaming and self._engine_is_down
-        self._note_text = trouble_text(message)
+        self.note = trouble_text(message)
         if waits_for_engine:
-            self._note_text = self.tr("The engine is not running. Restart it to get your answer.")
-        self._note.setVisible(bool(self._note_text))
-        self._note_label.setText(self._note_text)
+            self.note = self.tr("The engine is not running. Restart it to get your answer.")
+        self._note.setVisible(bool(self.note))
+        self._note_label.setText(self.note)
         self._restart.setVisible(self._engine_is_down)
         is_full = ran_out(message)
         self._note_fold.setVisible(is_full)
@@ -265,7 +257,7 @@ class AnswerMessage(QWidget):
         self._branch.setVisible(ended)
         self._edit.setVisible(ended)
         self._delete.setVisible(not streaming)
-        self._again.setVisible(not streaming and (is_full or not self._note_text))
+        self._again.setVisible(not streaming and (is_full or not self.note))
         limit = message.stats is not None and message.stats.finish_reason == "length"
         is_cut = limit or is_full or message.reason_code == CANCELLED
         self._continue.setVisible(bool(message.content) and is_cut)

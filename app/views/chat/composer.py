@@ -119,10 +119,10 @@ class Composer(QFrame):
             chip.setMinimumWidth(LEAST_CHIP_PX)  # of a page that is not shown, which keeps the list of chats beside it
         self.meter = ContextMeter(self)
         self.send_button = push_button(self, do=self._on_button)
-        self._system = SystemPromptPopover(page)
-        self._system.changed.connect(self.system_prompt_changed)
-        self._sampling = SamplingPopover(page, presets)
-        self._sampling.changed.connect(self.sampling_changed)
+        self.system_popover = SystemPromptPopover(page)
+        self.system_popover.changed.connect(self.system_prompt_changed)
+        self.sampling_popover = SamplingPopover(page, presets)
+        self.sampling_popover.changed.connect(self.sampling_changed)
         if presets is not None:
             presets.changed.connect(self._on_presets)
         self._tools: list[IconButton] = [self.attach_button, self.tools_button]
@@ -150,14 +150,6 @@ class Composer(QFrame):
     def text(self) -> str:
         return self.box.toPlainText()
 
-    @property
-    def sampling_popover(self) -> SamplingPopover:
-        return self._sampling
-
-    @property
-    def system_popover(self) -> SystemPromptPopover:
-        return self._system
-
     def show_conversation(self, conversation: Conversation, *, with_draft: bool) -> None:
         """Show a chat's settings, and its draft if it has just been opened."""
         self._conversation = conversation
@@ -183,7 +175,7 @@ class Composer(QFrame):
 
     def set_model(self, model: ModelInfo | None) -> None:
         """The loaded model, whose own settings hold where a chat has none."""
-        self._sampling.set_model(model)
+        self.sampling_popover.set_model(model)
         if self._conversation is not None:
             self._show_sampling(self._conversation)
 
@@ -192,10 +184,10 @@ class Composer(QFrame):
             self._show_sampling(self._conversation)
 
     def _show_sampling(self, conversation: Conversation) -> None:
-        preset = self._sampling.name_of(conversation.sampling)
+        preset = self.sampling_popover.name_of(conversation.sampling)
         self.sampling_button.setText(preset)
         self.sampling_button.setAccessibleName(self.tr("Sampling: {0}").format(preset))
-        words = self._sampling.words_of(conversation.sampling)
+        words = self.sampling_popover.words_of(conversation.sampling)
         self.sampling_button.setToolTip(self.tr("How the next token is chosen: {0}").format(words))
         self._fit_meter()
 
@@ -328,11 +320,11 @@ class Composer(QFrame):
 
     def edit_system_prompt(self) -> None:
         if self._conversation is not None:
-            self._system.edit(self._conversation.system_prompt, self.system_button)
+            self.system_popover.edit(self._conversation.system_prompt, self.system_button)
 
     def edit_sampling(self) -> None:
         if self._conversation is not None:
-            self._sampling.edit(self._conversation.sampling, self.sampling_button)
+            self.sampling_popover.edit(self._conversation.sampling, self.sampling_button)
 
     def _chip(self, text: str) -> QPushButton:
         button = push_button(self, text, kind="chip")

@@ -57,18 +57,14 @@ class ContextMeter(QPushButton):
         self.setCursor(Qt.CursorShape.PointingHandCursor)
         use_tabular_figures(self)
         self._forms: tuple[str, ...] = ("",)
-        self._use: ContextUse | None = None
+        self.use: ContextUse | None = None
         self._mark = QIcon()
         self.setAccessibleName(self.tr("Context"))
         self.setMinimumWidth(LEAST_PX)
         self.hide()
 
-    @property
-    def use(self) -> ContextUse | None:
-        return self._use
-
     def show_use(self, use: ContextUse | None) -> None:
-        self._use = use
+        self.use = use
         if use is None:
             self._forms = ("",)
             self.setToolTip("")
@@ -98,11 +94,11 @@ class ContextMeter(QPushButton):
 
     @property
     def least_width(self) -> int:
-        return self._width_of(self._forms[-2]) if self._use is not None else 0
+        return self._width_of(self._forms[-2]) if self.use is not None else 0
 
     @property
     def _has_icon(self) -> bool:
-        return self._use is not None and self._use.level is not Level.FREE
+        return self.use is not None and self.use.level is not Level.FREE
 
     def _width_of(self, form: str, *, has_icon: bool = True) -> int:
         words = self.fontMetrics().size(Qt.TextFlag.TextShowMnemonic, form).width()  # as a button measures it

@@ -31,7 +31,7 @@ class FoldCard(QFrame):
         super().__init__(parent)
         self.setProperty("card", "true")
         self._row = row
-        self._editor: MessageEditor | None = None
+        self.editor: MessageEditor | None = None
         self._title = text_label(self, role="heading", wrap=True)
         head = hbox((IconMark("fold", "muted", 18, self), TOP), (self._title, 1))
         self.summary = WrappedLabel("", self)
@@ -59,10 +59,6 @@ class FoldCard(QFrame):
     def title(self) -> str:
         return self._title.text()
 
-    @property
-    def editor(self) -> MessageEditor | None:
-        return self._editor
-
     def set_row(self, row: MessageRow) -> None:
         self._row = row
         card = row.card
@@ -71,7 +67,7 @@ class FoldCard(QFrame):
         self._title.setText(self._heading(card))
         self.setAccessibleName(f"{self._title.text()}. {summary}")
         self.summary.setText(summary)
-        self.summary.setVisible(bool(summary) and self._editor is None)
+        self.summary.setVisible(bool(summary) and self.editor is None)
         self.note.setText(self._note(card))
         self.show_button.setText(self.tr("Hide the turns") if card.is_open else self.tr("Show the turns"))
         self.show_button.setVisible(card.turns > 0)
@@ -87,9 +83,9 @@ class FoldCard(QFrame):
 
     def start_editing(self) -> None:
         card = self._row.card
-        if self._editor is not None or card is None:
+        if self.editor is not None or card is None:
             return
-        editor = self._editor = MessageEditor(card.fold.summary, self.tr("Summary of the earlier turns"), self)
+        editor = self.editor = MessageEditor(card.fold.summary, self.tr("Summary of the earlier turns"), self)
         editor.saved.connect(self._on_saved)
         editor.cancelled.connect(self.stop_editing)
         self.summary.hide()
@@ -98,10 +94,10 @@ class FoldCard(QFrame):
         editor.box.setFocus()
 
     def stop_editing(self) -> None:
-        if self._editor is not None:
-            self._editor.hide()
-            self._editor.deleteLater()
-            self._editor = None
+        if self.editor is not None:
+            self.editor.hide()
+            self.editor.deleteLater()
+            self.editor = None
             self._actions.show()
             self.set_row(self._row)
             self.edit_button.setFocus()

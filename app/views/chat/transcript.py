@@ -66,7 +66,7 @@ class Transcript(QScrollArea):
         self._thumbnails = thumbnails
         self._turns: list[Turn] = []
         self._unbuilt: list[MessageRow] = []
-        self._at_end = True
+        self.is_at_end = True
         self._engine_is_down = False
         self.setWidgetResizable(True)
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
@@ -95,10 +95,6 @@ class Transcript(QScrollArea):
     # --- for the page ---
 
     @property
-    def is_at_end(self) -> bool:
-        return self._at_end
-
-    @property
     def turns(self) -> tuple[Turn, ...]:
         return tuple(self._turns)
 
@@ -117,7 +113,7 @@ class Transcript(QScrollArea):
                 turn.set_engine_down(down)
 
     def jump_to_end(self) -> None:
-        self._at_end, self._held = True, None
+        self.is_at_end, self._held = True, None
         bar = self.verticalScrollBar()
         bar.setValue(bar.maximum())
         self._show_jump()
@@ -126,7 +122,7 @@ class Transcript(QScrollArea):
         self.build_all()
         turn = self.turn(message_id)
         if turn is not None:
-            self._at_end = False
+            self.is_at_end = False
             QTimer.singleShot(0, turn, lambda: self.ensureWidgetVisible(turn, 0, 80))
 
     def built(self, message_id: str) -> Turn | None:
@@ -137,7 +133,7 @@ class Transcript(QScrollArea):
 
     def show_place(self, turn: Turn, place: QRect) -> None:
         """Scroll to a place in a turn, unless it is on screen, and stay there until people scroll."""
-        self._at_end, self._held = False, (turn, place)
+        self.is_at_end, self._held = False, (turn, place)
         self._column.place()
         self._show_held()
         self._show_jump()
@@ -167,7 +163,7 @@ class Transcript(QScrollArea):
         for turn in self._turns:
             self._discard(turn)
         self._turns.clear()
-        self._at_end = True
+        self.is_at_end = True
         self._unbuilt = list(self._model.rows)
         self._build_some()
         self._show_jump()
@@ -227,7 +223,7 @@ class Transcript(QScrollArea):
         self._put(number, turn)
 
     def _act_on(self, card: FoldCard, action: str) -> None:
-        self._at_end = False  # the card stays in view, whatever is shown below it
+        self.is_at_end = False  # the card stays in view, whatever is shown below it
         self.fold_acted.emit(card.message_id, action)
 
     def _put(self, number: int, turn: Turn) -> None:
@@ -245,16 +241,16 @@ class Transcript(QScrollArea):
     def _on_range(self, _least: int, most: int) -> None:
         if self._held is not None:
             self._show_held()
-        elif self._at_end:
+        elif self.is_at_end:
             self.verticalScrollBar().setValue(most)
         self._show_jump()
 
     def _on_scrolled(self, value: int) -> None:
-        self._at_end = value >= self.verticalScrollBar().maximum() - NEAR_END_PX
+        self.is_at_end = value >= self.verticalScrollBar().maximum() - NEAR_END_PX
         self._show_jump()
 
     def _show_jump(self) -> None:
-        self._jump.setVisible(not self._at_end)
+        self._jump.setVisible(not self.is_at_end)
         self._jump.move((self.viewport().width() - 32) // 2, self.viewport().height() - 44)
         self._jump.raise_()
 

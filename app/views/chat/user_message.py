@@ -42,7 +42,7 @@ class UserMessage(QWidget):
     def __init__(self, row: MessageRow, thumbnails: Thumbnails, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._row = row
-        self._editor: GrowingEdit | None = None
+        self.editor: GrowingEdit | None = None
         self._matches: list[tuple[int, int]] = []
         """Where what is looked for stands, and which of these is shown."""
         self._match: int | None = None
@@ -92,7 +92,7 @@ class UserMessage(QWidget):
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
         self._pictures.show_pictures(row.message.pictures)
         self.attachments.show_attachments(row.message.attachments)
-        self._text.setVisible(self._editor is None and self._has_text)
+        self._text.setVisible(self.editor is None and self._has_text)
         self._versions.show_version(row.version, row.versions)
         self._fit()
 
@@ -130,10 +130,10 @@ class UserMessage(QWidget):
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{text}</div>')
 
     def start_editing(self) -> None:
-        if self._editor is not None:
+        if self.editor is not None:
             return
         self._text.hide()
-        editor = self._editor = GrowingEdit(self._bubble)
+        editor = self.editor = GrowingEdit(self._bubble)
         editor.setAccessibleName(self.tr("Edit message"))
         editor.setPlainText(self._row.message.content)
         editor.selectAll()
@@ -154,18 +154,14 @@ class UserMessage(QWidget):
         editor.setFocus()
 
     def stop_editing(self) -> None:
-        if self._editor is not None:
-            self._editor.deleteLater()
-            self._editor = None
+        if self.editor is not None:
+            self.editor.deleteLater()
+            self.editor = None
             self._actions.deleteLater()
             self._text.setVisible(self._has_text)
             for button in self._buttons:
                 button.show()
             self._fit()
-
-    @property
-    def editor(self) -> GrowingEdit | None:
-        return self._editor
 
     def eventFilter(self, _watched: object, event: QEvent) -> bool:
         if isinstance(event, QKeyEvent) and event.key() == Qt.Key.Key_Escape:
@@ -197,8 +193,8 @@ class UserMessage(QWidget):
         return super().event(event)
 
     def _resend(self) -> None:
-        if self._editor is not None:
-            text = self._editor.toPlainText()
+        if self.editor is not None:
+            text = self.editor.toPlainText()
             if text.strip() or self._row.message.pictures or self._row.message.attachments:
                 self.stop_editing()
                 self.resent.emit(text)
@@ -209,8 +205,8 @@ class UserMessage(QWidget):
         return bool(message.content) or not (message.pictures or message.attachments)
 
     def _save(self) -> None:
-        if self._editor is not None:
-            text = self._editor.toPlainText()
+        if self.editor is not None:
+            text = self.editor.toPlainText()
             self.stop_editing()
             self.edited.emit(text)
 
@@ -222,7 +218,7 @@ class UserMessage(QWidget):
 
     def _fit(self) -> None:
         widest = scaled(BUBBLE_PX)
-        if self._editor is not None:
+        if self.editor is not None:
             width = min(widest, max(self.width() - EDIT_BESIDE_PX, 120))
             self._bubble.setFixedWidth(width)
             self._fit_pictures(width - 2 * PADDING.width())

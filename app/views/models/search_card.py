@@ -85,7 +85,7 @@ class OfferView(QWidget):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._offer: Recommendation | None = None
+        self.offer: Recommendation | None = None
         self.name = muted_label(self, role="heading")
         self.facts = muted_label(self)
         self.labels = Flow(parent=self)
@@ -96,7 +96,7 @@ class OfferView(QWidget):
         self.why = muted_label(self)
         self.figures = muted_label(self)
         self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
-        self.get = push_button(self, self.tr("Download"), lambda: self.wanted.emit(self._offer), kind="primary")
+        self.get = push_button(self, self.tr("Download"), lambda: self.wanted.emit(self.offer), kind="primary")
         self.files = push_button(self, self.tr("All files…"), self._ask_for_files)
         vbox(
             self.name,
@@ -112,15 +112,11 @@ class OfferView(QWidget):
             into=self,
         )
 
-    @property
-    def offer(self) -> Recommendation | None:
-        return self._offer
-
     def show_offer(self, offer: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> None:
         """Shows it; `bytes_per_s` is the line's measured speed, if it is known."""
         entry, speed = offer.entry, offer.speed
-        if offer != self._offer:
-            self._offer = offer
+        if offer != self.offer:
+            self.offer = offer
             self.name.setText(entry.name)
             self.facts.setText(offer_facts(offer))
             self.labels.clear()
@@ -140,8 +136,8 @@ class OfferView(QWidget):
         self.get.setVisible(speed is not None or presence is not None)
 
     def _ask_for_files(self) -> None:
-        if self._offer is not None:
-            self.files_wanted.emit(self._offer.reference.rpartition(":")[0])
+        if self.offer is not None:
+            self.files_wanted.emit(self.offer.reference.rpartition(":")[0])
 
 
 WIDE_EM = 92
@@ -175,7 +171,7 @@ class SearchCard(Card):
     def __init__(self, line: SearchLine, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Get a model"))
-        self._reference = ""
+        self.reference = ""
         self._page = ""
         self._offers: tuple[Recommendation, ...] = ()
         self._found: tuple[Found, ...] = ()
@@ -210,10 +206,6 @@ class SearchCard(Card):
         self.offer.hide()
         self.right.hide()
         self._show_rows()
-
-    @property
-    def reference(self) -> str:
-        return self._reference
 
     # --- the catalogue --------------------------------------------------------------------------------
 
@@ -329,14 +321,14 @@ class SearchCard(Card):
             self._open(row.id if row.hub == HUGGINGFACE else f"{row.hub}:{row.id}")
 
     def _open(self, reference: str) -> None:
-        if reference != self._reference or not self.fit.trouble.isHidden():
+        if reference != self.reference or not self.fit.trouble.isHidden():
             self.read_again(reference)
         self.offer.hide()
         self.right.show()
 
     def read_again(self, reference: str) -> None:
         """Reads a repository, also if it is shown already: a token may have opened it."""
-        self._reference = reference
+        self.reference = reference
         self.name.set_full_text(reference)
         self.facts.hide()
         self.open_page.hide()

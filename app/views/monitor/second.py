@@ -223,7 +223,7 @@ class SecondTimeline(Card):
     def __init__(self, first: TimelineView, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self._first = first
-        self._predicted: Predicted | None = None
+        self.predicted: Predicted | None = None
         self.view = TimelineView(self)
         self.view.setAccessibleName(self.tr("Second timeline"))
         close = push_button(self, self.tr("Close"), self._close, kind="quiet")
@@ -237,24 +237,20 @@ class SecondTimeline(Card):
         self.hide()
 
     def show_history(self, title: str, caption: str, history: History) -> None:
-        self._predicted = None
+        self.predicted = None
         self.said.hide()
         self._show(title, caption, history)
 
     def show_predicted(self, predicted: Predicted, measured_tokens_per_s: float | None) -> None:
-        self._predicted = predicted
+        self.predicted = predicted
         self.said.setText(assumptions(predicted))
         self.said.setAccessibleName(self.said.text())
         self.said.show()
         self._show(self.tr("Predicted"), speeds(predicted, measured_tokens_per_s), predicted.history)
 
-    @property
-    def predicted(self) -> Predicted | None:
-        return self._predicted
-
     def dismiss(self) -> None:
         self.hide()
-        self._predicted = None
+        self.predicted = None
         self.view.navigator.set_source(None, recorded=True)
 
     def _close(self) -> None:
@@ -275,8 +271,8 @@ class SecondTimeline(Card):
         if self.isHidden() or theirs is None or theirs.end_ns is None or mine.history is None:
             return
         viewport = replace(mine.viewport, span_ns=first.viewport.span_ns)
-        if self._predicted is not None:
-            start_ns = aligned_ns(theirs, first.viewport.start_ns, first.viewport.end_ns, self._predicted.steps_ns)
+        if self.predicted is not None:
+            start_ns = aligned_ns(theirs, first.viewport.start_ns, first.viewport.end_ns, self.predicted.steps_ns)
             mine.place(replace(viewport, start_ns=start_ns or 0.0))
             return
         end_ns = mine.history.end_ns or 0

@@ -194,7 +194,7 @@ class RaceCard(Card):
         self.set_heading(self.tr("Timed on the real engine"))
         self._table = table
         self._result: TuningResult | None = None
-        self._in_use = ""
+        self.in_use = ""
         self._is_saved = True
         self.empty = muted_label(
             self, self.tr("Nothing timed yet: “Tune” times the best plans and the current settings with real tokens.")
@@ -222,10 +222,6 @@ class RaceCard(Card):
         return self._result
 
     @property
-    def in_use(self) -> str:
-        return self._in_use
-
-    @property
     def has_offer(self) -> bool:
         """Whether the winning plan is not in use yet: its button is then the page's primary one."""
         return self.use.isVisibleTo(self)
@@ -239,7 +235,7 @@ class RaceCard(Card):
         self._show_table()
 
     def show_result(self, result: TuningResult, in_use: str, *, saved: bool = True) -> None:
-        self._result, self._in_use, self._is_saved = result, in_use, saved
+        self._result, self.in_use, self._is_saved = result, in_use, saved
         self._table.show_result(result)
         if not saved:
             self._table.show_winner("")
@@ -261,7 +257,7 @@ class RaceCard(Card):
         self._show_buttons()
 
     def show_in_use(self, name: str) -> None:
-        self._in_use, self._is_saved = name, True
+        self.in_use, self._is_saved = name, True
         if self._result is not None:
             set_message(self.warning, self._doubt(self._result))
         self._table.show_winner(name)
@@ -282,9 +278,9 @@ class RaceCard(Card):
     def _show_buttons(self) -> None:
         best = self._best()
         before = self._result.before if self._result is not None else None
-        self.use.setVisible(best is not None and self._in_use != best)
+        self.use.setVisible(best is not None and self.in_use != best)
         able = self._is_saved and before is not None and not before.problem and before.contestant.name != best
-        self.keep.setVisible(able and before is not None and self._in_use != before.contestant.name)
+        self.keep.setVisible(able and before is not None and self.in_use != before.contestant.name)
 
     def _doubt(self, result: TuningResult) -> str:
         if result.outrun and result.won is not None:

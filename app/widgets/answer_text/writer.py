@@ -101,7 +101,7 @@ class DocumentWriter(QObject):
         self._document = document
         self._style = style
         self._chars: dict[object, QTextCharFormat] = {}
-        self._shown: list[Segment] = []
+        self.shown: list[Segment] = []
         self._marks: list[_Mark] = []
         self._certain = 0  # segments known to match the target since the last update
         self.written_segments = 0
@@ -120,10 +120,6 @@ class DocumentWriter(QObject):
         if not document.isEmpty():
             self._end().insertBlock(QTextBlockFormat())
 
-    @property
-    def shown(self) -> Sequence[Segment]:
-        return self._shown
-
     def update(
         self, finished: Sequence[Segment], tail: Sequence[Segment], deadline: float, *, recheck: bool = False
     ) -> bool:
@@ -139,23 +135,23 @@ class DocumentWriter(QObject):
         def wanted(index: int) -> Segment:
             return finished[index] if index < len(finished) else tail[index - len(finished)]
 
-        same = min(self._certain, len(self._shown))
-        while same < min(len(self._shown), total) and self._shown[same] == wanted(same):
+        same = min(self._certain, len(self.shown))
+        while same < min(len(self.shown), total) and self.shown[same] == wanted(same):
             same += 1
-        self.changed_from = self._marks[same].start if same < len(self._shown) else self._end().position()
+        self.changed_from = self._marks[same].start if same < len(self.shown) else self._end().position()
         start = self._end().position()
         edit = QTextCursor(self._document)
         edit.beginEditBlock()
-        if same < len(self._shown):
-            if same + 1 < len(self._shown):
+        if same < len(self.shown):
+            if same + 1 < len(self.shown):
                 self._rewind(same + 1)
             if same == total or not self._grow(wanted(same)):
                 self._rewind(same)
         while True:
-            last = len(self._shown) - 1
-            if last >= 0 and isinstance(self._shown[last], CodeBlock):
-                self._colour(last, is_open=last >= len(finished) or self._shown[last] != wanted(last))
-            if last >= 0 and self._shown[last] != wanted(last):
+            last = len(self.shown) - 1
+            if last >= 0 and isinstance(self.shown[last], CodeBlock):
+                self._colour(last, is_open=last >= len(finished) or self.shown[last] != wanted(last))
+            if last >= 0 and self.shown[last] != wanted(last):
                 if not self._grow(wanted(last)):  # by the next lines of long code
                     self._rewind(last)
             elif last + 1 < total:
@@ -165,8 +161,8 @@ class DocumentWriter(QObject):
             if time.perf_counter() > deadline or self._end().position() - start > _CHARACTERS_AT_ONCE:
                 break
         edit.endEditBlock()
-        self._certain = min(len(finished), len(self._shown))
-        return len(self._shown) == total and (not total or self._shown[-1] == wanted(total - 1))
+        self._certain = min(len(finished), len(self.shown))
+        return len(self.shown) == total and (not total or self.shown[-1] == wanted(total - 1))
 
     def first_block(self, index: int) -> QTextBlock:
         """The first block of a segment that is shown, other than a table."""
@@ -174,7 +170,7 @@ class DocumentWriter(QObject):
 
     def end_of_text(self) -> QTextCursor:
         """Where the next character would be written."""
-        if not self._shown or not isinstance(self._shown[-1], TableBlock):
+        if not self.shown or not isinstance(self.shown[-1], TableBlock):
             return self._end()
         table = self._last_table()
         cells = [table.cellAt(table.rows() - 1, column) for column in range(table.columns())]
@@ -214,19 +210,19 @@ class DocumentWriter(QObject):
         cursor.setBlockFormat(mark.form)
         self.formulas.forget(mark.position)
         self.highlighter.forget(count)
-        del self._shown[count:], self._marks[count:]
+        del self.shown[count:], self._marks[count:]
         while self.codes and self.codes[-1] >= count:
             self.codes.pop()
 
     def _write(self, segment: Segment) -> None:
         cursor = self._end()
-        above = self._shown[-1] if self._shown else None
+        above = self.shown[-1] if self.shown else None
         self._marks.append(_Mark(cursor.position(), cursor.blockFormat()))
         self.written_segments += 1
         if isinstance(segment, CodeBlock):
             segment = _first_lines(segment, 0)
-            self.codes.append(len(self._shown))
-        self._shown.append(segment)
+            self.codes.append(len(self.shown))
+        self.shown.append(segment)
         gap = self._style.gap(above, segment)
         if self._marks[-1].position == 0:
             gap = 0
@@ -258,7 +254,7 @@ class DocumentWriter(QObject):
 
     def _grow(self, segment: Segment) -> bool:
         """Turns the last segment into this one, by writing from the first difference on, if that is possible."""
-        last, index = self._shown[-1], len(self._shown) - 1
+        last, index = self.shown[-1], len(self.shown) - 1
         if isinstance(segment, CodeBlock) and isinstance(last, CodeBlock):
             segment = _first_lines(segment, last.code.count("\n"))
             if (segment.language, segment.containers) != (last.language, last.containers):
@@ -279,7 +275,7 @@ class DocumentWriter(QObject):
         else:
             return False
         self.written_segments += 1
-        self._shown[index] = segment
+        self.shown[index] = segment
         return True
 
     def _block_format(self, segment: Segment, gap: int) -> QTextBlockFormat:
@@ -297,7 +293,7 @@ class DocumentWriter(QObject):
             form.setRightMargin(style.card_padding)
             form.setLineHeight(style.code_line_height, _FIXED)
             form.setLayoutDirection(Qt.LayoutDirection.LeftToRight)
-            form.setProperty(CODE, len(self._shown))
+            form.setProperty(CODE, len(self.shown))
             form.setProperty(LANGUAGE, segment.language or " ")  # PySide takes an empty text for a list
         elif isinstance(segment, RuleBlock):
             form.setLineHeight(9, _FIXED)
@@ -445,14 +441,14 @@ class DocumentWriter(QObject):
         self._write_lines(cursor, wanted[kept:])
 
     def _colour(self, index: int, *, is_open: bool) -> None:
-        code = self._shown[index]
+        code = self.shown[index]
         assert isinstance(code, CodeBlock)
         self.highlighter.show(index, self._marks[index].start, code.language, few_marks(code.code), is_open=is_open)
 
     # Tables
 
     def _write_table(self, cursor: QTextCursor, segment: TableBlock, gap: int) -> None:
-        if len(self._shown) == 1:
+        if len(self.shown) == 1:
             self._make_glue(cursor)
         form = QTextTableFormat()
         form.setBorder(0)

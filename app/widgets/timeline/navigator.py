@@ -99,8 +99,8 @@ class Navigator(QObject):
         super().__init__(parent)
         self._source: History | None = None
         self._still: History | None = None
-        self._preset_ns = 60_000_000_000
-        self._is_recorded = False
+        self.preset_ns = 60_000_000_000
+        self.is_recorded = False
         self.viewport = Viewport(0.0, 60e9, 100)
 
     @property
@@ -109,31 +109,21 @@ class Navigator(QObject):
 
     @property
     def is_live(self) -> bool:
-        return self._still is None and not self._is_recorded
+        return self._still is None and not self.is_recorded
 
     @property
     def zero_ns(self) -> float:
         """The origin of displayed times: now when live, the beginning of a recording."""
         history = self.history
-        moment = None if history is None else history.start_ns if self._is_recorded else history.end_ns
+        moment = None if history is None else history.start_ns if self.is_recorded else history.end_ns
         return float(moment) if moment is not None else self.viewport.end_ns
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether it is a recording, without a live end."""
-        return self._is_recorded
-
-    @property
-    def preset_ns(self) -> int:
-        """The chosen length, `WHOLE` for the whole session; -1 once zoomed."""
-        return self._preset_ns
 
     def set_source(self, history: History | None, *, recorded: bool) -> None:
         """Shows another history; a `recorded` one has no live end."""
         was_live = self.is_live
-        self._source, self._still, self._is_recorded = history, None, recorded
+        self._source, self._still, self.is_recorded = history, None, recorded
         if recorded:
-            self._preset_ns = WHOLE
+            self.preset_ns = WHOLE
             self._to_preset()
         else:
             self.follow()
@@ -146,13 +136,13 @@ class Navigator(QObject):
         self.follow()
 
     def set_preset(self, span_ns: int) -> None:
-        self._preset_ns = span_ns
+        self.preset_ns = span_ns
         self._to_preset()
         self.moved.emit()
 
     def follow(self) -> None:
         if self.is_live and self._source is not None:
-            if self._preset_ns == WHOLE:
+            if self.preset_ns == WHOLE:
                 self._to_preset()
             else:
                 self.viewport = self.viewport.ending_at(self._end_ns())
@@ -167,7 +157,7 @@ class Navigator(QObject):
         if self._still is not None:
             self._still = None
             self.live_changed.emit(True)
-        if self._is_recorded:
+        if self.is_recorded:
             self.viewport = self.viewport.ending_at(self._end_ns())
         self.follow()
         self.moved.emit()
@@ -185,21 +175,21 @@ class Navigator(QObject):
 
     def zoom(self, factor: float, anchor_ns: float | None = None) -> None:
         """Shows `factor` times as much time, around a moment; around the end while live."""
-        self._preset_ns = -1
+        self.preset_ns = -1
         anchor = self.viewport.end_ns if self.is_live or anchor_ns is None else anchor_ns
         self._move(self.viewport.zoomed(factor, anchor))
 
     def show(self, start_ns: float, end_ns: float) -> None:
         """Shows a range with some margin."""
         self.freeze()
-        self._preset_ns = -1
+        self.preset_ns = -1
         span = max((end_ns - start_ns) * 1.1, 1.0)
         viewport = replace(self.viewport, start_ns=start_ns - (span - (end_ns - start_ns)) / 2, span_ns=span)
         self._move(viewport.zoomed(1.0, viewport.start_ns + span / 2))
 
     def place(self, viewport: Viewport) -> None:
         """Sets exactly this range: for a view that follows another one."""
-        self._preset_ns = -1
+        self.preset_ns = -1
         self.viewport = viewport
         self.moved.emit()
 
@@ -213,9 +203,9 @@ class Navigator(QObject):
 
     def _to_preset(self) -> None:
         history = self.history
-        if self._preset_ns != WHOLE:
+        if self.preset_ns != WHOLE:
             end_ns = self.viewport.end_ns
-            viewport = replace(self.viewport, span_ns=float(self._preset_ns)).ending_at(end_ns)
+            viewport = replace(self.viewport, span_ns=float(self.preset_ns)).ending_at(end_ns)
             if history is not None and history.start_ns is not None and history.end_ns is not None:
                 viewport = viewport.within(history.start_ns, history.end_ns)
             self.viewport = viewport

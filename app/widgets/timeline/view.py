@@ -138,9 +138,9 @@ class TimelineView(Chart):
         self._lanes: list[Lane] = []
         self._drawn_revision = -1
         self._drawing_s = 0.0
-        self._cursor_ns: float | None = None
-        self._selection: tuple[float, float] | None = None
-        self._token: TokenPath | None = None
+        self.cursor_ns: float | None = None
+        self.selection: tuple[float, float] | None = None
+        self.token: TokenPath | None = None
         self._token_is_kept = False
         self._said = ""
         self._marks: dict[str, HelpMark] = {}
@@ -283,14 +283,14 @@ class TimelineView(Chart):
 
     def _place(self) -> None:
         """Puts the axis, and what follows the mouse, where they belong in time."""
-        viewport, token, cursor_ns = self.navigator.viewport, self._token, self._cursor_ns
+        viewport, token, cursor_ns = self.navigator.viewport, self.token, self.cursor_ns
         self.view.setXRange(self._seconds(viewport.start_ns), self._seconds(viewport.end_ns), padding=0)
         if cursor_ns is not None:
             self._crosshair.setPos(self._seconds(cursor_ns))
         self._crosshair.setVisible(cursor_ns is not None)
-        if self._selection is not None:
-            self._selected.setRegion(tuple(map(self._seconds, self._selection)))
-        self._selected.setVisible(self._selection is not None)
+        if self.selection is not None:
+            self._selected.setRegion(tuple(map(self._seconds, self.selection)))
+        self._selected.setVisible(self.selection is not None)
         if token is not None:
             self._around_token.setRegion((self._seconds(token.start_ns), self._seconds(token.end_ns)))
             areas = {lane: row.area for row in self.rows for lane in tracks_of(row.lane)}
@@ -350,8 +350,8 @@ class TimelineView(Chart):
 
     def _column_read(self) -> int:
         viewport = self.navigator.viewport
-        if self._cursor_ns is not None and viewport.start_ns <= self._cursor_ns <= viewport.end_ns:
-            return int((self._cursor_ns - viewport.edges()[0]) // viewport.column_ns)
+        if self.cursor_ns is not None and viewport.start_ns <= self.cursor_ns <= viewport.end_ns:
+            return int((self.cursor_ns - viewport.edges()[0]) // viewport.column_ns)
         return viewport.width - 1
 
     def text_at(self, at: QPointF) -> str:
@@ -365,9 +365,9 @@ class TimelineView(Chart):
         if not twice:
             self.clear_selection()
             self._find_token(at)
-            self._token_is_kept = self._token is not None
-        elif self._token is not None:
-            self.navigator.show(self._token.start_ns, self._token.end_ns)
+            self._token_is_kept = self.token is not None
+        elif self.token is not None:
+            self.navigator.show(self.token.start_ns, self.token.end_ns)
         else:
             self.navigator.zoom(0.25, self.navigator.viewport.at(at.x()))
 
@@ -393,34 +393,22 @@ class TimelineView(Chart):
 
     # --- crosshair, selection, token --------------------------------------------------------------
 
-    @property
-    def cursor_ns(self) -> float | None:
-        return self._cursor_ns
-
-    @property
-    def selection(self) -> tuple[float, float] | None:
-        return self._selection
-
-    @property
-    def token(self) -> TokenPath | None:
-        return self._token
-
     def set_cursor(self, at_ns: float | None) -> None:
-        if at_ns == self._cursor_ns:
+        if at_ns == self.cursor_ns:
             return
-        self._cursor_ns = at_ns
+        self.cursor_ns = at_ns
         self._names.show_rows(self.rows, self._column_read())
         self._place()
         self._say()
         self.pointed.emit(at_ns)
 
     def select(self, start_ns: float, end_ns: float) -> None:
-        self._selection = (start_ns, end_ns)
+        self.selection = (start_ns, end_ns)
         self._place()
         self._say()
 
     def clear_selection(self) -> None:
-        self._selection, self._token, self._token_is_kept = None, None, False
+        self.selection, self.token, self._token_is_kept = None, None, False
         self._place()
         self._say()
 
@@ -429,8 +417,8 @@ class TimelineView(Chart):
         if self.navigator.history is None:
             return
         viewport = self.navigator.viewport
-        at = self._token.end_ns if self._token is not None else viewport.end_ns
-        found = token_beside(self.navigator.history, at, direction if self._token is not None else -1)
+        at = self.token.end_ns if self.token is not None else viewport.end_ns
+        found = token_beside(self.navigator.history, at, direction if self.token is not None else -1)
         if found is not None:
             self.navigator.freeze()
             if found.end_ns > viewport.end_ns or found.start_ns < viewport.start_ns:
@@ -440,20 +428,20 @@ class TimelineView(Chart):
             self._set_token(found)
 
     def _set_token(self, token: TokenPath | None) -> None:
-        if token is not self._token:
-            self._token = token
+        if token is not self.token:
+            self.token = token
             self._place()
             self._say()
 
     def _say(self) -> None:
         history, text = self.navigator.history, ""
-        if history is not None and self._selection is not None:
-            text = averages_text(history, *self._selection)
-        elif self._token is not None:
-            text = self._token.text()
-        elif history is not None and self._cursor_ns is not None:
+        if history is not None and self.selection is not None:
+            text = averages_text(history, *self.selection)
+        elif self.token is not None:
+            text = self.token.text()
+        elif history is not None and self.cursor_ns is not None:
             column = self._column_read()
-            ago = duration(self._cursor_ns - self.navigator.zero_ns)
+            ago = duration(self.cursor_ns - self.navigator.zero_ns)
             parts = [
                 f"{lane_words(row.lane.title)} {said}"
                 for row in self.rows
