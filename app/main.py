@@ -33,7 +33,7 @@ from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
 from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
-from app.views.main_window import MainWindow
+from app.views.main_window.window import MainWindow
 from app.widgets.charts_ready import when_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from app.widgets.scaffold import vbox
@@ -318,7 +318,7 @@ def _connect_loading(
 
 
 def _batch(services: Services) -> Page:
-    from app.views.batch import BatchPage
+    from app.views.batch.page import BatchPage
 
     page = BatchPage(services.client, services.jobs, services.sample)
     page.add_strip(_strip_for(page, services))
@@ -326,7 +326,7 @@ def _batch(services: Services) -> Page:
 
 
 def _monitor(services: Services) -> Page:
-    from app.views.monitor import MonitorPage
+    from app.views.monitor.page import MonitorPage
 
     return MonitorPage(
         services.client, services.telemetry, services.settings, first_words=services.store.first_words_after
@@ -334,7 +334,7 @@ def _monitor(services: Services) -> Page:
 
 
 def _tune(services: Services) -> Page:
-    from app.views.tune import TunePage
+    from app.views.tune.page import TunePage
 
     page = TunePage(services.client, services.settings, services.tuning, services.jobs)
     services.tuning_outrun.noticed.connect(page.on_outrun)
@@ -343,7 +343,7 @@ def _tune(services: Services) -> Page:
 
 
 def _models(services: Services) -> Page:
-    from app.views.models import ModelsPage
+    from app.views.models.page import ModelsPage
 
     the = services
     page = ModelsPage(the.client, the.settings, the.library, the.downloads, the.hub, the.speeds)
@@ -354,7 +354,7 @@ def _models(services: Services) -> Page:
 
 def _settings(services: Services) -> Page:
     from app.services.updates import can_update
-    from app.views.settings import SettingsPage
+    from app.views.settings.page import SettingsPage
     from app.widgets.asking import before_loading
 
     updates = services.updates if can_update() else None

@@ -16,7 +16,7 @@ from PySide6.QtWidgets import QApplication, QScrollArea, QWidget
 
 from app.services.chat_store import Message, MessageState
 from app.views.chat.chat_view import ChatView
-from app.views.main_window import MainWindow
+from app.views.main_window.window import MainWindow
 from app.widgets.answer_text import AnswerView, import_parser
 from app.widgets.page import CHAT, MONITOR
 from app.widgets.scaffold import vbox

@@ -17,8 +17,7 @@ from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.background import LatestTask
 from app.services.batch_places import keys_for, on_each_node
-from app.services.engine_request import BatchRun, ChatAnswer, Request, TuningRun
-from app.services.loading_pace import LoadingPace
+from app.services.engine_request import BatchRun, ChatAnswer, LoadingPace, Request, TuningRun
 from app.services.worker_process import WorkerProcess, engine_damage, is_packaged
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.chat import Tool

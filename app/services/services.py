@@ -10,9 +10,9 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
+from app.services.installation import StarterDownload
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
-from app.services.starter_download import StarterDownload
 from app.services.telemetry_hub import TelemetryHub
 from app.services.token_counter import TokenCounter
 from app.services.tuning_outrun import HardwareChange, TuningOutrun

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QProgressBar, QWidget
 
-from app.services.starter_download import StarterDownload
+from app.services.installation import StarterDownload
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import muted_label, push_button, set_message, vbox
 from engine.common.settings import STARTER

@@ -15,7 +15,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.models.jobs import JOB_ROLE, JobListModel
+from app.models.batch_rows import JOB_ROLE, JobListModel
 from app.services.batch_job import RESUMABLE, JobEntry, JobState
 from app.theme import ColourName, scaled, themed
 from app.views.batch.phrases import state_text

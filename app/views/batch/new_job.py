@@ -12,10 +12,9 @@ from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
-from app.services.batch_forecast import BatchForecasts
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_places import has_ray, offered_endpoints
-from app.services.batch_sample import BatchSample, SampleRate
+from app.services.batch_sample import BatchForecasts, BatchSample, SampleRate
 from app.services.engine_client import EngineClient
 from app.views.batch.answer_card import AnswerCard, SampleCard
 from app.views.batch.input_card import InputCard, OutputCard

@@ -22,7 +22,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.icons import IconMark
-from app.models.jobs import JobListModel
+from app.models.batch_rows import JobListModel
 from app.services.batch_input import can_be_read
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_jobs import BatchJobs

@@ -12,8 +12,7 @@ from app.services.chat_store import Attachment
 from app.services.documents import Documents
 from app.services.engine_client import EngineClient
 from app.services.library import Library
-from app.services.pictures import Pictures, Prepared, Source, is_picture, too_many
-from app.services.thumbnails import size_of, tokens_of
+from app.services.pictures import Pictures, Prepared, Source, is_picture, size_of, tokens_of, too_many
 from app.services.token_counter import TokenCounter
 from app.views.chat.composer import Composer
 from app.views.chat.phrases import no_documents_text, picture_text, text_only_text, translate

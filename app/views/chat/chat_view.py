@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QObject, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -28,21 +28,17 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.kept import SavedPresets, SavedPrompts
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
-from app.services.pictures import sources_in
+from app.services.pictures import Thumbnails, sources_in
 from app.services.settings import Settings
-from app.services.thumbnails import Thumbnails
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
 from app.views.chat.attaching import Attaching
-from app.views.chat.close_guard import UnsavedTextGuard
 from app.views.chat.composer import Composer
 from app.views.chat.context_room import ContextRoom
-from app.views.chat.conversation_panel import ConversationPanel
+from app.views.chat.conversation_panel import ConversationPanel, Folders
 from app.views.chat.empty_chat import BatchHint, EmptyChat
 from app.views.chat.find_bar import FindBar, FindInChat
-from app.views.chat.folders import Folders
 from app.views.chat.message_edits import MessageEdits
-from app.views.chat.message_tools import MessageTools
 from app.views.chat.model_picker import ModelPicker
 from app.views.chat.phrases import (
     found_words,
@@ -54,6 +50,7 @@ from app.views.chat.phrases import (
     unseen_text,
 )
 from app.views.chat.presenter import ChatPresenter
+from app.views.chat.prompt_popover import MessageTools
 from app.views.chat.source_row import PassageDialog
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
@@ -74,6 +71,46 @@ if TYPE_CHECKING:
     from app.services.tools import Tools
     from app.views.chat.chat_transfer import ChatTransfer
     from app.views.chat.side_by_side import SideBySide
+
+
+class UnsavedTextGuard(QObject):
+    def __init__(self, store: ChatStore, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._store = store
+        self._window: QWidget | None = None
+        self._trouble = ""
+        store.trouble.connect(self._on_trouble)
+
+    def watch(self, window: QWidget) -> None:
+        if window is not self._window:
+            if self._window is not None:
+                self._window.removeEventFilter(self)
+            self._window = window
+            window.installEventFilter(self)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        if watched is self._window and event.type() == QEvent.Type.Close and self._trouble and self._store.unsaved:
+            if not self.ask():
+                event.ignore()
+                return True
+            self._trouble = ""  # ask only once
+        return False
+
+    def ask(self) -> bool:
+        box = QMessageBox(self._window)
+        box.setIcon(QMessageBox.Icon.Warning)
+        box.setText(self.tr("The latest messages are not saved."))
+        box.setInformativeText(self._trouble + " " + self.tr("If you close the window now, they are lost."))
+        stay = box.addButton(self.tr("Keep the window open"), QMessageBox.ButtonRole.RejectRole)
+        leave = box.addButton(self.tr("Close and lose them"), QMessageBox.ButtonRole.DestructiveRole)
+        box.setDefaultButton(stay)
+        box.setEscapeButton(stay)
+        box.exec()
+        return box.clickedButton() is leave
+
+    def _on_trouble(self, sentence: str) -> None:
+        self._trouble = sentence
+
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""

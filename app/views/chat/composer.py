@@ -8,15 +8,14 @@ from PySide6.QtCore import QEvent, QPoint, QSize, Qt, Signal
 from PySide6.QtWidgets import QFrame, QMenu, QPushButton, QWidget
 
 from app.icons import IconButton, icon
-from app.models.context_use import ContextUse
+from app.models.conversation import ContextUse
 from app.services.chat_store import Attachment, Conversation
 from app.services.kept import SavedPresets
-from app.services.thumbnails import Thumbnails
+from app.services.pictures import Thumbnails
 from app.theme import set_look
-from app.views.chat.attachment_row import AttachmentRow, Shelf
+from app.views.chat.attachment_row import AttachmentRow, PictureRow, Shelf
 from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
-from app.views.chat.picture_row import PictureRow
 from app.widgets.popover import Popover
 from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import STRETCH, add_items, hbox, push_button, text_label, vbox

@@ -10,7 +10,7 @@ from PySide6.QtGui import QIcon
 from PySide6.QtWidgets import QGridLayout, QLabel, QProgressBar, QPushButton, QWidget
 
 from app.icons import icon
-from app.models.context_use import ContextUse, Level
+from app.models.conversation import ContextUse, Level
 from app.theme import set_look, use_tabular_figures
 from app.widgets.fields import Slider, SpinBox
 from app.widgets.popover import Popover

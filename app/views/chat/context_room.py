@@ -9,16 +9,16 @@ from PySide6.QtCore import QObject, Qt, Signal
 from PySide6.QtWidgets import QFrame, QProgressBar, QPushButton, QWidget
 
 from app.icons import IconMark
-from app.models.context_use import KEPT_SHARE, ContextUse, Level, turns_to_fold
+from app.models.conversation import KEPT_SHARE, ContextUse, Level, turns_to_fold
 from app.services.chat_store import Attachment, Message, MessageState
 from app.services.chat_store.records import digest_of
 from app.services.documents import given_tokens
 from app.services.engine_client import EngineClient
 from app.services.folding import Folding, Wish, summary_tokens
 from app.services.library import Library
+from app.services.pictures import tokens_of
 from app.services.sampling_presets import ANSWER_TOKENS
 from app.services.settings import Settings
-from app.services.thumbnails import tokens_of
 from app.services.token_counter import TokenCounter
 from app.theme import set_look
 from app.views.chat.composer import Composer

@@ -36,8 +36,8 @@ from PySide6.QtWidgets import (
 from app.models.library import ROW_ROLE, LibraryTable, ModelRow
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import LoadingPace
 from app.services.library import Library
-from app.services.loading_pace import LoadingPace
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import Settings
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed

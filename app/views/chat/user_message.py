@@ -11,11 +11,10 @@ from PySide6.QtWidgets import QFrame, QWidget
 
 from app.icons import IconButton
 from app.models.conversation import MessageRow
-from app.services.thumbnails import Thumbnails
+from app.services.pictures import Thumbnails
 from app.theme import scaled
-from app.views.chat.attachment_row import AttachmentRow
+from app.views.chat.attachment_row import AttachmentRow, PictureRow
 from app.views.chat.growing_edit import GrowingEdit
-from app.views.chat.picture_row import PictureRow
 from app.views.chat.thought import VersionSwitch
 from app.widgets.answer_text.style import MOST_MATCHES, mark_format
 from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox

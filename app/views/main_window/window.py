@@ -21,9 +21,9 @@ from PySide6.QtWidgets import (
 
 from app.icons import logo
 from app.services.background import LatestTask
-from app.services.diagnosis import Diagnosis
 from app.services.engine_client import EngineState
 from app.services.engine_part import is_needed
+from app.services.installation import Diagnosis
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.sidebar import Sidebar

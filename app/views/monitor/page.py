@@ -31,8 +31,7 @@ from app.services.session_library import (
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import scaled
-from app.views.monitor.engine_cards import EngineCards
-from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.engine_cards import EngineCards, ExpertCard
 from app.views.monitor.second import PredictButton, SecondTimeline
 from app.views.monitor.summary import SummaryCard
 from app.views.monitor.timeline_card import TimelineCard

@@ -27,11 +27,10 @@ from app.services.tools import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
 from app.views.settings.card import SettingsCard
-from app.views.settings.computing import ComputingCard
-from app.views.settings.few_rows import AboutCard, KeptCard, ModelCard, UpdatesCard
+from app.views.settings.few_rows import AboutCard, ComputingCard, KeptCard, ModelCard, UpdatesCard
 from app.views.settings.hub import HubCard
 from app.views.settings.other_programs import OtherProgramsCard
-from app.views.settings.servers import ServersCard
+from app.views.settings.server_dialog import ServersCard
 from app.views.settings.tools import ToolsCard
 from app.widgets.page import TUNE, Page
 from app.widgets.scaffold import (

@@ -14,8 +14,7 @@ from app.services.background import timer
 from app.theme import themed
 from app.widgets.chart import Chart
 from app.widgets.scaffold import MARK_PX, HelpMark
-from app.widgets.timeline.axes import GutterLabel, LaneAxis, TimeAxis
-from app.widgets.timeline.blocks import path_through
+from app.widgets.timeline.blocks import TokenPath, averages_text, path_through, token_at, token_beside
 from app.widgets.timeline.keys import FAINT_ALPHA, PAN, faded, key_pressed
 from app.widgets.timeline.lanes import LaneData, lane_help, lane_words, lanes_of, read_lane, reading, tracks_of
 from app.widgets.timeline.navigator import BEHIND_NS, Navigator, duration
@@ -23,8 +22,11 @@ from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
     LANE_GAP_PX,
     RIGHT_PX,
+    GutterLabel,
+    LaneAxis,
     LaneRow,
     LanesItem,
+    TimeAxis,
     axis_font,
     draw_rows,
     lane_areas,
@@ -32,7 +34,6 @@ from app.widgets.timeline.picture import (
     read_rows,
     sizes_for,
 )
-from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
 from engine.common.lanes import Lane
 
 _EMPTY_PX = 233

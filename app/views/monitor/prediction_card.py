@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.cache_figures import policies, sound
 from app.theme import set_look, use_tabular_figures
-from app.views.monitor.cache.cache_card import policy_name, policy_tip, predictor_name, tier_name
+from app.views.monitor.cache_card import policy_name, policy_tip, predictor_name, tier_name
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label
