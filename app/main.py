@@ -27,10 +27,9 @@ from app.icons import logo
 from app.languages import Languages, missing_words
 from app.services.background import timer
 from app.services.crash_reports import CrashReports, close_window_log, open_window_log
-from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
+from app.services.data_folder import Claim, SingleInstance, holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
-from app.services.single_instance import Claim, SingleInstance
 from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
 from app.views.main_window.window import MainWindow

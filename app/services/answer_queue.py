@@ -16,7 +16,7 @@ from app.services.chat_store import AnswerStats, Attachment, ChatStore, Fold, Me
 from app.services.chat_store.records import clean_text
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
-from app.services.sampling_presets import THINKING_TOKENS, own_sampling
+from app.services.kept import THINKING_TOKENS, own_sampling
 from engine.common.chat import Picture, Role, Tool, ToolCall, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode

@@ -12,7 +12,7 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import Fold, Message
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
-from app.services.sampling_presets import THINKING_TOKENS, own_sampling
+from app.services.kept import THINKING_TOKENS, own_sampling
 from engine.common.config import SamplingParams
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
 from engine.remote.endpoint import RemoteModel

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from app.services.engine_part import EnginePart
     from app.services.hub import Hub
     from app.services.kept import SavedPresets, SavedPrompts
-    from app.services.library import Library
-    from app.services.model_speeds import ModelSpeeds
+    from app.services.library import Library, ModelSpeeds
     from app.services.tools import Tools
     from app.services.tuning import SpeedTest, Tuning
     from app.services.updates import Updates
@@ -145,7 +144,7 @@ class Services:
 
     @cached_property
     def speeds(self) -> ModelSpeeds:
-        from app.services.model_speeds import ModelSpeeds
+        from app.services.library import ModelSpeeds
 
         return ModelSpeeds(self.settings)
 

@@ -20,7 +20,7 @@ from app.theme import scaled
 from app.widgets.asking import ask_path
 from app.widgets.chip import ElidedLabel
 from app.widgets.downloads_card import DownloadsCard, FolderChoice, ask_token_of, before_cancelling, download_words
-from app.widgets.fit_words import Presence
+from app.widgets.fit_table import Presence
 from app.widgets.flow_layout import Flow
 from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.quantities import count, file_size, memory

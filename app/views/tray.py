@@ -22,8 +22,8 @@ from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.theme import scaled
 from app.widgets.answer_text import AnswerView
+from app.widgets.fields import TextBox
 from app.widgets.scaffold import STRETCH, WrappedLabel, hbox, push_button, vbox
-from app.widgets.text_box import TextBox
 from engine.remote.endpoint import called, is_remote
 
 SIZE = QSize(460, 132)

@@ -29,7 +29,7 @@ from PySide6.QtSvg import QSvgGenerator
 from PySide6.QtWidgets import QGraphicsGridLayout, QGraphicsSceneWheelEvent, QGraphicsView, QToolTip, QWidget
 
 from app.theme import colours, themed
-from app.widgets.small_font import small_font
+from app.widgets.chip import small_font
 
 pg.setConfigOptions(antialias=True, mouseRateLimit=0)
 

@@ -36,8 +36,10 @@ from app.services.downloads import FOLDER_KEY
 from app.services.settings import Settings
 from app.theme import themed
 from app.widgets.asking import ask
+from app.widgets.chip import draw_elided, small_font
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
+from app.widgets.page import native, note_keys
 from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number, percent
 from app.widgets.scaffold import (
     Card,
@@ -51,8 +53,6 @@ from app.widgets.scaffold import (
     text_label,
     warning_label,
 )
-from app.widgets.shortcuts import native, note_keys
-from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common.errors import ErrorCode
 from engine.common.paths import models_dir

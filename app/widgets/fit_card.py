@@ -9,8 +9,7 @@ from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.widgets.fields import Slider
-from app.widgets.fit_table import FitTable
-from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars, picture_words
+from app.widgets.fit_table import TOO_LARGE, FitTable, Presence, files_words, first_token_words, fit_bars, picture_words
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import SEPARATOR, count, memory
 from app.widgets.scaffold import STRETCH, muted_label, push_button, set_message, text_label, vbox, warning_label

@@ -10,7 +10,7 @@ from PySide6.QtGui import QColor, QFocusEvent, QFont, QFontMetricsF, QHelpEvent,
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.theme import tabular, themed
-from app.widgets.small_font import small_font
+from app.widgets.chip import small_font
 
 Part = Literal["gpu", "cpu", "ram", "disk"]
 PARTS: tuple[Part, ...] = ("gpu", "cpu", "ram", "disk")

@@ -12,7 +12,7 @@ from app.models.cache_figures import NO_FORECAST, CacheForecast
 from app.theme import themed
 from app.widgets.chart import Axis, Chart, Legend, hit_colour
 from app.widgets.quantities import memory, number
-from app.widgets.timeline.keys import faded
+from app.widgets.timeline.navigator import faded
 from engine.telemetry.messages import TierReport
 
 _GRAB_PX = 12.0

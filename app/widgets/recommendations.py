@@ -9,8 +9,7 @@ from PySide6.QtGui import QPainter, QPaintEvent
 from PySide6.QtWidgets import QFrame, QPushButton, QSizePolicy, QWidget
 
 from app.theme import set_look
-from app.widgets.fit_table import draw_verdict_mark
-from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
+from app.widgets.fit_table import Presence, draw_verdict_mark, range_words, speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, duration, file_size
 from app.widgets.scaffold import MIDDLE, add_items, hbox, muted_label, push_button, text_label, vbox
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, Recommendation

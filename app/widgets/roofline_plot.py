@@ -14,9 +14,9 @@ from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import ColourName, themed
 from app.widgets.chart import Axis, Chart, Legend
+from app.widgets.chip import small_font
 from app.widgets.quantities import arithmetic, figures, rate
-from app.widgets.small_font import small_font
-from app.widgets.timeline.keys import faded
+from app.widgets.timeline.navigator import faded
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
 
 _POINT_PX, _NEAR_PX = 10, 18

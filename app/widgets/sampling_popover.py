@@ -10,12 +10,11 @@ from typing import Any
 from PySide6.QtCore import QCoreApplication, QEvent, QObject, Signal
 from PySide6.QtWidgets import QAbstractSpinBox, QGridLayout, QLabel, QPushButton, QWidget
 
-from app.services.kept import SavedPresets
-from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
+from app.services.kept import Preset, SavedPresets, own_sampling, preset_of, suggests_nothing
 from app.theme import scaled
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
-from app.widgets.popover import GAP, Popover
+from app.widgets.page import GAP, Popover
 from app.widgets.quantities import number
 from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label
 from app.widgets.setting_controls import SettingControls, SettingValues, setting_words

@@ -42,9 +42,9 @@ from app.theme import ThemeController
 from app.views.batch.page import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView
 from app.views.chat.side_by_side import SideBySide
-from app.views.chat.source_row import PassageDialog
 from app.views.chat.thought import Thought
 from app.views.chat.transcript import FoldCard
 from app.views.main_window.window import MainWindow, ShortcutsDialog

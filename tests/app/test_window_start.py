@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.services.single_instance import LOCK_NAME
+from app.services.data_folder import LOCK_NAME
 from app.startup_report import QUIT_VARIABLE, REPORT_VARIABLE
 from engine.common.paths import data_dir, log_dir, python_module
 

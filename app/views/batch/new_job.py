@@ -16,11 +16,9 @@ from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_places import has_ray, offered_endpoints
 from app.services.batch_sample import BatchForecasts, BatchSample, SampleRate
 from app.services.engine_client import EngineClient
-from app.views.batch.answer_card import AnswerCard, SampleCard
-from app.views.batch.input_card import InputCard, OutputCard
+from app.views.batch.answer_card import AnswerCard, SampleCard, TemplateCard
+from app.views.batch.input_card import InputCard, OutputCard, PlacesCard
 from app.views.batch.phrases import plan_text, sample_text, sampled_text
-from app.views.batch.places_card import PlacesCard
-from app.views.batch.template_card import TemplateCard
 from app.widgets.page import BatchDraft
 from app.widgets.scaffold import Card, PageBody, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled

@@ -35,11 +35,10 @@ from app.views.batch.new_job import NewJob
 from app.views.batch.phrases import job_text, translate
 from app.widgets.asking import ask, ask_path, ask_paths, before_loading
 from app.widgets.banner import Banner, Toast
-from app.widgets.page import BatchDraft, Page
+from app.widgets.fields import dropped_model
+from app.widgets.page import BatchDraft, Page, add_shortcut
 from app.widgets.quantities import count
 from app.widgets.scaffold import CENTRE, STRETCH, PageBody, hbox, push_button, text_label, vbox
-from app.widgets.shortcuts import add_shortcut
-from app.widgets.text_box import dropped_model
 from engine.batch_files.opening import INPUT_SUFFIXES
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode

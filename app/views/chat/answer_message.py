@@ -16,8 +16,8 @@ from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import Message, MessageState, Step, ToolUse
 from app.services.chat_store.records import shown_sources
 from app.theme import scaled, use_tabular_figures
+from app.views.chat.attachment_row import SourceRow, source_words
 from app.views.chat.phrases import phase_text, ran_out, stats_text, trouble_text
-from app.views.chat.source_row import SourceRow, source_words
 from app.views.chat.thought import MessageEditor, Thought, VersionSwitch
 from app.widgets.answer_text import AnswerView
 from app.widgets.answer_text.view import Match

@@ -26,13 +26,13 @@ from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.kept import SavedPresets, SavedPrompts
-from app.services.library import Library
-from app.services.model_speeds import ModelSpeeds
+from app.services.library import Library, ModelSpeeds
 from app.services.pictures import Thumbnails, sources_in
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
 from app.views.chat.attaching import Attaching
+from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.composer import Composer
 from app.views.chat.context_room import ContextRoom
 from app.views.chat.conversation_panel import ConversationPanel, Folders
@@ -51,17 +51,15 @@ from app.views.chat.phrases import (
 )
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.prompt_popover import MessageTools
-from app.views.chat.source_row import PassageDialog
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.answer_text import import_parser
 from app.widgets.asking import ask
 from app.widgets.banner import Banner, Toast
-from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
+from app.widgets.fields import dropped_model
+from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page, add_shortcut, note_keys
 from app.widgets.quantities import percent
 from app.widgets.scaffold import CENTRE, hbox, set_message, text_label, vbox
-from app.widgets.shortcuts import add_shortcut, note_keys
-from app.widgets.text_box import dropped_model
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.common.settings import STARTER

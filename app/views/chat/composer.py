@@ -16,10 +16,10 @@ from app.theme import set_look
 from app.views.chat.attachment_row import AttachmentRow, PictureRow, Shelf
 from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
-from app.widgets.popover import Popover
+from app.widgets.fields import TextBox
+from app.widgets.page import Popover
 from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import STRETCH, add_items, hbox, push_button, text_label, vbox
-from app.widgets.text_box import TextBox
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 

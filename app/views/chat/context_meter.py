@@ -13,7 +13,7 @@ from app.icons import icon
 from app.models.conversation import ContextUse, Level
 from app.theme import set_look, use_tabular_figures
 from app.widgets.fields import Slider, SpinBox
-from app.widgets.popover import Popover
+from app.widgets.page import Popover
 from app.widgets.quantities import count, memory, percent
 from app.widgets.scaffold import LEFT, add_items, push_button, text_label
 from engine.common.config import LEAST_CONTEXT

@@ -15,9 +15,9 @@ from app.services.chat_store.records import digest_of
 from app.services.documents import given_tokens
 from app.services.engine_client import EngineClient
 from app.services.folding import Folding, Wish, summary_tokens
+from app.services.kept import ANSWER_TOKENS
 from app.services.library import Library
 from app.services.pictures import tokens_of
-from app.services.sampling_presets import ANSWER_TOKENS
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
 from app.theme import set_look

@@ -6,7 +6,7 @@ from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QFocusEvent, QKeyEvent, QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.widgets.text_box import TextBox
+from app.widgets.fields import TextBox
 
 MOST_LINES = 10
 LARGEST_SHARE = 0.25

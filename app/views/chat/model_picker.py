@@ -37,16 +37,14 @@ from app.models.library import ROW_ROLE, LibraryTable, ModelRow
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import LoadingPace
-from app.services.library import Library
-from app.services.model_speeds import ModelSpeeds
+from app.services.library import Library, ModelSpeeds
 from app.services.settings import Settings
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
 from app.widgets.flow_layout import Flow
-from app.widgets.popover import Popover
+from app.widgets.page import Popover, note_keys
 from app.widgets.quantities import SEPARATOR, duration, file_size
 from app.widgets.scaffold import add_items, hbox, line_edit, push_button, text_label, vbox
-from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
 

@@ -23,11 +23,9 @@ from app.services.kept import Named, SavedPrompts, fill, name_for, variables
 from app.theme import scaled
 from app.views.chat.composer import Composer
 from app.views.chat.presenter import ChatPresenter
-from app.widgets.page import BatchDraft
-from app.widgets.popover import Popover
+from app.widgets.fields import TextBox
+from app.widgets.page import BatchDraft, Popover, note_keys
 from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label, vbox
-from app.widgets.shortcuts import note_keys
-from app.widgets.text_box import TextBox
 
 WIDTH_PX = 440
 MOST_ROWS = 6

@@ -18,18 +18,16 @@ from app.services.answer_queue import Phase
 from app.services.chat_store import Message, MessageState
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
-from app.services.kept import SavedPresets
+from app.services.kept import Preset, SavedPresets
 from app.services.library import Library
-from app.services.sampling_presets import Preset
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.presenter import ChatPresenter, Way
 from app.views.chat.turn_column import TurnColumn
-from app.widgets.fields import ComboBox
+from app.widgets.fields import ComboBox, TextBox
+from app.widgets.page import add_shortcut
 from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import RIGHT, WrappedLabel, hbox, push_button, set_message, vbox
-from app.widgets.shortcuts import add_shortcut
-from app.widgets.text_box import TextBox
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, is_remote, remote_name

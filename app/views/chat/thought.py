@@ -16,8 +16,8 @@ from app.theme import Theme, colours, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.phrases import thought_text
 from app.widgets.answer_text import AnswerView
+from app.widgets.fields import TextBox
 from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
-from app.widgets.text_box import TextBox
 
 
 class _LongEdit(GrowingEdit):

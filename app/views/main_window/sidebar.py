@@ -12,9 +12,8 @@ from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
 from app.icons import IconMark, icon
 from app.theme import BODY_PX, body_px
 from app.views.main_window.machine_footer import MachineFooter
-from app.widgets.page import MODELS, PageEntry
+from app.widgets.page import MODELS, PageEntry, add_shortcut
 from app.widgets.scaffold import LEFT, STRETCH, add_items, hbox, push_button, text_label, vbox
-from app.widgets.shortcuts import add_shortcut
 
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download

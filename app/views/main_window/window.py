@@ -30,11 +30,22 @@ from app.views.main_window.sidebar import Sidebar
 from app.widgets.asking import ask_where_to_report
 from app.widgets.banner import Banner, BannerStack, Kind
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
-from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
+from app.widgets.fields import dropped_model, model_at
+from app.widgets.page import (
+    BATCH,
+    CHAT,
+    FIRST_RUN,
+    MODELS,
+    TUNE,
+    BatchDraft,
+    Key,
+    Page,
+    PageEntry,
+    add_shortcut,
+    keys_of,
+)
 from app.widgets.quantities import figures
 from app.widgets.scaffold import TOP, PageHeader, hbox, text_label, vbox
-from app.widgets.shortcuts import Key, add_shortcut, keys_of
-from app.widgets.text_box import dropped_model, model_at
 from engine.common.settings import STARTER
 from engine.remote.endpoint import is_remote
 

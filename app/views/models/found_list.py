@@ -17,9 +17,9 @@ from PySide6.QtWidgets import (
 from app.models.headed_table import ROW_ROLE, HeadedTable
 from app.theme import ColourName, scaled, themed
 from app.views.models.phrases import badges, found_text, found_words, offer_line, offer_text
+from app.widgets.chip import draw_elided, draw_pills, pills_width, small_font
 from app.widgets.fit_table import draw_verdict_mark
 from app.widgets.quantities import translate
-from app.widgets.small_font import draw_elided, draw_pills, pills_width, small_font
 from engine.checkpoint.hub import Found
 from engine.tuning.fit import Recommendation
 

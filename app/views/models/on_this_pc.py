@@ -35,13 +35,12 @@ from app.views.models.phrases import (
     work_words,
 )
 from app.widgets.asking import ask_path
-from app.widgets.chip import ElidedLabel
+from app.widgets.chip import ElidedLabel, draw_pills, pills_width, small_font
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
+from app.widgets.page import native, note_keys
 from app.widgets.quantities import SEPARATOR, file_size
 from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, set_message, vbox, warning_label
-from app.widgets.shortcuts import native, note_keys
-from app.widgets.small_font import draw_pills, pills_width, small_font
 from app.widgets.text_table import TextTable
 from engine.checkpoint.library import LibraryEntry
 from engine.checkpoint.model_directories import add_model_folder, drop_model_folder, model_folders

@@ -18,8 +18,7 @@ from PySide6.QtWidgets import QWidget
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
 from app.services.hub import Hub, RepositoryAnswer, Trouble
-from app.services.library import Library, Work
-from app.services.model_speeds import ModelSpeeds
+from app.services.library import Library, ModelSpeeds, Work
 from app.services.settings import Settings
 from app.views.models.on_this_pc import FoldersDialog, OnThisPcCard
 from app.views.models.phrases import ended_words
@@ -27,13 +26,12 @@ from app.views.models.search_card import SearchCard, SearchLine, page_of
 from app.widgets.asking import ask, ask_model, ask_path
 from app.widgets.banner import Banner, Toast
 from app.widgets.downloads_card import DownloadsCard, FolderChoice, TokenDialog, ask_token_of, before_cancelling
-from app.widgets.fit_words import Presence
-from app.widgets.page import Page
+from app.widgets.fields import dropped_model
+from app.widgets.fit_table import Presence
+from app.widgets.page import Page, add_shortcut
 from app.widgets.quantities import file_size
 from app.widgets.scaffold import PageBody, PageHeader, push_button
-from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
-from app.widgets.text_box import dropped_model
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.library import LibraryEntry

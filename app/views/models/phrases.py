@@ -8,7 +8,7 @@ from PySide6.QtCore import QCoreApplication, QDateTime, QLocale
 
 from app.models.library import Column, ModelRow
 from app.services.library import Work
-from app.widgets.fit_words import speed_words, verdict_words
+from app.widgets.fit_table import speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, count, figures, file_size, number, percent, rough
 from app.widgets.recommendations import role_words
 from engine.checkpoint.hub import Found

@@ -16,7 +16,7 @@ from app.views.models.phrases import ability_words, offer_facts
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.fit_card import FitCardView
-from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
+from app.widgets.fit_table import Presence, range_words, speed_words, verdict_words
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, translate
 from app.widgets.recommendations import VerdictMark, figures_words, role_words, show_presence

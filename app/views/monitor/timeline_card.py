@@ -15,10 +15,10 @@ from PySide6.QtWidgets import (
 from app.services.history.gauges import Floats
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
+from app.widgets.page import note_keys
 from app.widgets.scaffold import hbox, push_button, text_label, vbox
-from app.widgets.shortcuts import note_keys
-from app.widgets.timeline.keys import timeline_keys
 from app.widgets.timeline.lanes import LaneData, amount_text, lane_words
+from app.widgets.timeline.navigator import timeline_keys
 from app.widgets.timeline.view import TimelineView
 from engine.common.lanes import Lane
 

@@ -18,6 +18,7 @@ from app.engine_words import said
 from app.services.tools import Tools
 from app.theme import scaled
 from app.views.settings.card import SettingsCard
+from app.widgets.fields import TextBox
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import (
     TOP,
@@ -30,7 +31,6 @@ from app.widgets.scaffold import (
     set_message,
     vbox,
 )
-from app.widgets.text_box import TextBox
 from engine.tools.built_in import BUILT_IN
 from engine.tools.rounds import Outcome
 from engine.tools.servers import ServerError, ToolServer, server_of, servers_of

@@ -18,10 +18,9 @@ from app.views.tune.phrases import plan_summary, speed_headline, speed_range
 from app.views.tune.run_following import MakingRoom, RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
-from app.widgets.page import MODELS, Page
+from app.widgets.page import MODELS, Page, add_shortcut
 from app.widgets.quantities import memory
 from app.widgets.scaffold import PageBody, PageHeader, push_button
-from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
 from engine.planner.plan_parts import Plan, TierBytes, total_held

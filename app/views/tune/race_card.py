@@ -17,6 +17,7 @@ from PySide6.QtWidgets import (
 from app.models.headed_table import ROW_ROLE
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
 from app.theme import tabular, themed
+from app.widgets.chip import small_font
 from app.widgets.quantities import figures, number
 from app.widgets.scaffold import (
     STRETCH,
@@ -29,7 +30,6 @@ from app.widgets.scaffold import (
     text_label,
     warning_label,
 )
-from app.widgets.small_font import small_font
 from app.widgets.text_table import show_whole_rows
 from engine.tuning.report import verdict
 from engine.tuning.result import TuningResult

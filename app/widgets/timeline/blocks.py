@@ -11,9 +11,8 @@ from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPainterPath,
 from app.services.history.history import History, PhaseRun
 from app.theme import themed
 from app.widgets.quantities import nearest_percent, number
-from app.widgets.timeline.keys import faded, text_on
 from app.widgets.timeline.lanes import doing_words, track_name
-from app.widgets.timeline.navigator import Viewport, duration
+from app.widgets.timeline.navigator import Viewport, duration, faded, text_on
 from engine.common.lanes import WORK
 from engine.telemetry.analysis import OTHER, critical_path, range_averages, token_ticks
 from engine.telemetry.lanes import (

@@ -29,9 +29,8 @@ from app.widgets.chart import Axis
 from app.widgets.quantities import number
 from app.widgets.scaffold import MARK_PX
 from app.widgets.timeline.blocks import bars, draw_blocks, draw_phases, fits, span_label
-from app.widgets.timeline.keys import faded, text_on
 from app.widgets.timeline.lanes import LaneData, lane_titles, lane_words, read_lane, reading, tracks_of
-from app.widgets.timeline.navigator import Viewport
+from app.widgets.timeline.navigator import Viewport, faded, text_on
 from app.widgets.timeline.plots import draw_lane
 from engine.common.lanes import Lane
 from engine.telemetry.lanes import CPU_ATTENTION, ELSEWHERE, JOB, QUEUED, READING, WRITTEN_ELSEWHERE

@@ -11,8 +11,8 @@ from PySide6.QtCore import QPointF, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QImage, QPaintEngine, QPainter, QPen, QPolygonF
 
 from app.services.history.gauges import Floats
-from app.widgets.timeline.keys import FILL_ALPHA, expert_colours, faded
 from app.widgets.timeline.lanes import LaneData
+from app.widgets.timeline.navigator import FILL_ALPHA, expert_colours, faded
 from engine.common.lanes import Lane
 
 Shares = NDArray[np.float32]

@@ -15,9 +15,8 @@ from app.theme import themed
 from app.widgets.chart import Chart
 from app.widgets.scaffold import MARK_PX, HelpMark
 from app.widgets.timeline.blocks import TokenPath, averages_text, path_through, token_at, token_beside
-from app.widgets.timeline.keys import FAINT_ALPHA, PAN, faded, key_pressed
 from app.widgets.timeline.lanes import LaneData, lane_help, lane_words, lanes_of, read_lane, reading, tracks_of
-from app.widgets.timeline.navigator import BEHIND_NS, Navigator, duration
+from app.widgets.timeline.navigator import BEHIND_NS, FAINT_ALPHA, PAN, Navigator, duration, faded, key_pressed
 from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
     LANE_GAP_PX,
