@@ -119,7 +119,6 @@ class Languages(QObject):
 
     @property
     def missing(self) -> str:
-        """The system's language, by its own name, if there is no translation into it; else empty."""
         return self._system.nativeLanguageName() if language_for(self._system) is None else ""
 
     def set_choice(self, choice: str) -> None:
@@ -154,6 +153,5 @@ class Languages(QObject):
 
 
 def missing_words(language: str) -> str:
-    """Why the window is in English, for people whose system speaks another language, by its own name."""
     text = translate("Languages", "Switchyard does not speak {0} yet, so it is in English. Settings has its languages.")
     return text.format(language)

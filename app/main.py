@@ -170,8 +170,6 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
 
 
 def speak_as_set(languages: Languages, settings: Settings, window: MainWindow) -> None:
-    """Has the window say everything in another language as soon as people choose one."""
-
     def choose(key: str) -> None:
         if key == "language":  # later: what it was chosen with is replaced, too
             QTimer.singleShot(0, window, lambda: languages.set_choice(settings.language))
@@ -303,7 +301,6 @@ def _connect_picker(picker: ModelPicker, page: Page, services: Services) -> None
 def _connect_loading(
     load_wanted: SignalInstance, unload_wanted: SignalInstance, page: Page, services: Services
 ) -> Callable[[object], None]:
-    """Loads and unloads models when a page wants it, after asking if a job runs; returns what loads one."""
     from app.widgets.asking import before_loading
 
     start = services.model_start
@@ -409,7 +406,6 @@ def _report_if_asked(window: MainWindow) -> None:
 
 
 def _claim_data_folder(files: Sequence[str] = ()) -> SingleInstance | int:
-    """The claim to the data folder, or the exit code if the program cannot start."""
     from app.views import data_folder_start as dialogs  # rarely needed
 
     if dialogs.chosen_folder_is_missing() and not dialogs.ask_about_missing_folder():

@@ -29,8 +29,6 @@ _TOKENS = 4000
 
 
 class MonitorReport(QObject):
-    """Writes the figures after `2 * seconds` of decoding, and quits."""
-
     def __init__(self, window: MainWindow, path: Path, seconds: float) -> None:
         super().__init__(window)
         self._window, self._path, self._seconds = window, path, seconds
@@ -130,8 +128,6 @@ _QUESTION = "Write a long story about a railway yard, with a table of its tracks
 
 
 class StreamingReport(QObject):
-    """Sends prompts until `TOKENS` have streamed, writes the figures and quits."""
-
     def __init__(self, window: MainWindow, path: Path) -> None:
         super().__init__(window)
         chat = window.page(CHAT)
@@ -185,7 +181,6 @@ class StreamingReport(QObject):
 
 
 def update_times_ms(tokens: int = REPLAYED_TOKENS) -> list[float]:
-    """How long the GUI's thread is busy with each token of a long answer: parsing, writing, layout and painting."""
     text = "".join(_SECTION.format(n=n) for n in range(tokens * _TOKEN // len(_SECTION) + 1))
     import_parser()
     area = QScrollArea()

@@ -179,7 +179,6 @@ def style_sheet(theme: Theme, font_px: int, dpi: float = 96.0) -> str:
 
 
 def palette(theme: Theme) -> QPalette:
-    """The same colours for what the style sheet does not reach: selections, links, placeholders, native dialogs."""
     result = QPalette()
     role = QPalette.ColorRole
     for name, colour in {
@@ -210,7 +209,6 @@ def palette(theme: Theme) -> QPalette:
 
 
 def load_fonts() -> None:
-    """Registers the bundled Inter with Qt.  If a file is missing, the platform's font is used instead."""
     if FAMILY not in QFontDatabase.families():
         for path in sorted((resources_dir() / "fonts").glob("*.otf")):
             QFontDatabase.addApplicationFont(str(path))
@@ -237,8 +235,6 @@ def set_look(widget: QWidget, name: str, value: str) -> None:
 
 
 class _TabularFigures(QObject):
-    """Sets tabular digits again whenever a new style sheet has reset the widget's font."""
-
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
         if event.type() == QEvent.Type.StyleChange and isinstance(watched, QWidget):
             watched.setFont(tabular(watched.font()))
@@ -260,8 +256,6 @@ class PlainTextStyle(QProxyStyle):
 
 
 class ThemeController(QObject):
-    """Chooses the theme, applies it to the application, and follows the system while the choice is `system`."""
-
     def __init__(self, choice: Choice = "system", font_px: int = BODY_PX, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._choice: Choice = choice

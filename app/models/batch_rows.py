@@ -67,7 +67,6 @@ class AnsweredRowsModel(HeadedTable):
         self._beginning = ""
 
     def set_beginning(self, text: str) -> None:
-        """Sets the prefix that all prompts share: it is left out where a prompt is shown as one line."""
         self._beginning = text if len(one_line(text)) >= LEAST_LEFT_OUT else ""
 
     def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
@@ -111,7 +110,6 @@ class AnsweredRowsModel(HeadedTable):
 
     @property
     def last_row(self) -> int:
-        """Index in the input of the row at the end; -1 if there is none."""
         return self._rows[-1].row if self._rows else -1
 
 

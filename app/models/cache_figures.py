@@ -97,7 +97,6 @@ class CacheForecast:
     gains_nothing: bool = False
 
     def hit_rate_at(self, slots: float) -> float | None:
-        """Expected with this many experts; None while no curve is known."""
         return float(np.interp(slots, self.slots, self.hit_rates)) if len(self.slots) else None
 
     def tokens_per_s_at(self, slots: float) -> float | None:
@@ -191,7 +190,6 @@ def hit_rate(tier: TierReport) -> float | None:
 
 
 def policies(tier: TierReport) -> tuple[PolicyRate, ...]:
-    """The active policy and its shadows, best first; -1 for one that was not simulated."""
     known = {each.name: each for each in tier.shadows}
     own = known.get(tier.policy, PolicyRate(tier.policy, tier.recent_hit_rate))
     others = [each for each in tier.shadows if each.name != tier.policy]

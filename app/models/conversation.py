@@ -37,7 +37,6 @@ class ContextUse:
 
     @property
     def level(self) -> Level:
-        """OVER: a prompt of that length cannot be read."""
         if self.used >= self.limit:
             return Level.OVER
         return Level.FULL if self.share >= FULL_SHARE else Level.NEAR if self.share >= NEAR_SHARE else Level.FREE
@@ -91,8 +90,6 @@ class MessageRow:
 
 
 class ConversationModel(QAbstractListModel):
-    """Rows of one conversation.  `ROW_ROLE` gives a `MessageRow`; independent of the store and the engine."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self.conversation: Conversation | None = None
@@ -119,7 +116,6 @@ class ConversationModel(QAbstractListModel):
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Those of the visible path that are not folded."""
         if self._pictures is None:
             sent = (row for row in self._rows if row.card is None and not row.is_folded)
             self._pictures = tuple(picture for row in sent for picture in row.message.pictures)
@@ -176,7 +172,6 @@ class ConversationModel(QAbstractListModel):
         return chosen
 
     def show_folded(self, shown: bool) -> None:
-        """Show the turns that the card stands for, or the card alone."""
         if shown != self.shows_folded:
             self.shows_folded = shown
             self.refresh()

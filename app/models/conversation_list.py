@@ -188,7 +188,6 @@ class ConversationListModel(QAbstractListModel):
 
     @property
     def kept(self) -> tuple[Conversation, ...]:
-        """All that are stored, shown or not."""
         return tuple(each for each in self.known if not self.is_scratch(each.id))
 
     def first(self) -> Conversation | None:

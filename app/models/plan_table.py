@@ -33,8 +33,6 @@ class PlanRow:
 
 
 class PlanTable(HeadedTable):
-    """Rows in the order they are timed; fastest first once there is a result."""
-
     MOST = ROW_ROLE + 1
 
     def __init__(self, parent: QObject | None = None) -> None:

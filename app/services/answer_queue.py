@@ -60,8 +60,6 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stage, with its progress (0 to 1, None if unknown) or the token rate."""
-
     stage: Stage
     fraction: float | None = None
     tokens_per_s: float = 0.0
@@ -521,7 +519,6 @@ class AnswerQueue(QObject):
         turn.answer = replace(turn.answer, steps=(*before, step))
 
     def _go_on(self, turn: _Turn) -> None:
-        """Shows where the calls are; once all have ended the model reads what they returned."""
         if self._calling.get(turn.answer.id) is not turn:
             return
         states = {use.state for use in turn.uses}

@@ -105,7 +105,6 @@ class ApiServer(QObject):
 
     @property
     def beside(self) -> Beside:
-        """The model that programs asked for by name, beside the window's."""
         return self._beside
 
     @property
@@ -133,12 +132,10 @@ class ApiServer(QObject):
         self._keys.ask(_new_key, self._on_key)
 
     def look_for_key(self) -> None:
-        """Finds the key, or makes the first one, if one is needed and it is not known yet."""
         if self._settings.serves != "pc" and not self._key and not self._keys.is_busy:
             self._keys.ask(_kept_key, self._on_key)
 
     def free_others(self) -> None:
-        """Frees the model beside the window's, unless it is answering."""
         self._tell(FreeOthers())
 
     def make_room(self, then: Callable[[], None]) -> None:
@@ -177,7 +174,6 @@ class ApiServer(QObject):
         self._apply()
 
     def _apply(self) -> None:
-        """Has a server as the settings want it: one with other settings ends first."""
         settings = self._settings
         wanted: Listen | None = None
         if settings.serves_others:

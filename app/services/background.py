@@ -37,8 +37,6 @@ class _Job:
 
 
 class _Background(QObject):
-    """One thread at a time; results are delivered on this object's thread, and dropped once it is deleted."""
-
     _ended = Signal(object, object, object)
 
     def __init__(self, parent: QObject | None = None) -> None:
@@ -144,8 +142,6 @@ class LatestTask(_Background):
 
 
 class TaskQueue(_Background):
-    """Runs all functions, one at a time, in order."""
-
     def add(
         self,
         function: Callable[[], T],

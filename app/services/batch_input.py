@@ -96,7 +96,6 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
 
 
 def _image_column(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """The first column of which most cells are named like pictures."""
     for name in columns:
         cells = [as_text(row.fields.get(name)).strip()[:4096] for row in rows]
         named = sum(cell.lower().endswith(SUFFIXES) or cell[:11].lower() == "data:image/" for cell in cells)

@@ -43,7 +43,6 @@ class JobAnswers:
         self._next = -1
 
     def page(self, after: int, *, ended: Ended = "any", limit: int = PAGE_ROWS) -> list[BatchRow]:
-        """The answers after `row`, with shortened texts."""
         with self._lock:
             answers = read_answers(self._entry.journal, after=after, limit=limit, ended=ended)
             return [_row(answer, self._prompt(answer.row), _MOST_CHARACTERS) for answer in answers]

@@ -84,7 +84,6 @@ class BatchJobs(QObject):
 
     @property
     def running(self) -> list[JobEntry]:
-        """The jobs that the engine works on, in the order in which they began."""
         return [self._entries[key] for key in self._runs]
 
     def list_again(self) -> None:
@@ -143,7 +142,6 @@ class BatchJobs(QObject):
         self._end_by_wish(key, JobState.STOPPED)
 
     def move(self, key: str, places: int) -> None:
-        """Moves a waiting job this many places down the queue, or up if negative."""
         if key in self._turns:
             place = self._turns.index(key)
             self._turns.remove(key)
@@ -151,7 +149,6 @@ class BatchJobs(QObject):
             self._update_turns()
 
     def remove(self, key: str) -> None:
-        """Removes a job from the list, keeping its answers until `empty_bin`; its result file is not touched."""
         entry = self._entries[key]
         if entry.state not in UNDER_WAY and entry.state is not JobState.ELSEWHERE:
             self._bin[key] = self._entries.pop(key)
@@ -189,7 +186,6 @@ class BatchJobs(QObject):
         self.start_more()
 
     def close_down(self) -> None:
-        """Saves the state; jobs are listed as paused at the next start."""
         self._watch.stop()
         self.empty_bin()
         for task in (self._saving, self._listing, self._discarding):
@@ -216,7 +212,6 @@ class BatchJobs(QObject):
                 self._put(replace(entry, beside_jobs=others), to_file=False)
 
     def _can_start(self, key: str) -> bool:
-        """Whether a waiting job may start now: one that needs this PC's model takes one of the places there."""
         state, needs_model = self._client.state, self._entries[key].needs_model
         if self._entries[key].job.ray and self._client.config is None:
             return False  # nobody has said which model

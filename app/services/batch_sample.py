@@ -41,7 +41,6 @@ class BatchForecasts(QObject):
         self._task = LatestTask(self, after_ms=_DEBOUNCE_MS)
 
     def ask(self, question: ForecastQuestion) -> None:
-        """Forecasts after a short delay, so that typing asks only once; the same question is not answered twice."""
         if question != self._asked:
             self._asked = question
             answered = self.answered.emit

@@ -103,14 +103,12 @@ class ChatFiles(QObject):
         self._doing.add(lambda: self._import(some, cancel.is_set), self.imported.emit, self._on_failed)
 
     def export(self, conversation_ids: Sequence[str], path: Path) -> None:
-        """Writes one chat in the format of the path's suffix, or all of them to a .zip: `exported` or `failed`."""
         ids, cancel = tuple(conversation_ids), self._begin()
         self._doing.add(lambda: self._export(ids, path, cancel.is_set), self.exported.emit, self._on_failed)
 
     def with_chat(
         self, conversation_id: str, do: Callable[[Conversation, Sequence[Message], CancelCheck], object]
     ) -> None:
-        """Does something slow with a chat and all its messages, such as printing it."""
         cancel = self._begin()
 
         def run() -> None:
@@ -121,7 +119,6 @@ class ChatFiles(QObject):
         self._doing.add(run, failed=self._on_failed)
 
     def cancel(self) -> None:
-        """Ends what is being done; chats that were imported by then stay."""
         self._cancel.set()
 
     def close(self) -> None:
@@ -234,7 +231,6 @@ def _free(name: str, taken: Counter[str]) -> str:
 
 
 def _batches(chats: Iterator[Whole]) -> Iterator[list[Whole]]:
-    """Some at a time: each takes one write to the disk."""
     batch: list[Whole] = []
     characters = 0
     for chat in chats:

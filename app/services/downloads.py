@@ -67,7 +67,6 @@ class Downloads(QObject):
 
     @property
     def entries(self) -> tuple[Download, ...]:
-        """All downloads of models that are not done, in their order."""
         return tuple(one for one in self._entries or () if not one.is_part)
 
     @property
@@ -76,7 +75,6 @@ class Downloads(QObject):
 
     @property
     def limit(self) -> int:
-        """Bytes a second for each download, kept in the settings; 0 for no limit."""
         return max(0, self._settings.get(LIMIT_KEY, 0))
 
     @property
@@ -84,11 +82,9 @@ class Downloads(QObject):
         return self._process is not None
 
     def begin(self) -> None:
-        """Goes on with the downloads that an earlier window left."""
         self._look()
 
     def watch(self, *, on: bool) -> None:
-        """Looks for downloads that others begin, such as a terminal, as long as somebody sees them."""
         self._is_watched = on
         if on:
             self._look()
@@ -142,8 +138,6 @@ class Downloads(QObject):
         self._ask(doing)
 
     def cancel(self, key: str) -> None:
-        """Gives a download up, with everything that was fetched of it."""
-
         def doing() -> None:
             from engine.checkpoint.downloads.queue import cancel
 
@@ -152,7 +146,6 @@ class Downloads(QObject):
         self._ask(doing)
 
     def forget(self, key: str) -> None:
-        """Drops the record of a download that is done; its model stays."""
         if key not in self._forgotten:
             self._forgotten.add(key)
             self.cancel(key)
@@ -170,7 +163,6 @@ class Downloads(QObject):
         self._ask(doing)
 
     def set_limit(self, bytes_per_s: int) -> None:
-        """Limits every download, also those that are added later, to so many bytes a second; 0 for no limit."""
         self._settings.set(LIMIT_KEY, bytes_per_s)
         keys = [one.key for one in self._entries or ()]
         if not keys:
@@ -195,8 +187,6 @@ class Downloads(QObject):
         self._tokens.ask(doing, then)
 
     def save_token(self, host: str, token: str, then: Callable[[bool], object]) -> None:
-        """Keeps a hub's token, with which all downloads go on; `then` gets whether it stays after this run."""
-
         def doing() -> bool:
             from engine.checkpoint.hub.token import save_token
 
@@ -214,7 +204,6 @@ class Downloads(QObject):
             ask_to_end(self._process)  # it has the old ones; another is started
 
     def close(self) -> None:
-        """Stops our process; the downloads go on at the next start."""
         self._closing.set()
         self._timer.stop()
         self._again.stop()

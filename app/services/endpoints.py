@@ -56,7 +56,6 @@ class Endpoints(QObject):
         return self._entries
 
     def look_again(self) -> None:
-        """Reads the list, which the command line changes too."""
         before = self._entries, self.problem
         self._read()
         if before != (self._entries, self.problem):
@@ -99,19 +98,15 @@ class Endpoints(QObject):
         self._testing.ask(lambda: _look(endpoint, key, self._closing.is_set), done, failed)
 
     def look_around(self, done: Callable[[tuple[Nearby, ...]], object], failed: Failed) -> None:
-        """Asks the local network, once, for Switchyards that want to be found."""
         self._looking.ask(lambda: _nearby(self._closing.is_set), done, failed)
 
     def offered(self, endpoint: Endpoint, done: Callable[[tuple[bytes, str]], object], failed: Failed) -> None:
-        """The certificate that a server shows, and its fingerprint, for people to compare."""
         self._testing.ask(lambda: _offered(endpoint), done, failed)
 
     def trust(self, endpoint: Endpoint, pem: bytes, done: Callable[[str], object], failed: Failed) -> None:
-        """Keeps a server's certificate; `done` is told where."""
         self._doing.add(lambda: _kept(endpoint, pem), done, failed)
 
     def stop_testing(self) -> None:
-        """Its result is no longer wanted."""
         self._testing.forget()
 
     def keep(

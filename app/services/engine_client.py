@@ -136,7 +136,6 @@ class EngineClient(QObject):
 
     @property
     def loading(self) -> float | None:
-        """Progress of loading the model, 0 to 1; None if none is loading, or if unknown."""
         return self.loading_pace.share
 
     @property
@@ -145,7 +144,6 @@ class EngineClient(QObject):
 
     @property
     def worker_pid(self) -> int:
-        """The worker's process id; 0 if none is running."""
         return self._worker.pid if self._worker is not None else 0
 
     # --- the process ------------------------------------------------------------------------------
@@ -179,12 +177,10 @@ class EngineClient(QObject):
         return self.load(config) if config is not None else None
 
     def shutdown(self) -> None:
-        """Ask the worker to exit, and kill it after a timeout; `state` becomes STOPPED."""
         if self._worker is not None:
             self._worker.shutdown()
 
     def close_now(self) -> None:
-        """A blocking `shutdown`, for when the event loop is about to end."""
         self.shutdown()
         self._doubts.close()
         for worker in self.findChildren(WorkerProcess):  # including replaced ones that were killed
@@ -221,7 +217,6 @@ class EngineClient(QObject):
         return self._accept(ChatAnswer(command, self._cancel, self))
 
     def start_batch(self, job: BatchJob) -> BatchRun:
-        """Answer a file of rows with the loaded model, or at the endpoints that the job names.  Chats have priority."""
         return self._begin_batch(StartBatch(_new_id(), job, keys_for(job), on_each_node(self.config, job)))
 
     def sample_batch(self, job: BatchJob, rows: int) -> BatchRun:
@@ -235,7 +230,6 @@ class EngineClient(QObject):
         *,
         measure_again: bool = False,
     ) -> TuningRun:
-        """Measure, plan and time.  The present model is reloaded at the end."""
         return self._accept(TuningRun(StartTuning(_new_id(), config, kind, until, measure_again), self._cancel, self))
 
     # --- telemetry --------------------------------------------------------------------------------
@@ -365,7 +359,6 @@ class EngineClient(QObject):
             self.state_changed.emit(self.state)
 
     def _drop_worker(self, error: str, reason: str) -> None:
-        """Kill the worker, whatever it is doing."""
         if self._worker is not None:
             self._worker.kill()
             self._forget_worker(error, reason)
@@ -395,7 +388,6 @@ class EngineClient(QObject):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is ready, and all that was asked of it is done."""
         return self.state is EngineState.READY and not self._open
 
     @property

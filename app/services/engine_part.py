@@ -76,13 +76,11 @@ class EnginePart(QObject):
     # --- what people want -----------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Finds out what suits this PC, and goes on with what was begun."""
         if self.stage in (PartStage.LOOKING, PartStage.FAILED) and not self._looking.is_busy:
             self._set(PartStage.LOOKING)
             self._looking.ask(_look, self._on_looked, self._on_failed)
 
     def fetch(self, *, starter: bool = False) -> None:
-        """Fetches it, or tries again; `starter`: people want the starter model as well."""
         self.wants_starter = self.wants_starter or starter
         choice = self.choice
         if choice is None or (self.stage is PartStage.FAILED and self.download is None):
@@ -98,7 +96,6 @@ class EnginePart(QObject):
         self._downloads.add_part(lambda: _begun(choice))
 
     def pause(self) -> None:
-        """Lets the download rest; what it has stays."""
         if self.download is not None:
             self._downloads.pause(self.download.key)
 

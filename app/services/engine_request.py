@@ -28,7 +28,6 @@ class LoadingPace:
         self.progress: Progress | None = None
 
     def note(self, progress: Progress | None) -> None:
-        """Takes in what the engine tells; None when loading ends."""
         before, self.progress = self.progress, progress if progress is not None and progress.total > 0 else None
         if self.progress is not None and (before is None or before.phase != self.progress.phase):
             self._since = self._clock(), self.progress.done

@@ -42,7 +42,6 @@ def summary_tokens(limit: int) -> int:
 
 
 def pieces_of(turns: Iterable[Message], room: int, count: Callable[[str], int]) -> list[str]:
-    """What was said, in pieces of about `room` tokens each; a turn that is longer is cut."""
     pieces: list[str] = []
     piece, size = "", 0
     for text in _cut(turns, room, count):
@@ -137,7 +136,6 @@ class Folding(QObject):
         return self._request is not None and wish is self._wishes[0]
 
     def ask(self, wish: Wish) -> None:
-        """Write this summary when the model is idle; one that the chat already waits for is given up."""
         self.cancel(wish.chat)
         room = max(wish.limit - 2 * summary_tokens(wish.limit) - _SPARE_TOKENS, _LEAST_PIECE)
         wish.summary = wish.before.summary if wish.before is not None else ""
@@ -164,7 +162,6 @@ class Folding(QObject):
     # --- one piece after the other ---
 
     def _look(self, *_: object) -> None:
-        """Begins when the model is idle, and makes room when somebody asks something."""
         if not self._wishes or self._is_beginning:
             return
         wish = self._wishes[0]

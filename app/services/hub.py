@@ -76,7 +76,6 @@ class RepositoryAnswer:
 
     @property
     def context_tokens(self) -> int:
-        """The longest context of its models; 0 if nothing can run."""
         return max((shape.context_tokens for _candidate, shape in self.shaped if shape is not None), default=0)
 
 
@@ -111,7 +110,6 @@ class Hub(QObject):
 
     @property
     def recommendations(self) -> tuple[Recommendation, ...]:
-        """Those to take first: the fastest, the best in balance, the best that fits."""
         return tuple(one for role in ("fast", "balanced", "best") for one in self.offers if one.role == role)
 
     def look_at_machine(self, device: str = "auto") -> None:
@@ -161,7 +159,6 @@ class Hub(QObject):
             self._judging.ask(lambda: judge_candidates(tuple(shaped), look, limits), self.judged.emit)
 
     def limits(self, kv_precision: KvPrecision = "auto") -> Limits | None:
-        """What other programs leave, with keys and values held so; None before the machine was looked at."""
         look = self._look
         return look.limits(EngineConfig("", kv_precision=kv_precision)) if look is not None else None
 
@@ -224,7 +221,6 @@ def search_hub(text: str, cancelled: CancelCheck) -> tuple[Found, ...]:
 def read_candidates(
     reference: str, cancelled: CancelCheck, say: Callable[[RepositoryAnswer], object]
 ) -> RepositoryAnswer:
-    """All candidates of a repository; `say` is given those read so far."""
     from engine.checkpoint.hub import candidates, read_repository
 
     found = candidates(read_repository(reference, cancelled=cancelled), cancelled=cancelled)
@@ -257,7 +253,6 @@ def judge_candidates(shaped: tuple[Shaped, ...], look: MachineLook, limits: Limi
 
 
 def catalogue_here(device: str, download_free: int | None = None) -> tuple[MachineLook, tuple[Recommendation, ...]]:
-    """This machine, and the catalogue on it; `download_free` as in `MachineLook`."""
     from engine.checkpoint.catalogue import read_catalogue
     from engine.tuning.fit import offers
     from engine.tuning.machine_state import look_at_machine

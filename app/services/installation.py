@@ -68,7 +68,6 @@ class StarterDownload(QObject):
         self._process.start()
 
     def cancel(self) -> None:
-        """Cancels it; fully downloaded files are kept for the next time."""
         if self._process is not None:
             self._cancelled = True
             self._process.terminate()
@@ -225,7 +224,6 @@ class Installation(QObject):
                 self.step_changed.emit()
 
     def _last(self) -> dict[str, object]:
-        """The last whole line that it said."""
         for line in reversed(self._said.split(b"\n")[:-1]):
             try:
                 found = json.loads(line)

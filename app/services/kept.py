@@ -68,7 +68,6 @@ def suggests_nothing(own: SamplingParams) -> bool:
 
 
 def preset_of(sampling: SamplingParams, own: SamplingParams) -> Preset | None:
-    """The preset with these settings, beside a model's own; None if they are the user's own."""
     return next((preset for preset in Preset if sampling in (preset.value, preset.beside(own))), None)
 
 
@@ -122,7 +121,6 @@ class Kept(QObject, Generic[T]):
         *,
         path: Path | None = None,
     ) -> None:
-        """`from_json` returns None for what is no value of this kind."""
         super().__init__(parent)
         self._path = path or data_dir() / file
         self._to_json, self._from_json = to_json, from_json

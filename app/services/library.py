@@ -152,8 +152,6 @@ class Library(QObject):
     # --- work ---------------------------------------------------------------------------------------
 
     def verify(self, model: LibraryEntry) -> None:
-        """Compares every file with what it should be; the result is a `Verification`."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.library import verify
 
@@ -162,8 +160,6 @@ class Library(QObject):
         self._ask("verify", model.name, doing)
 
     def bring_in(self, path: Path) -> None:
-        """Imports a file or a folder; the result is its `LibraryEntry`."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.importing import import_model
 
@@ -172,8 +168,6 @@ class Library(QObject):
         self._ask("import", path.name, doing)
 
     def move(self, model: LibraryEntry, folder: Path) -> None:
-        """Moves a model into another model folder; the result is its new `LibraryEntry`."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.moving import move
 
@@ -182,8 +176,6 @@ class Library(QObject):
         self._ask("move", model.name, doing)
 
     def export(self, model: LibraryEntry, folder: Path) -> None:
-        """Copies a model's files into a new folder inside `folder`; the result is that folder."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.moving import export
 
@@ -192,8 +184,6 @@ class Library(QObject):
         self._ask("export", model.name, doing)
 
     def remove(self, model: LibraryEntry) -> None:
-        """Moves a model to the trash; the result is a `Removed`."""
-
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.removing import remove
 
@@ -202,8 +192,6 @@ class Library(QObject):
         self._ask("remove", model.name, doing)
 
     def remove_converted(self, model: LibraryEntry) -> None:
-        """Deletes what was converted of a model, which the next load does again; the result is the bytes."""
-
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.library import converted_of, remove_converted
 

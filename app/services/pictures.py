@@ -122,7 +122,6 @@ def too_many() -> str:
 
 
 def fitting(size: QSize, most: QSize) -> QSize:
-    """The size itself, or the largest of its shape that fits into `most`."""
     if size.width() <= most.width() and size.height() <= most.height():
         return size
     return size.scaled(most, Qt.AspectRatioMode.KeepAspectRatio).expandedTo(QSize(1, 1))
@@ -202,7 +201,6 @@ def _read(path: Path) -> QImage:
 
 
 def _encoded(image: QImage, is_photo: bool) -> Picture:
-    """As PNG, or as JPEG if that would be large or it was one."""
     fit = fitting(image.size(), _MOST)
     if fit != image.size():
         image = image.scaled(fit, Qt.AspectRatioMode.IgnoreAspectRatio, Qt.TransformationMode.SmoothTransformation)
@@ -257,8 +255,6 @@ class _Wanted:
 
 
 class Thumbnails(QObject):
-    """Those asked for first come first; for a receiver that is deleted meanwhile none is made."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._wanted: deque[_Wanted] = deque()
@@ -314,7 +310,6 @@ class Thumbnails(QObject):
 
 
 def made(picture: Picture, most: QSize) -> Thumbnail:
-    """A thumbnail, scaled while the picture is read, so that a large one takes little memory."""
     file = base64.b64decode(picture.data)
     if is_endless(file):
         return Thumbnail(QImage(), QSize())
@@ -338,7 +333,6 @@ def size_of(picture: Picture) -> QSize:
 
 
 def tokens_of(pictures: Iterable[Picture], model_path: str) -> int:
-    """About how many tokens pictures cost with the model there; 0 of those whose size is not known or not taken."""
     sizes = (size_of(picture) for picture in pictures)
     return sum(_cost(model_path, size.width(), size.height()) for size in sizes if size.isValid())
 

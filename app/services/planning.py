@@ -57,7 +57,6 @@ class Planning(QObject):
         return self._task.is_busy
 
     def ask(self, question: PlanQuestion) -> None:
-        """Plans after a short delay, so that typing or dragging asks only once."""
         planned = self.planned.emit
         self._task.ask(lambda: answer(question), planned, lambda error: planned(PlanAnswer(question, None, str(error))))
 
@@ -66,7 +65,6 @@ class Planning(QObject):
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    """The plan that the engine would choose, as `engine.tuning.machine_state.plan_here`."""
     look, config = question.look, question.config
     try:
         plan = plan_here(look, _shape(config.model), config, look.limits(config), question.change)

@@ -79,7 +79,6 @@ class HistoryRecorder(QObject):
         return self._inbox.qsize()
 
     def start(self) -> None:
-        """Starts the thread, which first handles what is queued; call once."""
         self._thread.start()
 
     def close(self) -> None:

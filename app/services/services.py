@@ -60,7 +60,6 @@ class Services:
         theme: ThemeController,
         devices: DeviceMonitor | None = None,
     ) -> Services:
-        """The services of an engine and a store, not started yet."""
         devices = devices or DeviceMonitor()
         start, answers = ModelStart(client, settings), AnswerQueue(client, store)
         answers.model_wanted.connect(start.need)
@@ -179,7 +178,6 @@ class Services:
         return ApiServer(self.client, self.settings, self.model_start)
 
     def close(self) -> None:
-        """Stops background work, before the engine ends; the engine and the store are closed by their owner."""
         made = vars(self)
         if "jobs" in made:
             self.jobs.close_down()

@@ -122,7 +122,6 @@ def open_session(entry: SessionEntry) -> OpenedSession:
 
 
 def _pieces(records: Records) -> list[Records]:
-    """Valid records in chunks, sorted by start, each without long gaps."""
     sound = (records["end_ns"] >= records["start_ns"]) & (records["start_ns"] >= 0)
     sound &= records["end_ns"] - np.maximum(records["start_ns"], 0) < MOST_SPAN_NS
     records = records[sound]
@@ -133,7 +132,6 @@ def _pieces(records: Records) -> list[Records]:
 
 
 def _message(name: str, content: dict[str, Any]) -> object:
-    """A stored event, validated like one from an engine; None if it is unknown."""
     try:
         return decode(json.dumps({"type": name, **content}).encode())
     except (EngineError, ValueError):

@@ -49,7 +49,6 @@ class SessionRecording:
         self._writer, self._clock, self._due_ns = None, None, {}
 
     def clock(self, clock_ns: int, wall_s: float) -> None:
-        """The wall time at a moment of the records' clock."""
         if self._clock is None or abs((clock_ns - self._clock[0]) / 1e9 - (wall_s - self._clock[1])) > 0.5:
             self._clock = clock_ns, wall_s
             if self._writer is not None:

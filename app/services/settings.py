@@ -67,7 +67,6 @@ class Settings(WindowSettings, QObject):
 
     @property
     def last_model(self) -> str:
-        """What was to answer in the chat that was on screen last, as `chat_model`."""
         return self.get("last_model", self.chat_model)
 
     @last_model.setter
@@ -86,7 +85,6 @@ class Settings(WindowSettings, QObject):
         self.set("default_sampling", {} if value is None else asdict(value))
 
     def context_of(self, model: str) -> int | None:
-        """The context that a model, given by its path, is loaded with, in tokens; None is its own limit."""
         value = self.get("context_tokens", {}).get(model)
         return value if type(value) is int and value >= LEAST_CONTEXT else None
 
@@ -101,7 +99,6 @@ class Settings(WindowSettings, QObject):
         return found
 
     def get(self, key: str, default: T) -> T:
-        """What is remembered under `key`, if it is of `default`'s type, else `default`."""
         value = self._values.get(key)
         return value if type(value) is type(default) else default
 

@@ -90,7 +90,6 @@ class TokenCounter(QObject):
         return sum(known.get(text, -(-len(text) // CHARACTERS_PER_TOKEN)) + TOKENS_PER_TURN for text in texts)
 
     def close(self) -> None:
-        """End the counting process for good: what a closing page still asks would start another that nobody ends."""
         self._is_closed = True
         self._pause.stop()
         self._watch.stop()

@@ -144,7 +144,6 @@ class Tools(QObject):
         self.changed.emit()
 
     def ask_again(self) -> None:
-        """Takes back all that was allowed for always."""
         self._settings.set(ALLOWED, [])
         self.changed.emit()
 
@@ -164,11 +163,9 @@ class Tools(QObject):
     # --- offers ---
 
     def offered(self) -> tuple[OfferedTool, ...]:
-        """All that chats may offer, as far as it is known."""
         return offered_tools(self._servers, self.is_on)
 
     def when_known(self, done: Callable[[], object]) -> None:
-        """Calls `done` once the tools of all servers that are on are known, or known not to be."""
         unknown = [each for each in self._servers if each.is_on and each.tools is None]
         left = len(unknown)
         if not unknown:
@@ -184,8 +181,6 @@ class Tools(QObject):
             self.look(server, one)
 
     def look(self, server: ToolServer, done: Done = lambda _outcome: None) -> None:
-        """Asks a server for its tools; `done` gets a sentence about it."""
-
         def answered(answer: dict[str, Any]) -> None:
             tools = answer.get("tools")
             if tools is None:
@@ -272,7 +267,6 @@ class Tools(QObject):
         self._end_process(STOPPED)
 
     def close(self) -> None:
-        """Ends everything."""
         self._idle.stop()
         self.stop_servers()
         self._own.close()
@@ -363,7 +357,6 @@ class Tools(QObject):
 
 
 def _end_with_children(process: QProcess) -> None:
-    """Ends the process and the servers that it started, whatever they do."""
     import psutil
 
     try:

@@ -45,7 +45,6 @@ class SpeedTest(QObject):
         return self._is_waiting or self._request is not None
 
     def start(self) -> None:
-        """Loads the default model and times it; no effect while it does."""
         if not self.is_running:
             self._is_waiting = True
             self.began.emit()
@@ -124,7 +123,6 @@ class Tuning(QObject):
         self._looking.ask(lambda: look_at_machine(setting, device), self._on_looked, self._on_failed)
 
     def start(self, model: str, kind: TuningKind, until: Until = "timed", *, measure_again: bool = False) -> None:
-        """Starts a run; no effect while one is running.  Starts the engine if necessary."""
         if self._run is not None:
             return
         if self._client.state in (EngineState.STOPPED, EngineState.DIED):
@@ -149,7 +147,6 @@ class Tuning(QObject):
         self._recalling.ask(lambda: _latest(model), self.recalled.emit, self._on_failed)
 
     def use(self, result: TuningResult, name: str) -> None:
-        """Makes a plan of a result the one in use, and loads the model with it."""
         kept = replace(result, winner=name)
 
         def loaded(_path: object) -> None:

@@ -92,7 +92,6 @@ class Updates(QObject):
     # --- what people want -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Looks, if people want it and it was not done today."""
         if self.settings.look_for_updates and time.time() - self.settings.get(LOOKED_KEY, 0) > _DAY_S:
             self.look()
 
@@ -104,7 +103,6 @@ class Updates(QObject):
             self._looking.ask(_look, self._on_looked, self._on_failed)
 
     def fetch(self) -> None:
-        """Fetches what was offered, and then installs it."""
         update = self.update
         if update is None:
             self.look()

@@ -63,7 +63,6 @@ def death_sentence(code: int, *, crashed: bool, model: str = "") -> str:
 
 
 def is_packaged() -> bool:
-    """Whether the engine is a part of its own, which may lose files."""
     try:
         return installed.bundle() is not None
     except EngineError:
@@ -164,7 +163,6 @@ class WorkerProcess(QObject):
         QTimer.singleShot(int(SHUTDOWN_S * 1000), self._process, self._process.kill)
 
     def kill(self) -> None:
-        """Kill it without further signals; the object is deleted once the process has ended."""
         self._is_over = True
         self._watchdog.stop()
         self._unread.clear()

@@ -100,7 +100,6 @@ class QuickPrompt(QWidget):
         return self._answer is not None and self._answer.state is MessageState.STREAMING
 
     def ask(self, text: str) -> None:
-        """Asks who answers new chats."""
         if not text.strip() or self.is_answering:
             return
         model = self._settings.chat_model
@@ -301,7 +300,6 @@ class Tray(QObject):
         return menu
 
     def speak(self) -> None:
-        """The language has changed; a question that is being answered keeps its window until that is closed."""
         if self._icon is not None:
             self._icon.contextMenu().deleteLater()
             self._icon.setContextMenu(self._menu())

@@ -106,7 +106,6 @@ class Banner(QFrame):
         return super().event(event)
 
     def _place_actions(self) -> None:
-        """Puts the buttons below the sentence where that takes less height than beside it."""
         margins, actions = self._row.contentsMargins(), self._actions.sizeHint()
         room = self.width() - margins.left() - margins.right() - ICON_PX - SPACING_PX
         beside = max(self._text.heightForWidth(max(1, room - SPACING_PX - actions.width())), actions.height())

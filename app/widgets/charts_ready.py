@@ -22,7 +22,6 @@ def load_charts() -> None:
 
 
 def are_ready() -> bool:
-    """Whether making a chart takes no import."""
     module = sys.modules.get(_MODULE)
     return module is not None and hasattr(module, "hit_colour")  # what it defines last
 

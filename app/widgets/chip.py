@@ -15,7 +15,6 @@ from engine.common.plain_text import few_marks
 
 
 def small_font(font: QFont, px: float) -> QFont:
-    """A font that is `px` high when body text has its default size, with tabular digits."""
     result = tabular(font)
     share = px / BODY_PX
     if font.pointSizeF() > 0:
@@ -41,7 +40,6 @@ def draw_elided(
 
 
 def pills_width(texts: Sequence[str], font: QFont) -> float:
-    """How much room `draw_pills` takes."""
     metrics = QFontMetricsF(font)
     return sum(metrics.horizontalAdvance(text) + 14 + 6 for text in texts)
 
@@ -102,7 +100,6 @@ class ElidedLabel(QLabel):
         self.updateGeometry()
 
     def set_tip(self, tip: str) -> None:
-        """Sets a tooltip, shown after the full text if that is elided."""
         self._tip = tip
         self._fit()
 

@@ -88,11 +88,9 @@ class FolderChoice(QWidget):
         self.hide()
 
     def look(self) -> None:
-        """Looks for the folders, in the background: a disk may not answer."""
         self._looking.ask(_rooms, self.show_rooms)
 
     def show_rooms(self, rooms: tuple[Room, ...]) -> None:
-        """Shows these folders; one whose disk is away cannot be chosen."""
         self._rooms = rooms
         chosen = self._settings.get(FOLDER_KEY, "") or str(models_dir())
         names = [room.folder.name for room in rooms if room.folder != models_dir()]
@@ -383,7 +381,6 @@ def needs_access(download: Download) -> bool:
 
 
 def before_cancelling(download: Download, parent: QWidget, cancel: Callable[[], object]) -> None:
-    """Does `cancel` at once if nothing is here yet, else after the user agrees to lose it."""
     if not download.done_bytes:
         cancel()
         return

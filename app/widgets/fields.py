@@ -35,7 +35,6 @@ _MOST_ENTRIES = 1000
 
 
 def dropped_model(data: QMimeData) -> Path | None:
-    """The model that is dragged, if it is one alone."""
     urls = data.urls()
     return model_at(Path(urls[0].toLocalFile())) if len(urls) == 1 and urls[0].isLocalFile() else None
 

@@ -82,13 +82,11 @@ class FitCardView(QWidget):
             set_message(label, "")
 
     def ask_for(self, what: str) -> None:
-        """What a pasted reference says of the file that is meant: a label or a name, or nothing."""
         self._asked, self._is_named = what, True
         if self.rows:  # the repository was shown already
             self.show_card(self.table.card)
 
     def show_reading(self, read: int, total: int) -> None:
-        """How many of the repository's files have been looked into."""
         set_message(self.trouble, "")
         if not total:
             set_message(self.progress, self.tr("Reading what the repository holds…"))
@@ -102,7 +100,6 @@ class FitCardView(QWidget):
         set_message(self.trouble, sentence)
 
     def show_models(self, context_tokens: int) -> None:
-        """The longest context that can be wanted."""
         contexts = [_FIRST_CONTEXT]
         while contexts[-1] * 2 < context_tokens:
             contexts.append(contexts[-1] * 2)
@@ -127,7 +124,6 @@ class FitCardView(QWidget):
         self._show_row()
 
     def show_presence(self, presence: Mapping[str, Presence]) -> None:
-        """Which candidates, by their reference, are here already or on their way."""
         if presence != self._presence:
             self._presence = dict(presence)
             self._show_row()
@@ -220,7 +216,6 @@ class FitCardView(QWidget):
         self.anyway.setAccessibleName(self.tr("Load {0} anyway").format(row.candidate.label))
 
     def _say_which(self, row: FitRow) -> None:
-        """Which file is taken, where one was pasted that names none, or one that is not here."""
         words = ""
         asked = candidate_named(self._asked, [each.candidate for each in self.rows]) if self._asked else None
         able = [each for each in self.rows if not each.candidate.problem]

@@ -71,7 +71,6 @@ def quality_words(quality: str) -> str:
 
 
 def speed_words(speed: FitSpeed | None) -> str:
-    """`24.6 tokens/s` if that was measured, else `about 25 tokens/s`."""
     if speed is None:
         return "–"
     if speed.timing != "estimated":
@@ -80,7 +79,6 @@ def speed_words(speed: FitSpeed | None) -> str:
 
 
 def range_words(speed: FitSpeed | None) -> str:
-    """`estimated, 20 to 30`."""
     if speed is None:
         return ""
     if speed.timing != "estimated":
@@ -132,7 +130,6 @@ def spoken(row: FitRow, *, recommended: bool) -> str:
 
 
 def files_words(candidate: Candidate) -> str:
-    """The name of what is downloaded: of several files the first one, and how many more."""
     weights = [file for file in candidate.files if file.path.lower().endswith((".gguf", ".safetensors"))]
     if not weights:
         return ""

@@ -145,7 +145,6 @@ class Flow(QWidget):
         return not self._lines.count()
 
     def widest(self, room: int) -> int:
-        """How wide it would like to be, at most `room`."""
         return min(self._lines.sizeHint().width(), room)
 
     def sizeHint(self) -> QSize:

@@ -138,7 +138,6 @@ class MachinePicture(QWidget):
         return round(self._box_height("gpu", "cpu") + self._box_height("ram", "disk") + self._gap() + 6)
 
     def _areas(self) -> dict[Part, QRectF]:
-        """RAM spans below the card and part of the CPU, so that both links are vertical."""
         width, top = float(self.width()), 3.0
         upper, lower = self._box_height("gpu", "cpu"), self._box_height("ram", "disk")
         low = top + upper + self._gap()

@@ -119,7 +119,6 @@ class TierBar:
 
 
 def memory_parts(tier: TierBytes, slots: int = 0) -> tuple[BarPart, ...]:
-    """What a memory is planned for; `slots` is how many experts have a place in it, 0 to leave that out."""
     experts = (
         translate("PlanBars", "experts, {0} slots").format(count(slots)) if slots else translate("PlanBars", "experts")
     )
@@ -148,7 +147,6 @@ class MemoryBar(QWidget):
         return QSize(120, HEIGHT_PX)
 
     def show_parts(self, parts: tuple[BarPart, ...], total: int) -> None:
-        """Parts beyond `total` are cut off."""
         if (parts, total) != (self._parts, self._total):
             self._parts, self._total = parts, total
             self.update()
@@ -161,7 +159,6 @@ class MemoryBar(QWidget):
 
 
 def draw_bar(painter: QPainter, parts: tuple[BarPart, ...], total: int, bar: QRectF) -> None:
-    """Parts side by side in `bar`; the rest of it is free."""
     outline = QPainterPath()
     outline.addRoundedRect(bar, RADIUS_PX, RADIUS_PX)
     painter.save()

@@ -172,7 +172,6 @@ class MissRatioPlot(Chart):
         self._no_room_words.setVisible(has_place and not self.is_moved)  # else only the tooltip has it
 
     def _draw(self) -> None:
-        """Everything but the handle, and then that."""
         tier, known = self._tier, self._forecast
         self.centralWidget.setVisible(tier is not None)
         self._place_handle()

@@ -68,7 +68,6 @@ class Popover(QFrame):
             application.installEventFilter(self)
 
     def _place(self) -> None:
-        """Beside its button, within the page; it scrolls if there is too little room."""
         page = self.parentWidget()
         if page is None or self._button is None:
             return
@@ -152,7 +151,6 @@ def note_keys(widget: QWidget, keys: Iterable[Key]) -> None:
 
 
 def keys_of(widget: QWidget, *, excluding: QWidget | None = None) -> list[Key]:
-    """All shortcuts within a widget, except those within `excluding`."""
     return list(_keys(widget, excluding))
 
 
@@ -277,8 +275,6 @@ def _by_place(around: QWidget, place: tuple[object, ...] = ()) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class BatchDraft:
-    """What is to be asked of every row of a file: a chat's prompt, and how it is answered (None: as the model does)."""
-
     template: str
     system: str = ""
     sampling: SamplingParams | None = None

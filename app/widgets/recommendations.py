@@ -26,7 +26,6 @@ def role_words(role: str) -> str:
 
 
 def figures_words(one: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> str:
-    """How much there is to download, and how long it takes to the first answer at the line's speed, if it is known."""
     size = f"≈ {file_size(one.bytes)}" if "bytes" in one.entry.unchecked else file_size(one.bytes)
     if presence == "here":
         return SEPARATOR.join((size, translate("Recommendations", "on this PC")))
@@ -42,7 +41,6 @@ def figures_words(one: Recommendation, bytes_per_s: float | None, presence: Pres
 
 
 def show_presence(button: QPushButton, name: str, presence: Presence | None) -> None:
-    """What the button of a model does, by where that is."""
     text = {
         None: translate("Recommendations", "Download"),
         "downloading": translate("Recommendations", "Downloading"),

@@ -24,8 +24,6 @@ _POINT_PX, _NEAR_PX = 10, 18
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A roof: a slope set by a bandwidth, up to the peak compute."""
-
     name: str
     flops: float
     bytes_per_s: float
@@ -33,7 +31,6 @@ class Roof:
     dashed: bool = False
 
     def at(self, intensity: float) -> float:
-        """Attainable operations per second at this many operations per byte."""
         return min(self.flops, self.bytes_per_s * intensity)
 
 
@@ -119,7 +116,6 @@ class RooflinePlot(Chart):
         self._draw()
 
     def _draw(self) -> None:
-        """Everything; a roofline rarely changes."""
         picture = self._picture
         roofs = self._roofs(picture) if picture is not None else []
         self.view.clear()
@@ -159,7 +155,6 @@ class RooflinePlot(Chart):
             self.view.addItem(item, ignoreBounds=True)
 
     def text_at(self, at: QPointF) -> str:
-        """About the point there; elsewhere everything."""
         for point in self._picture.points if self._picture is not None else ():
             if 0 < point.intensity < math.inf and point.flops > 0:
                 place = self.view.mapViewToScene(QPointF(math.log10(point.intensity), math.log10(point.flops)))

@@ -160,12 +160,10 @@ class SamplingPopover(Popover):
     # --- the model's own ---
 
     def set_model(self, model: ModelInfo | None) -> None:
-        """The loaded model, whose own settings are shown if the former model's were."""
         self.set_own(own_sampling(model))
         self.set_thinking(model.thinking if model is not None else ())
 
     def set_thinking(self, choices: Sequence[Thinking]) -> None:
-        """What the loaded model can be told about thinking; nothing is shown if it can be told nothing."""
         self.thinking.clear()
         for choice in ("auto", *choices):
             self.thinking.addItem(thinking_text(choice), choice)
@@ -179,7 +177,6 @@ class SamplingPopover(Popover):
         self.thinking.setCurrentIndex(max((0, *(self.thinking.findData(choice) for choice in wanted))))
 
     def _make_fields(self) -> None:
-        """One for each setting: numbers in columns, what needs more room across them."""
         controls = SettingControls(self.values, self)
         self.fields = controls.made
         self._labels: dict[str, QLabel] = {}
@@ -211,7 +208,6 @@ class SamplingPopover(Popover):
         self.column.addLayout(self._grid)
 
     def _arrange(self, columns: int) -> None:
-        """Numbers in one column or two."""
         if columns == self._columns:
             return
         self._columns, rows = columns, -(-len(self._numbers) // columns)
@@ -238,13 +234,11 @@ class SamplingPopover(Popover):
             widget.setVisible(shown)
 
     def edit(self, sampling: SamplingParams | None, button: QWidget) -> None:
-        """Open with these settings; None means the model's own."""
         self.fill(sampling or self.own)
         self.open_at(button)
         self.fields["temperature"].setFocus()
 
     def set_own(self, own: SamplingParams) -> None:
-        """What a model's own settings are; they are shown if the former ones were."""
         showed_own, is_new = _drawn(self.sampling()) == self.own, own != self.own
         self.own = own
         self._describe_own()
@@ -263,7 +257,6 @@ class SamplingPopover(Popover):
         self._explain(None)
 
     def _explain(self, what: QObject | None) -> None:
-        """In a sentence, what a field does, and what the model's makers suggest for it."""
         setting = self._explained.get(what) if what is not None else None
         words = self.own_button.toolTip()
         if setting is not None:
@@ -360,7 +353,6 @@ def thinking_text(thinking: Thinking) -> str:
 
 
 def _drawn(sampling: SamplingParams) -> SamplingParams:
-    """How tokens are drawn: all but thinking, which presets leave as it is."""
     return replace(sampling, thinking="auto")
 
 
@@ -391,5 +383,4 @@ def sampling_words(sampling: SamplingParams) -> str:
 
 
 def _short(value: float) -> str:
-    """With as many decimals as it has, at most two."""
     return number(value, next(decimals for decimals in range(3) if round(value, decimals) == round(value, 2)))

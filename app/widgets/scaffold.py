@@ -120,7 +120,6 @@ def text_label(
     align: Qt.AlignmentFlag | None = None,
     buddy: QWidget | None = None,
 ) -> QLabel:
-    """A text in the look of its role or tone; `tabular` for one whose digits change."""
     label = QLabel(text, parent)
     label.setWordWrap(wrap)
     set_words(label, role, tone)
@@ -134,7 +133,6 @@ def text_label(
 
 
 def set_words(label: QLabel, role: str, tone: str) -> None:
-    """The look of a label: its size and weight by role, its colour by tone."""
     if role:
         label.setProperty("role", role)
     if tone:
@@ -288,7 +286,6 @@ class HelpMark(QToolButton):
         return self._bubble if self._bubble is not None and self._bubble.isVisible() else None
 
     def explain(self) -> None:
-        """Opens the explanation below; Esc, Enter, Space or a click anywhere closes it."""
         if self._bubble is None:
             self._bubble = HelpBubble(self._about, self.explanation, self)
         self._bubble.open_below(self)
@@ -318,7 +315,6 @@ class HelpBubble(QFrame):
         self.setFixedWidth(_BUBBLE_PX)
 
     def open_below(self, widget: QWidget) -> None:
-        """Below the widget, or above if there is no room; always within the screen."""
         self.ensurePolished()
         self.resize(_BUBBLE_PX, self.heightForWidth(_BUBBLE_PX))
         room = widget.screen().availableGeometry()
@@ -340,8 +336,6 @@ LEAST_CAPTION_CHARACTERS = 24
 
 
 class Card(QFrame):
-    """`body` takes the contents; `head` takes controls to the right of the heading."""
-
     def __init__(self, heading: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("card", "true")
@@ -360,7 +354,6 @@ class Card(QFrame):
         self.body.addLayout(self.head)
 
     def explain(self, text: str) -> None:
-        """Adds a "?" beside the heading that explains the card."""
         self.help = HelpMark(self.heading.text(), text, self)
         self.head.insertWidget(1, self.help)
 
@@ -369,7 +362,6 @@ class Card(QFrame):
         self._fit()
 
     def _fit(self) -> None:
-        """Moves the note below the heading where there is too little room beside it."""
         widgets = [item.widget() for at in range(self.head.count()) if (item := self.head.itemAt(at)) is not None]
         beside = [one for one in widgets if one is not None and one is not self.caption and not one.isHidden()]
         margins = self.body.contentsMargins()
@@ -397,7 +389,6 @@ class Card(QFrame):
 
 
 def muted_label(parent: QWidget, text: str = "", *, role: str = "secondary") -> QLabel:
-    """Quieter text that wraps and can be selected."""
     label = WrappedLabel(text, parent, role=role)
     label.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
     return label
@@ -461,7 +452,6 @@ class PageHeader(QWidget):
         self.setMinimumHeight(HEIGHT_PX)
 
     def set_middle(self, widget: QWidget, *, least_px: int = 0, stretch: int = 0) -> None:
-        """Sets the widget beside the title, shown there if it fits, or if `least_px` fit and it can be elided."""
         self._middle, self._middle_stretch, self._least_middle_px = widget, stretch, least_px
         self.row.setStretch(0, 0)
         self.row.insertWidget(1, widget, stretch, Qt.AlignmentFlag.AlignVCenter)
@@ -599,7 +589,6 @@ class FormDialog(QDialog):
         self.accept()
 
     def add_field(self, name: str, field: QWidget, *beside: QWidget) -> list[QWidget]:
-        """Adds a row at the end; returns what is in it."""
         label, row = text_label(self, name, buddy=field), self.rows.rowCount()
         self.rows.addWidget(label, row, 0)
         if beside:

@@ -28,7 +28,6 @@ translate = QCoreApplication.translate
 
 
 def setting_words(text: str) -> str:
-    """A text of a setting's entry in the window's language."""
     return translate("Setting", text) if text else ""
 
 
@@ -54,8 +53,6 @@ class SettingValues(QObject):
 
 
 class SettingControls(QObject):
-    """Makes controls that show the values of a holder and set them."""
-
     def __init__(self, holder: Settings | SettingValues, parent: QWidget) -> None:
         super().__init__(parent)
         self.holder, self.around = holder, parent
@@ -269,12 +266,10 @@ def _texts(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple[
 
 
 def joined_texts(texts: Iterable[str]) -> str:
-    """Texts as one line, separated with commas; those within them get a backslash."""
     return ", ".join(text.replace("\n", "\\n").replace(",", "\\,") for text in texts)
 
 
 def split_texts(line: str) -> tuple[str, ...]:
-    """The texts of `joined_texts`; empty ones are left out."""
     texts = (text.strip().replace("\\,", ",").replace("\\n", "\n") for text in re.split(r"(?<!\\),", line))
     return tuple(text for text in texts if text)
 

@@ -45,7 +45,6 @@ class StarterOffer(QWidget):
             self._show_begun()
 
     def follow(self, library: Library) -> None:
-        """Shows it as long as the models on this PC are known, and the starter is none of them."""
         self._library = library
         library.listed.connect(self._follow)
         self._follow()
@@ -54,7 +53,6 @@ class StarterOffer(QWidget):
         self.setVisible(self._library.was_listed and self._library.entry(STARTER) is None)
 
     def begin(self) -> None:
-        """Gets it; no effect while it is on its way."""
         self._download.start()
 
     def _show_offer(self, trouble: str) -> None:

@@ -115,7 +115,6 @@ def text_of(value: object) -> str:
 
 
 def _moment(value: object) -> float:
-    """Seconds, such as those since 1970; 0 for a value that cannot be any."""
     return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_MOMENT else 0.0
 
 
@@ -286,7 +285,6 @@ class ChatDatabase:
                     )
 
     def update_document(self, attachment: Attachment, parts: Sequence[Part] | None) -> None:
-        """What is known of a document, and its text if that is given; nothing if no message has it any more."""
         with transaction(self.connection) as c:
             c.execute("UPDATE documents SET about = ? WHERE id = ?", (_about(attachment), attachment.id))
             if parts is not None:
@@ -319,12 +317,10 @@ class ChatDatabase:
             self._insert_steps(message)
 
     def set_deleted(self, conversation_id: str, at: float | None) -> None:
-        """Hide a conversation (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
             c.execute("UPDATE conversations SET deleted_at = ? WHERE id = ?", (at, conversation_id))
 
     def purge(self, now: float | None = None) -> int:
-        """Remove chats whose time to be restored has passed; returns how many."""
         limit = (time.time() if now is None else now) - PURGE_AFTER_S
         with transaction(self.connection) as c:
             self._purge_messages(limit)
@@ -348,7 +344,6 @@ class ChatDatabase:
     # --- folders ---
 
     def asked_since(self, at: float) -> list[tuple[float, str]]:
-        """(time, beginning) of the messages of people's chats since then, oldest first."""
         rows = self.connection.execute(
             "SELECT m.created_at, substr(m.content, 1, 80) FROM messages m JOIN conversations c "
             "ON c.id = m.conversation_id WHERE m.role = 'user' AND c.deleted_at IS NULL AND m.created_at >= ? "
@@ -374,7 +369,6 @@ class ChatDatabase:
         )
 
     def remove_folder(self, folder_id: str) -> None:
-        """Remove a folder; its conversations stay, in none."""
         with transaction(self.connection) as c:
             c.execute("UPDATE conversations SET folder_id = '' WHERE folder_id = ?", (folder_id,))
             c.execute("DELETE FROM folders WHERE id = ?", (folder_id,))
@@ -382,7 +376,6 @@ class ChatDatabase:
     # --- messages ---
 
     def messages(self, conversation_id: str) -> tuple[Message, ...]:
-        """Every message of a conversation in insertion order: parents before children."""
         rows = self.connection.execute(
             f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
         )
@@ -415,7 +408,6 @@ class ChatDatabase:
         )
 
     def _of_messages(self, conversation_id: str, columns: str, table: str, order: str = "1") -> Iterator[list[Any]]:
-        """Rows of what messages of a conversation have, each after its message's id."""
         for id_, *rest in self.connection.execute(
             f"SELECT message_id, {columns} FROM {table} "
             f"WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?) ORDER BY {order}",
@@ -483,7 +475,6 @@ class ChatDatabase:
         )
 
     def set_fold(self, message_id: str, fold: Fold | None) -> None:
-        """What is sent instead of a message and the turns before it; None for these themselves."""
         with transaction(self.connection) as c:
             if fold is None:
                 c.execute("DELETE FROM folds WHERE message_id = ?", (message_id,))
@@ -491,7 +482,6 @@ class ChatDatabase:
                 self._put_fold(message_id, fold)
 
     def set_message_deleted(self, message_id: str, at: float | None) -> None:
-        """Hide a message (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
             if at is None:
                 c.execute("DELETE FROM deleted_messages WHERE message_id = ?", (message_id,))
@@ -510,7 +500,6 @@ class ChatDatabase:
             c.executemany("DELETE FROM messages WHERE id = ?", [(id_,) for id_ in message_ids])
 
     def add_message(self, message: Message) -> None:
-        """Add a message and put it on the visible path."""
         self.add_messages([message])
 
     def update_message(self, message: Message) -> None:

@@ -233,7 +233,6 @@ def from_json(raw: Any) -> tuple[list[Whole], int]:
 
 
 def folders_in(raw: Any) -> list[Folder]:
-    """The folders of such a document, as far as they make sense."""
     entries = raw.get("folders")
     found: list[Folder] = []
     for entry in entries if isinstance(entries, list) else ():

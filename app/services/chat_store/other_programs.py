@@ -371,7 +371,6 @@ def _text(value: object) -> str:
 
 
 def _moment(value: object, *, thousandths: bool = False) -> float:
-    """Seconds since 1970; 0 for what cannot be any."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     try:

@@ -24,7 +24,6 @@ MAX_TITLE = 60
 
 
 def title_from(text: str) -> str:
-    """A short title from a first message: its first line that has words, cut between words."""
     line = next((line for line in text.splitlines() if any(c.isalnum() for c in line)), text)
     words = line.strip().lstrip("#>*-` ").split()
     title = ""
@@ -235,7 +234,6 @@ _NAMED = uuid.UUID("5b1d0a5e-6f0b-4f43-9d0e-6f6d0f0a7c11")
 
 
 def made_id(*names: str) -> str:
-    """The id of what another program or a file calls so: the same whenever it is asked for."""
     return uuid.uuid5(_NAMED, "\x1f".join(clean_text(name) for name in names)).hex
 
 
@@ -318,7 +316,6 @@ def sources_from_json(text: str) -> tuple[Source, ...]:
 
 
 def sources_from_list(raw: object) -> tuple[Source, ...]:
-    """As `sources_from_json`, from parsed JSON."""
     found = [_record(Source, entry) for entry in raw] if isinstance(raw, list) else []
     return tuple(one for one in found if isinstance(one, Source))
 
@@ -336,7 +333,6 @@ def steps_from_json(text: str) -> tuple[Step, ...]:
 
 
 def steps_from_list(raw: object) -> tuple[Step, ...]:
-    """As `steps_from_json`, from parsed JSON."""
     found = []
     for entry in raw if isinstance(raw, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("calls"), list):
@@ -386,7 +382,6 @@ def sampling_from_json(text: str | None) -> SamplingParams | None:
 
 
 def sampling_from_dict(raw: object) -> SamplingParams | None:
-    """As `sampling_from_json`, from parsed JSON.  Unknown keys are ignored, so that newer files can be read."""
     if not isinstance(raw, dict):
         return None
     known = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -170,7 +170,6 @@ def _rename_damaged(path: Path) -> Path:
 
 
 def _salvage(path: Path) -> _Salvaged:
-    """Read what can be read of the file at `path`, without changing it."""
     pages = Pages(path)
     # A damaged row id may equal another row's: both are kept, distinguished by their own ids.
     conversation_rows = {(row.rowid, row.values[1]): row for row in pages.rows(_is_conversation)}
@@ -372,7 +371,6 @@ _Shown = TypeVar("_Shown", Picture, Attachment)
 
 
 def _in_places(shown: Iterable[tuple[int, _Shown]]) -> tuple[_Shown, ...]:
-    """Pictures or documents in their order; without a place twice, which a row before its deletion may have."""
     places = dict(shown)
     return tuple(places[place] for place in sorted(places))
 

@@ -343,7 +343,6 @@ def _check(connection: sqlite3.Connection) -> None:
 
 
 def damaged(what: str) -> sqlite3.DatabaseError:
-    """An error that `is_damage` recognises."""
     error = sqlite3.DatabaseError(f"damaged: {what}")
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error

@@ -174,8 +174,6 @@ class ChatStore(QObject):
         self._read(ChatDatabase.conversations, self.listed.emit)
 
     def load(self, conversation_id: str) -> None:
-        """Request one conversation with all that is in it: `loaded` or `missing`."""
-
         def run(database: ChatDatabase) -> _Loaded:
             return (
                 database.conversation(conversation_id),
@@ -194,7 +192,6 @@ class ChatStore(QObject):
         self._read(run, done)
 
     def search(self, text: str) -> None:
-        """Request the conversations that contain every word of `text`: `found`."""
         self._read(lambda database: search(database.connection, text), lambda hits: self.found.emit(text, hits))
 
     def leave_out(self, conversation_id: str) -> None:
@@ -286,7 +283,6 @@ class ChatStore(QObject):
         self._write(lambda database: database.set_fold(message_id, fold))
 
     def set_message_deleted(self, message_id: str, at: float | None) -> None:
-        """Hide a message, until a later start purges it, or restore it (None)."""
         self._write(lambda database: database.set_message_deleted(message_id, at))
 
     def update_message(self, message: Message) -> None:

@@ -42,7 +42,6 @@ class MessageTree:
             self._chosen[message.parent_id] = message.id
 
     def add(self, message: Message) -> None:
-        """Insert a new message under its parent and choose it among its siblings."""
         self._insert(replace(message, chosen=True))
 
     def update(self, message: Message) -> None:
@@ -55,7 +54,6 @@ class MessageTree:
         self._by_id[message_id] = replace(self._by_id[message_id], fold=fold)
 
     def choose(self, message_id: str) -> list[str]:
-        """Show this message instead of the other versions of its turn; returns the nodes that lead there."""
         chosen: list[str] = []
         at: str | None = message_id
         while at is not None and (at == message_id or self._by_id[at].deleted_at):
@@ -77,7 +75,6 @@ class MessageTree:
         return []
 
     def restore(self, message_id: str) -> list[str]:
-        """Show a deleted message again; returns the nodes that lead there."""
         self._by_id[message_id] = replace(self._by_id[message_id], deleted_at=0.0)
         return self.choose(message_id)
 

@@ -107,7 +107,6 @@ class StoreWorker:
             return self._wake.wait_for(lambda: not self._jobs or not self._thread.is_alive(), timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """Write what is queued, close the file and end the thread; returns how many writes failed."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
@@ -145,7 +144,6 @@ class StoreWorker:
             return self._running
 
     def _try(self, job: Job) -> bool:
-        """Run a job; False if it has to be retried later."""
         try:
             result = self._run_recovering(job)
         except EngineError as error:
@@ -166,7 +164,6 @@ class StoreWorker:
         return True
 
     def _run_recovering(self, job: Job) -> Any:
-        """Run the job; if the database turns out to be damaged, recover it and run the job again."""
         try:
             if self._database is None:
                 self._database = self._open()
@@ -201,7 +198,6 @@ class StoreWorker:
         return self._database
 
     def _wait_to_retry(self) -> bool:
-        """Wait for the retry or for a read; False if the store is to close without this write."""
         with self._wake:
             if self._closing:
                 return False

@@ -174,8 +174,6 @@ _MOST_HITS = 60
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells whether a file has changed."""
-
     size: int
     mtime_ns: int
     digest: str = ""
@@ -218,7 +216,6 @@ class DocumentIndex:
         self._open: sqlite3.Connection | None = None
 
     def close(self) -> None:
-        """Closes the file; a later call opens it again."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -315,7 +312,6 @@ class DocumentIndex:
         return self._write(run)
 
     def touch(self, document: str, name: str, state: FileState) -> None:
-        """A file has another date, but says the same."""
         self._write(
             lambda c: c.execute(
                 "UPDATE files SET size = ?, mtime_ns = ? WHERE name = ? AND document = "
@@ -403,7 +399,6 @@ class DocumentIndex:
         return result if isinstance(result, int) else 0
 
     def _mending(self, run: Callable[[sqlite3.Connection], Any]) -> Any:
-        """Does it; a damaged index is made anew, and it is tried once more."""
         try:
             return run(self._connected())
         except sqlite3.DatabaseError as error:
@@ -450,7 +445,6 @@ class DocumentIndex:
 
 
 def digest_of(content: bytes) -> str:
-    """What tells whether a file with another date says the same."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

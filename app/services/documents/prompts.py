@@ -138,7 +138,6 @@ def _numbered(one: Attachment) -> int:
 
 
 def _parts(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces that follow each other in one page or section, up to a size."""
     parts: list[list[Piece]] = []
     size = 0
     for piece in pieces:
@@ -195,7 +194,6 @@ def _passages(
 
 
 def _follows(one: Piece, other: Piece) -> bool:
-    """Whether a piece goes on in the same page and section."""
     return (one.document, one.name, one.place + 1, one.page, one.heading) == (
         other.document,
         other.name,
@@ -230,7 +228,6 @@ def joined(pieces: Sequence[Piece]) -> str:
 
 
 def _named(source: Source) -> str:
-    """The line before a numbered part."""
     place = f", page {source.page}" if source.page else ""
     heading = f", {source.heading}" if source.heading else ""
     return f"[{source.number}] {' '.join(source.name.split())}{place}{heading}:"

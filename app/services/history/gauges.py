@@ -154,8 +154,6 @@ def gauges_of(sample: SensorSample) -> dict[str, float | None]:
 
 
 class GaugeHistory:
-    """Samples in the order of time; one older than the last is ignored."""
-
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._at = np.empty(2 * capacity, np.int64)

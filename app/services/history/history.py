@@ -80,7 +80,6 @@ class RunHistory:
         return found[::-1]
 
     def last_request(self, before_ns: float) -> list[PhaseRun]:
-        """Runs of the last request with a decode that began before a moment, up to that decode; empty if none."""
         found: list[PhaseRun] = []
         for run in reversed(self._runs):
             if not found and not (run.phase == DECODE and run.start_ns < before_ns):
@@ -171,7 +170,6 @@ class RecordHistory:
         return min((first for first, _, _ in self._pieces), default=None)
 
     def add(self, records: Records) -> None:
-        """Add records without copying: the caller must not write to them any more."""
         for piece in [records[at : at + self.most] for at in range(0, len(records), self.most)]:
             self._pieces.append((int(piece["start_ns"].min()), int(piece["end_ns"].max()), piece))
             self._count += len(piece)
@@ -215,8 +213,6 @@ def joined_records(pieces: list[Records]) -> Records:
 
 
 class BusyTime:
-    """Nanoseconds per bucket in which at least one of a lane's spans ran."""
-
     def __init__(self) -> None:
         self.series = BucketSeries()
         self._starts: Moments = np.empty(0, np.int64)
@@ -259,7 +255,6 @@ def experts_met(steps: Records, kind: str) -> Floats:
 
 
 def of_last_kind(steps: Records) -> Records:
-    """The decode steps among these: a chat's or a batch's, whichever came last."""
     made = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
     return made[made["name"] == made["name"][-1]] if len(made) else made
 
@@ -407,7 +402,6 @@ class History:
         return self._gauges.knows(name)
 
     def power(self) -> tuple[list[int], list[float | None]]:
-        """Times and total watts of cards and processors, of all samples; None where neither is reported."""
         at, gpu = self._gauges.samples("gpu_power")
         _, cpu = self._gauges.samples("cpu_power")
         known = np.isfinite(gpu) | np.isfinite(cpu)
@@ -435,7 +429,6 @@ class History:
 
     @property
     def spans_since_ns(self) -> int | None:
-        """Since when spans are kept singly; None if there are none."""
         return self._spans.start_ns
 
     def copy(self) -> History:

@@ -387,11 +387,9 @@ class AnswerCard(Card):
     # --- values ---
 
     def take(self, sampling: SamplingParams) -> None:
-        """Answers as a chat does, but for beams."""
         self._on_sampling(replace(sampling, beams=1))
 
     def constraint(self) -> tuple[str, tuple[str, ...]]:
-        """Schema and choices; at most one of them is not empty."""
         kind = self.kinds.checkedId()
         if kind == SCHEMA:
             return self.schema.toPlainText().strip(), ()

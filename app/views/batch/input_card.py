@@ -71,12 +71,10 @@ class PlacesCard(Card):
 
     @property
     def is_offered(self) -> bool:
-        """Whether there is more than this PC to choose."""
         return bool(self._endpoints) or self._ray_is_here
 
     @property
     def ray(self) -> str:
-        """As `BatchJob.ray` has it: the cluster's address, or empty."""
         return self.address.text().strip() if self.cluster.isChecked() else ""
 
     def offer_cluster(self, offered: bool) -> None:
@@ -94,16 +92,13 @@ class PlacesCard(Card):
 
     @property
     def is_remote(self) -> bool:
-        """Whether rows are sent to servers, which can be asked at once."""
         return any(name != HERE for name in self.names)
 
     @property
     def needs_model(self) -> bool:
-        """Whether rows are answered by this PC's model: here, or on the nodes of a cluster."""
         return not self.names or HERE in self.names
 
     def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
-        """Offers these; what was chosen before stays so, unless it is gone."""
         if self._boxes and tuple(endpoints) == self._endpoints:
             return
         chosen = {name for name, box in self._boxes if box.isChecked()} or {HERE}

@@ -226,7 +226,6 @@ class ProgressCard(QFrame):
         self._strip: QWidget | None = None
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
-        """Shown below the text while a job runs; created for the first one."""
         self._make_strip = make
 
     def _show_strip(self, shown: bool) -> None:

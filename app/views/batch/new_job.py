@@ -36,8 +36,6 @@ _LAID_OUT_MS = 60
 
 
 class FormFoot(QWidget):
-    """Signals: `start_wanted`, `cancelled`: the buttons."""
-
     start_wanted = Signal()
     cancelled = Signal()
 
@@ -115,7 +113,6 @@ class NewJob(QWidget):
         self._connect(sample)
 
     def open(self, path: Path) -> None:
-        """Starts the form for a file or folder; text from an earlier one is kept where it fits."""
         self._path = path
         self._opening = True
         self.places.set_endpoints(self._offered())
@@ -161,7 +158,6 @@ class NewJob(QWidget):
         self._tell(sentence)
 
     def leave(self) -> None:
-        """The form is hidden: cancels what runs for it, without waiting."""
         self._left.set()
         self._looking.forget()
         self._checks.forget()
@@ -210,7 +206,6 @@ class NewJob(QWidget):
         self._looking.ask(lambda: count_rows(path, form, left.is_set), self._on_counted)
 
     def _focus_first_field(self, field: QWidget) -> None:
-        """Shows the form from its top; focuses the field to fill in, unless it is out of view."""
         self._scroll.column.activate()  # widgets just shown have no geometry before that
         self._scroll.verticalScrollBar().setValue(0)
         bottom = field.mapTo(self._scroll.inside, field.rect().bottomLeft()).y()

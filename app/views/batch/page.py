@@ -136,8 +136,6 @@ class RunningJobGuard(QObject):
 
 
 class BatchPage(Page):
-    """Gets its services from outside; jobs run whichever page is shown."""
-
     def __init__(
         self,
         client: EngineClient,
@@ -176,7 +174,6 @@ class BatchPage(Page):
         self.job_view.progress.add_strip(make)
 
     def take_draft(self, draft: BatchDraft) -> None:
-        """Asks a chat's prompt of every row: of the file in the form, or of the one that is chosen next."""
         is_open = self.pages.currentWidget() is self.form
         self.form.take_draft(draft)
         if not is_open:
@@ -192,7 +189,6 @@ class BatchPage(Page):
     # --- files --------------------------------------------------------------------------------------
 
     def open_files(self, paths: list[Path]) -> None:
-        """Opens the form for a file or folder; for several, one after the other."""
         good = [path for path in paths if can_be_read(path)]
         if not good:
             name = paths[0].name if paths else ""
@@ -261,7 +257,6 @@ class BatchPage(Page):
         self.form.input.change.setFocus()
 
     def _go_home(self) -> None:
-        """Shows the job that has run longest, or the newest; the empty page if there is none."""
         entries = [*self._jobs.running, *self._jobs.entries]
         if entries:
             self.show_job(entries[0].key)

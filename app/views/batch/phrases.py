@@ -124,7 +124,6 @@ def _rates(plan: BatchPlanned) -> tuple[str, str]:
 
 
 def _two_digits(value: float) -> float:
-    """More digits would claim more precision than there is."""
     return float(f"{value:.2g}")
 
 

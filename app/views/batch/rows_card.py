@@ -26,8 +26,6 @@ BOX_PX = 96
 
 
 class RowDetail(Card):
-    """Signals: `closed`."""
-
     closed = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
@@ -56,7 +54,6 @@ class RowDetail(Card):
         self._show_reasoning("")
 
     def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
-        """Shows what is known of a row at once, and its full text once read."""
         self._show(row)
         if answers is not None:
             self._reading.ask(lambda: answers.whole(row.row), self._on_whole)
@@ -200,7 +197,6 @@ class RowsCard(Card):
 
     @property
     def answers(self) -> JobAnswers | None:
-        """The job's answers, to show one in full."""
         return self._answers
 
     # --- reading pages ------------------------------------------------------------------------------

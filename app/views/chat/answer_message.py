@@ -187,7 +187,6 @@ def state_words(use: ToolUse, *, is_open: bool) -> str:
 
 
 def one_line(use: ToolUse) -> str:
-    """A call's arguments and a short result, or why it failed."""
     if use.state == "failed":
         return " ".join(said(use.result).split())[:_LONGEST_LINE]
     try:
@@ -280,7 +279,6 @@ class AnswerMessage(QWidget):
         return self._figures.full_text
 
     def set_row(self, row: MessageRow) -> None:
-        """Show this turn; text that was only appended is appended to the view."""
         self._row = row
         message = row.message
         streaming = message.state is MessageState.STREAMING

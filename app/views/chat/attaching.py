@@ -76,8 +76,6 @@ class Attaching(QObject):
         return text_only_text(self._presenter.remote, model.name if model is not None else "", self.seeing())
 
     def count_with(self, counter: TokenCounter) -> None:
-        """Counts a sample of each document by the model's own tokenizer, as far as one is loaded."""
-
         self._counter = counter
         self._documents.changed.connect(self._count)
 
@@ -97,7 +95,6 @@ class Attaching(QObject):
         self._composer.attachments.update_one(document_id)
 
     def show(self) -> None:
-        """Shows what goes with the next message, and goes on with what is in this chat."""
         remote = self._presenter.remote
         where = "" if remote is None else remote.endpoint.name or called(remote.endpoint)
         model = self._client.model if not self._presenter.is_elsewhere else None
@@ -113,7 +110,6 @@ class Attaching(QObject):
         ask_paths(self._page, translate("Chat", "Attach files"), self.give, kinds=kinds)
 
     def give(self, sources: Sequence[Source]) -> None:
-        """Attaches what can be; says what else there was."""
         paths = [source for source in sources if isinstance(source, Path) and not is_picture(source)]
         pictures = [source for source in sources if is_picture(source)]
         if paths and self._presenter.is_scratch:

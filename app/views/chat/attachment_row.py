@@ -145,7 +145,6 @@ class PassageDialog(QDialog):
         QTimer.singleShot(0, self.text, self._scroll)
 
     def _scroll(self) -> None:
-        """The passage begins a few lines below the top."""
         bar = self.text.verticalScrollBar()
         line = self.text.document().findBlock(self.text.textCursor().position())
         layout = line.layout()
@@ -259,7 +258,6 @@ class PictureRow(Flow):
 
 
 def _in_window(size: QSize, ratio: float) -> QSize:
-    """Real pixels as those of the window, rounded up, so that nothing is cut off."""
     return QSize(math.ceil(size.width() / ratio), math.ceil(size.height() / ratio))
 
 
@@ -428,7 +426,6 @@ class AttachmentChip(QFrame):
             super().mouseReleaseEvent(event)
 
     def sizeHint(self) -> QSize:
-        """As wide as its words in one line, between limits; a long sentence wraps."""
         for label in (self._name, self._details):
             label.ensurePolished()
         words = self._details.fontMetrics().horizontalAdvance(self._details.text()) + 4
@@ -456,5 +453,4 @@ class AttachmentChip(QFrame):
 
     @property
     def _beside(self) -> int:
-        """What stands beside the words."""
         return BESIDE_PX + (SIDE_PX + GAP_PX if self._removable else 0)

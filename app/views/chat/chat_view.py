@@ -652,7 +652,6 @@ class ChatView(Page):
         PassageDialog(source, self.documents.surroundings, self).open()
 
     def _open_attachment(self, one: Attachment) -> None:
-        """How a document begins, or a folder where the system shows such."""
         if one.kind == "folder" and one.path:
             QDesktopServices.openUrl(QUrl.fromLocalFile(one.path))
         elif one.characters:

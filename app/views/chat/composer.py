@@ -33,8 +33,6 @@ BESIDE_CHIPS_SHARE = 0.15
 
 
 class SystemPromptPopover(Popover):
-    """Signals: `changed`, the text after every edit."""
-
     changed = Signal(str)
 
     def __init__(self, parent: QWidget) -> None:
@@ -140,7 +138,6 @@ class Composer(QFrame):
         self._show_button()
 
     def add_tool(self, button: IconButton) -> None:
-        """A button beside those that are there; where there is too little room, the last but one makes some."""
         self._tool_row.addWidget(button)
         self.setTabOrder(self._tools[-1], button)
         self._tools.append(button)
@@ -173,7 +170,6 @@ class Composer(QFrame):
         self.tools_wanted.emit(self.tools_button.isChecked())
 
     def set_model(self, model: ModelInfo | None) -> None:
-        """The loaded model, whose own settings hold where a chat has none."""
         self.sampling_popover.set_model(model)
         if self._conversation is not None:
             self._show_sampling(self._conversation)
@@ -247,14 +243,12 @@ class Composer(QFrame):
         return handled
 
     def minimumSizeHint(self) -> QSize:
-        """Without the tools that make room, which a page that is not shown has not fitted to its width."""
         hint = super().minimumSizeHint()
         spare = [tool for tool in (self._extra_tool, self.tools_button) if tool is not None and not tool.isHidden()]
         return QSize(hint.width() - sum(_width(tool) + TOOL_SPACING_PX for tool in spare), hint.height())
 
     @property
     def _extra_tool(self) -> IconButton | None:
-        """The first that makes room."""
         return self._tools[-2] if len(self._tools) > 3 else None
 
     def _fit_meter(self) -> None:
@@ -279,7 +273,6 @@ class Composer(QFrame):
             self.updateGeometry()
 
     def _fit_to_width(self) -> None:
-        """Shows the longest form of the meter that fits beside the buttons; what is worth less makes room for it."""
         margins = self._column.contentsMargins()
         buttons = (self.sampling_button, self.send_button)
         taken = sum(_width(button) + SPACING_PX for button in buttons) + 2 * SPACING_PX

@@ -105,7 +105,6 @@ class ContextMeter(QPushButton):
         return words + FRAME_PX + (ICON_PX + 4 if self._has_icon and has_icon else 0)
 
     def fit(self, room: int) -> None:
-        """Takes the longest form of its words that needs no more than `room`; the share is worth more than the icon."""
         share = self._forms[-2] if len(self._forms) > 1 else ""
         form = next((form for form in self._forms if form and self._width_of(form) <= room), "")
         shows_icon = self._has_icon
@@ -180,7 +179,6 @@ class ContextPopover(Popover):
         )
 
     def edit(self, use: ContextUse, length: ContextLength, button: QWidget, *, folds: bool) -> None:
-        """Opens with these; `folds` if there are turns that can make room."""
         self._length = length
         words = (
             self.tr("About {0} of {1} tokens are used ({2}).")
@@ -257,7 +255,6 @@ class ContextPopover(Popover):
 
 
 def _steps(longest: int) -> list[int]:
-    """Lengths that a slider offers: each twice the one before, and the longest."""
     steps = [LEAST_CONTEXT]
     while steps[-1] * 2 < longest:
         steps.append(steps[-1] * 2)

@@ -301,13 +301,11 @@ class ContextRoom(QObject):
         return max(limit - int(1.1 * self._estimate(texts)) - answer, 0)
 
     def _given_tokens(self, attachments: Sequence[Attachment]) -> int:
-        """About how many tokens of these documents an answer would be given to read."""
         some = [one for one in attachments if one.characters]
         room = self.document_room([*self._presenter.said(), self._composer.text]) if some else 0
         return given_tokens(some, room) if some else 0
 
     def _pictures(self, after: str | None = None) -> int:
-        """About how many tokens the pictures of the path to a message cost, and those that are sent after it."""
         _, _, later = self._presenter.model.tree.folded(after) if after != "" else (None, [], [])
         sent = [picture for message in later for picture in message.pictures]
         return self._seen([*sent, *self._presenter.pictures])
@@ -469,7 +467,6 @@ def _said(prompt: Sequence[str]) -> list[str]:
 
 
 def _context_of(remote: RemoteModel | None) -> int | None:
-    """The longest context of a server's model, if it says so."""
     if remote is None:
         return None
     found = remote.endpoint.found

@@ -56,7 +56,6 @@ class Folders(QObject):
         self.made.emit(folder.id)
 
     def rename(self, folder_id: str, name: str) -> None:
-        """An empty name changes nothing."""
         folder, name = self._list.folder(folder_id), " ".join(name.split())
         if folder is not None and name:
             self._put(replace(folder, name=name))
@@ -73,7 +72,6 @@ class Folders(QObject):
                 self._presenter.move(id_, folder_id)
 
     def delete(self, folder_id: str) -> None:
-        """Remove a folder: at once if it is empty, else people are asked what becomes of its chats."""
         folder, inside = self._list.folder(folder_id), self._list.in_folder(folder_id)
         if folder is None:
             return

@@ -111,7 +111,6 @@ class FindInChat(QObject):
         return not self._bar.isHidden()
 
     def open(self, text: str | None = None, message_id: str = "") -> None:
-        """Shows the field, with a text that is looked for at once; its first match in a message is shown then."""
         self._bar.show()
         self._wanted = message_id
         if text is not None:
@@ -186,7 +185,6 @@ class FindInChat(QObject):
             self._settle()
 
     def _settle(self) -> None:
-        """All is found: goes to the match that is wanted, the one that was shown, or the first."""
         self._bar.show_count(0, 0, is_looking=False)
         if not self._found:
             return

@@ -102,7 +102,6 @@ def _pictures_text(stats: AnswerStats) -> str:
 
 
 def _is_elsewhere(message: Message) -> bool:
-    """Whether another server answered: then it is named behind its model."""
     return message.model.endswith(")") and "(" in message.model
 
 

@@ -41,8 +41,6 @@ LAST_CHAT = "last_chat"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a question is answered: by whom, as `Conversation.model` says, and how tokens are sampled."""
-
     model: str = ""
     sampling: SamplingParams | None = None
 
@@ -200,7 +198,6 @@ class ChatPresenter(QObject):
     # --- a conversation's own fields ---
 
     def keep(self) -> None:
-        """Put the current chat into the list, even if it is still empty."""
         self._store_if_new()
 
     def rename(self, conversation_id: str, title: str) -> None:
@@ -223,7 +220,6 @@ class ChatPresenter(QObject):
         self._change(self.conversation.id, sampling=sampling)
 
     def choose_model(self, model: str) -> None:
-        """Who answers in this chat alone: `endpoint:NAME/MODEL`, or empty for the model on this PC."""
         if self._is_stored:
             self._change(self.conversation.id, model=model)
         else:
@@ -232,7 +228,6 @@ class ChatPresenter(QObject):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a server elsewhere was chosen for this chat, be it there or not."""
         return is_remote(self.conversation.model)
 
     @property
@@ -301,7 +296,6 @@ class ChatPresenter(QObject):
 
     @property
     def answering_id(self) -> str | None:
-        """The answer in the current chat that is waiting or being written."""
         last = self.model.last
         return last.id if last is not None and last.state is MessageState.STREAMING else None
 
@@ -349,7 +343,6 @@ class ChatPresenter(QObject):
         return bool(question)
 
     def put_question(self, text: str) -> str:
-        """Put a message and what goes with it at the end of the chat, unanswered; its id, or nothing as for `send`."""
         pictures, attachments = self.pictures, self.attachments
         if not (text.strip() or pictures or attachments) or self.answering_id is not None:
             return ""
@@ -369,7 +362,6 @@ class ChatPresenter(QObject):
         return question
 
     def answer_with(self, question_id: str, way: Way) -> str:
-        """Have a question answered in a way of its own, as another version; the answer's id."""
         return self._answer(question_id, way)
 
     def choose(self, message_id: str) -> None:
@@ -396,7 +388,6 @@ class ChatPresenter(QObject):
         )
 
     def _said(self, instructions: str, lineage: Sequence[Message]) -> list[str]:
-        """All texts that are sent, descriptions of tools among them."""
         offered = [each.tool for each in self._tools().offered()] if self.conversation.tools else []
         tools = "\n".join(f"{each.name} {each.description} {each.parameters}" for each in offered)
         texts = (instructions, tools, *map(self.sent_text, lineage))
@@ -462,7 +453,6 @@ class ChatPresenter(QObject):
         return answering is not None
 
     def add_imported(self, conversations: Sequence[Conversation]) -> None:
-        """Lists chats that an import wrote; what was read of them before is read again."""
         for conversation in conversations:
             is_shown = conversation.id == self.conversation.id
             if not is_shown or self.answering_id is None:
@@ -487,7 +477,6 @@ class ChatPresenter(QObject):
         self._choose_wanted()
 
     def _show_near(self, row: int | None) -> None:
-        """After a deletion: open what is now at its place in the list."""
         rest = [entry.conversation for entry in self.list_model.entries[row or 0 :] if entry.conversation is not None]
         near = rest[0] if rest else self.list_model.first()
         self._show(self._new_conversation(), MessageTree(), stored=False)
@@ -646,7 +635,6 @@ class ChatPresenter(QObject):
             self._store.choose(node)
 
     def _choose_wanted(self) -> None:
-        """Put the message that a search found on the visible path, with all its ancestors."""
         wanted, self._wanted_message = self._wanted_message, ""
         if wanted and wanted in self.model.tree and self.model.row_of(wanted) is None:
             if all(message.id != wanted for message in self.model.tree.path()):
@@ -670,7 +658,6 @@ class ChatPresenter(QObject):
             tree.update(answer)
 
     def _on_document(self, found: Attachment) -> None:
-        """More is known of a document: wherever it is, it is shown so."""
         for chat, unsent in self._unsent.items():
             if any(one.id == found.id for one in unsent):
                 self._unsent[chat] = tuple(found if one.id == found.id else one for one in unsent)

@@ -63,7 +63,6 @@ class PromptPopover(Popover):
     # --- opening ---
 
     def open_list(self, button: QWidget, message: str, *, by_slash: bool = False) -> None:
-        """Opens with all prompts; `message` is what could be kept as another."""
         self._message, self._by_slash, self._removed = message, by_slash, None
         self.save_button.setEnabled(bool(message.strip()))
         self.filter.clear()
@@ -73,7 +72,6 @@ class PromptPopover(Popover):
         self.filter.setFocus()
 
     def open_editor(self, button: QWidget, text: str, name: str = "") -> None:
-        """Opens the editor for a new prompt, or for the one of this name."""
         self._by_slash = False
         self._editing = name
         self.name.setText(name or name_for(text))
@@ -358,7 +356,6 @@ class MessageTools(QObject):
         self._compare(self._composer.text)
 
     def to_batch(self, text: str) -> None:
-        """Hands a text to Batch, with the chat's system prompt and sampling."""
         chat = self._presenter.conversation
         self.batch_wanted.emit(BatchDraft(text, chat.system_prompt, chat.sampling))
 

@@ -38,8 +38,6 @@ Agree = Callable[[RemoteModel, Callable[[], object]], object]
 
 
 class Column(QFrame):
-    """One of the two: who answers and how, the answer, and the button that goes on with it."""
-
     changed = Signal()
     picked = Signal()
     acted = Signal(str)
@@ -146,7 +144,6 @@ class Comparison(QObject):
         client.state_changed.connect(self._on_state)
 
     def ask(self, text: str, ways: tuple[Way, Way]) -> bool:
-        """Puts the question into the chat, and asks; False if it cannot be put now."""
         self.question = self._presenter.put_question(text)
         if not self.question:
             return False
@@ -276,7 +273,6 @@ class SideBySide(QDialog):
         self._enable()
 
     def open_for(self, text: str) -> None:
-        """Opens with a question, the chat's own way first, and another one beside it."""
         chat = self._presenter.conversation
         first, second = self.columns
         self._choose(first, chat.model if is_remote(chat.model) else "")

@@ -21,8 +21,6 @@ from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
 
 
 class _LongEdit(GrowingEdit):
-    """Enter starts a new line, and Ctrl+Enter submits."""
-
     most_lines = 24
     largest_share = 0.4
 

@@ -260,13 +260,11 @@ class Transcript(QScrollArea):
             QTimer.singleShot(0, turn, lambda: self.ensureWidgetVisible(turn, 0, 80))
 
     def built(self, message_id: str) -> Turn | None:
-        """The widget of a message, created now if need be."""
         if self.turn(message_id) is None:
             self.build_all()
         return self.turn(message_id)
 
     def show_place(self, turn: Turn, place: QRect) -> None:
-        """Scroll to a place in a turn, unless it is on screen, and stay there until people scroll."""
         self.is_at_end, self._held = False, (turn, place)
         self._column.place()
         self._show_held()

@@ -116,7 +116,6 @@ class UserMessage(QWidget):
         return box
 
     def _show_text(self) -> None:
-        """Rich text only for the line height and for what is found: the whole message is escaped."""
         content, at, parts = few_marks(self._row.message.content), 0, []
         for number, (start, end) in enumerate(self._matches):
             look = mark_format(is_chosen=number == self._match)

@@ -132,7 +132,6 @@ class Sidebar(QWidget):
         return handled
 
     def choose(self, name: str) -> None:
-        """Marks the page as current; emits nothing."""
         self.button(name).setChecked(True)
 
     def has_focus(self) -> bool:
@@ -165,7 +164,6 @@ class Sidebar(QWidget):
         self._name.setVisible(not self._is_rail)
 
     def _fit(self) -> None:
-        """The footer takes the height left over; the logo is hidden before a gauge is."""
         short = self.height() < SHORT_PX * body_px() / BODY_PX
         self._head.setVisible(not (short and self._is_rail))
         margins = self._column.contentsMargins()

@@ -180,7 +180,6 @@ class MainWindow(QMainWindow):
         (self._carried or self).setFocus()
 
     def _passing_texts(self) -> list[tuple[str, str]]:
-        """What banners say that only hear of it once; in the language in which they heard it."""
         names = ("problem_banner", "notice_banner", "tune_banner", "card_banner")
         return [(name, getattr(self, name).text) for name in names if not getattr(self, name).isHidden()]
 
@@ -203,7 +202,6 @@ class MainWindow(QMainWindow):
             self._focus_page()
 
     def _show_frame(self, name: str) -> None:
-        """Shows the page's place, until charts are there to fill it."""
         frame = QWidget(self.pages)
         vbox((PageHeader(self._entries[name].label, frame), TOP), into=frame, gap=-1)
         self.pages.addWidget(frame)
@@ -218,7 +216,6 @@ class MainWindow(QMainWindow):
         when_ready(frame, fill)
 
     def page(self, name: str) -> Page:
-        """The page of this name; created when first shown, so that the window opens sooner."""
         before = self._built.get(name)
         if before is None or (name in self._outdated and not before.is_in_use):
             self._outdated.discard(name)
@@ -301,7 +298,6 @@ class MainWindow(QMainWindow):
         dialog.open()
 
     def quit_by_hand(self) -> None:
-        """Closes the window as its close button does, with all confirmations."""
         self.quitting.emit()
         frame = self.windowHandle()
         if frame is not None:
@@ -409,7 +405,6 @@ class MainWindow(QMainWindow):
         self._to_models.show()
 
     def _on_starter(self, is_there: bool) -> None:
-        """Loads the starter that was got anywhere but on the page of the first run, which loads it itself."""
         the = self.services
         if is_there:
             the.library.look()
@@ -423,7 +418,6 @@ class MainWindow(QMainWindow):
             self.show_page(CHAT)
 
     def _leave_first_run(self, name: str) -> None:
-        """Goes to a page; to the chat for good."""
         if name == CHAT:
             self._needs_model = False
         self.show_page(name)

@@ -39,8 +39,6 @@ def _words(row: Row) -> str:
 
 
 class FoundList(QListView):
-    """Signals: `chosen(Row)`, when another became current."""
-
     chosen = Signal(object)
 
     def __init__(self, parent: QWidget) -> None:
@@ -62,14 +60,12 @@ class FoundList(QListView):
         return row if isinstance(row, Recommendation | Found) else None
 
     def show_rows(self, rows: tuple[Row, ...]) -> None:
-        """Shows these; none is chosen if they are others than before."""
         if rows != self.rows.rows:
             self.rows.show_rows(rows)
         self.setVisible(bool(rows))
         self._fit_height()
 
     def choose(self, at: int) -> None:
-        """Makes the one at this place current."""
         self.setCurrentIndex(self.rows.index(at, 0))
 
     def fit(self, *, wide: bool) -> None:

@@ -90,7 +90,6 @@ class FoldersDialog(QDialog):
         self._show(model_folders())
 
     def add_folder(self, folder: Path) -> None:
-        """Adds it to the list, or says why that is not possible."""
         self._change(lambda: add_model_folder(folder))
 
     def _ask(self) -> None:
@@ -336,8 +335,6 @@ class OnThisPcCard(Card):
 
 
 class ModelTable(TextTable):
-    """Signals: `opened_by_key` (Enter) and `removed` (Delete), of the current model."""
-
     opened_by_key = Signal()
     removed = Signal()
 

@@ -34,7 +34,6 @@ def origin_words(entry: LibraryEntry) -> str:
 
 
 def also_words(entry: LibraryEntry) -> str:
-    """`also in LM Studio`, or in the folders of yours where the same model lies; empty for one that lies once."""
     places = [str(path.parent) if origin in ("switchyard", "folder") else origin for origin, path in entry.also]
     return translate("Models", "also in {0}").format(", ".join(places)) if places else ""
 
@@ -70,7 +69,6 @@ def speed_sentence(row: ModelRow) -> str:
 
 
 def used_words(last_used: float | None, now: float | None = None) -> str:
-    """`today`, `yesterday`, `12 days ago`, or a date."""
     if last_used is None:
         return translate("Models", "never")
     date = QDateTime.fromSecsSinceEpoch(int(last_used)).date()
@@ -147,7 +145,6 @@ def model_facts(entry: LibraryEntry) -> str:
 
 
 def work_words(work: Work) -> str:
-    """What is being done: `Verifying Qwen3-30B, 43%`."""
     words = {
         "verify": translate("Models", "Verifying {0}"),
         "move": translate("Models", "Moving {0}"),
@@ -160,7 +157,6 @@ def work_words(work: Work) -> str:
 
 
 def ended_words(work: Work) -> str:
-    """What came of it, if it went well; empty where the list says it."""
     result = work.result
     if isinstance(result, Verification):
         return _verified(result)

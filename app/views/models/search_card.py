@@ -113,7 +113,6 @@ class OfferView(QWidget):
         )
 
     def show_offer(self, offer: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> None:
-        """Shows it; `bytes_per_s` is the line's measured speed, if it is known."""
         entry, speed = offer.entry, offer.speed
         if offer != self.offer:
             self.offer = offer
@@ -210,7 +209,6 @@ class SearchCard(Card):
     # --- the catalogue --------------------------------------------------------------------------------
 
     def show_offers(self, offers: tuple[Recommendation, ...] | None, bytes_per_s: float | None) -> None:
-        """The catalogue on this machine; None while that is being looked at."""
         self._offers, self._bytes_per_s, self._is_looking = offers or (), bytes_per_s, offers is None
         known = {ability for offer in self._offers for ability in offer.entry.abilities}
         for ability in ABILITIES:  # of which some model is offered
@@ -327,7 +325,6 @@ class SearchCard(Card):
         self.right.show()
 
     def read_again(self, reference: str) -> None:
-        """Reads a repository, also if it is shown already: a token may have opened it."""
         self.reference = reference
         self.name.set_full_text(reference)
         self.facts.hide()

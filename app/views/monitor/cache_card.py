@@ -27,7 +27,6 @@ _LONGEST = 40
 
 
 def policy_name(policy: str) -> str:
-    """`LRU`; an unknown policy is shown by its id."""
     known = {
         "lru": "LRU",
         "lfu": "LFU",
@@ -110,8 +109,6 @@ class RateLine(Chart):
 
 
 class TierRow(QWidget):
-    """The tier last passed to `show_tier`."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._name = text_label(self, role="secondary")

@@ -85,7 +85,6 @@ class ExpertCard(Card):
         self.show_event(None)
 
     def show_recording(self, maps: list[tuple[int, ExpertMap]] | None) -> None:
-        """A session's maps, with a slider to step through them; None for live data."""
         self._replayed = maps
         self.replay.setVisible(bool(maps) and len(maps or ()) > 1)
         if maps is not None:
@@ -98,12 +97,10 @@ class ExpertCard(Card):
             self._show(self._replayed[self.replay.value()][1] if self._replayed else None)
 
     def show_event(self, event: ExpertMap | None) -> None:
-        """The latest map; ignored while a session is replayed."""
         if self._replayed is None:
             self._show(event)
 
     def _show(self, event: ExpertMap | None) -> None:
-        """Shows a map; an invalid one counts as none."""
         if event is not None and event is self._event:
             return
         self._event = event
@@ -168,8 +165,6 @@ _KINDS = ("hit", "fetched", "cpu")
 
 
 class TokenCard(Card):
-    """Means over the last tokens; unknown values are dashes, unavailable ones say so."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.heading.setText(self.tr("Per token"))
@@ -255,7 +250,6 @@ class TokenCard(Card):
 
 
 def _parts(hit: float, fetched: float, on_cpu: float) -> tuple[BarPart, ...]:
-    """Shares of their sum, in the colours and hatching that the timeline has for them."""
     scale = _PARTS / ((hit + fetched + on_cpu) or 1.0)
     return (
         BarPart("", round(scale * hit), "hit"),
@@ -398,7 +392,6 @@ class EngineCards(QWidget):
         experts.replay.valueChanged.connect(self._show_moment)
 
     def refresh(self) -> None:
-        """Shows the latest data; cheap if nothing is new, or while a session is open."""
         hub = self._hub
         if self._session is not None:
             return

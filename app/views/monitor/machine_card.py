@@ -24,8 +24,6 @@ BUSY = 0.9
 
 
 class CoreGrid(Chart):
-    """Cells in the system's order, left to right and top to bottom."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._busy: tuple[float, ...] = ()
@@ -43,7 +41,6 @@ class CoreGrid(Chart):
         self.dress()
 
     def show_cores(self, busy: Sequence[float]) -> None:
-        """Shares of 0 to 1, one per CPU."""
         shown = tuple(min(max(share, 0.0), 1.0) for share in busy)
         if len(shown) != len(self._busy):
             self.updateGeometry()
@@ -57,7 +54,6 @@ class CoreGrid(Chart):
             self.setAccessibleName(text.format(len(shown), mean, most, number(100 * shown[most], 0)))
 
     def grid(self, width: int) -> tuple[int, int]:
-        """(rows, columns) at this width."""
         count = max(len(self._busy), 1)
         columns = min(count, max(1, width // _LEAST_PX))
         rows = -(-count // columns)
@@ -99,7 +95,6 @@ class CoreGrid(Chart):
         self._draw()
 
     def _draw(self) -> None:
-        """In the view's pixels."""
         self.view.setRange(xRange=(0, self.view.width()), yRange=(0, self.view.height()), padding=0)
         busy = np.array(self._busy)
         edges = [(cell.left(), cell.right(), cell.top(), cell.bottom()) for cell in self.cells()]
@@ -116,8 +111,6 @@ _PARTS = 1000
 
 
 class MachineCard(Card):
-    """Sensor samples, a few times per second; missing values are left out or marked as not available."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.heading.setText(self.tr("Machine"))

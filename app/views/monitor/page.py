@@ -81,7 +81,6 @@ class SessionsButton(QPushButton):
         self._naming.close()
 
     def read(self, entry: SessionEntry, *, compare: bool) -> None:
-        """Reads a session; one of the signals follows."""
         self.setEnabled(False)
         self.setText(self.tr("Reading…"))
         self._reading.ask(lambda: open_session(entry), lambda session: self._done(session, compare=compare), self._fail)
@@ -127,7 +126,6 @@ class SessionsButton(QPushButton):
 
 
 def session_title(entry: SessionEntry, first_words: str) -> str:
-    """`starter: Why is the sky blue?   21.11. 07:20, 3 MB`, in local time."""
     when = QLocale().toString(QDateTime.fromSecsSinceEpoch(int(entry.started_s)), QLocale.FormatType.ShortFormat)
     what = ": ".join(part for part in (entry.model, first_words) if part)
     return "   ".join(part for part in (what.replace("&", "&&"), f"{when}, {memory(entry.nbytes)}") if part)
@@ -221,7 +219,6 @@ class ExportButton(QPushButton):
         self._writing.close()
 
     def write_records(self, path: Path) -> None:
-        """Writes the visible range as a trace, or as tables if the name ends in `.csv`; `reported` follows."""
         history = self._view.navigator.history
         if history is None or not history.has_engine:
             self.reported.emit(self.tr("Nothing to export yet: ask something in Chat first."))
@@ -238,7 +235,6 @@ class ExportButton(QPushButton):
         )
 
     def write_picture(self, path: Path) -> None:
-        """Writes the view as PNG, or as SVG if the name ends in `.svg`."""
         done = self._view.write_picture(path)
         self.reported.emit(
             self.tr("Written to {0}").format(path)
@@ -375,7 +371,6 @@ class MonitorPage(Page):
     # --- sessions ---------------------------------------------------------------------------------
 
     def show_session(self, session: OpenedSession) -> None:
-        """Shows a recorded session instead of live data; recording continues."""
         self._session = session
         self._settings.monitor_details = True  # people want to look into it
         self.timeline.view.navigator.set_source(session.history, recorded=True)

@@ -55,12 +55,10 @@ class PredictButton(QPushButton):
         self.toggled.connect(self._on_toggled)
 
     def show_session(self, session: OpenedSession | None) -> None:
-        """What to predict: an opened session's requests, or with None the live ones."""
         self._session = session
         self.setChecked(False)
 
     def follow(self) -> None:
-        """Predicts again if another request is visible; cheap if it is the same."""
         if self.isChecked() and not self._predicting.is_busy:
             shape = self._shape()
             if shape is not None and (self._asked is None or _differ(shape, self._asked)):
@@ -116,7 +114,6 @@ class PredictButton(QPushButton):
 
 
 def _differ(one: RequestShape, other: RequestShape) -> bool:
-    """Whether they need separate predictions: an answer that grew within the same number of steps does not."""
     if (one.config, one.prompt_tokens) != (other.config, other.prompt_tokens):
         return True
     return one.tokens > 1.3 * other.tokens + 16
@@ -280,7 +277,6 @@ class SecondTimeline(Card):
         mine.place(viewport.ending_at(end_ns - max(behind, 0.0)))
 
     def _point(self, at_ns: float | None) -> None:
-        """Mirrors the first timeline's crosshair."""
         if not self.isHidden():
             theirs, mine = self._first.navigator.viewport, self.view.navigator.viewport
             self.view.set_cursor(None if at_ns is None else mine.start_ns + at_ns - theirs.start_ns)

@@ -68,7 +68,6 @@ class SummaryCard(QFrame):
         self.button.setVisible(advice is not None and advice.change not in ("none", "other_programs"))
 
     def show_state(self, state: EngineState, *, has_model: bool) -> None:
-        """Before anything has been decoded: shows what to do first."""
         sentence, hint = {
             EngineState.STARTING: (self.tr("The engine is starting."), ""),
             EngineState.LOADING: (self.tr("The model is loading."), ""),

@@ -31,8 +31,6 @@ Index = QModelIndex | QPersistentModelIndex
 
 
 class LaneTable(QAbstractTableModel):
-    """A row per lane, for stacks one per part: last value, average, maximum."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._rows: list[tuple[str, str, str, str]] = []

@@ -86,7 +86,6 @@ class ComputingCard(SettingsCard):
 
     @property
     def is_busy(self) -> bool:
-        """Whether what it says of this PC is still being found out."""
         return self._looking.is_busy or self.planning.is_busy
 
     def close_down(self) -> None:

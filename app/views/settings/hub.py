@@ -45,7 +45,6 @@ class AddressField(QLineEdit):
         tell: Callable[[Exception | None], object],
         parent: QWidget,
     ) -> None:
-        """`use` keeps an address, in the background; `tell` gets why it could not be, or None for a new try."""
         super().__init__(kept(), parent)
         self._kept, self._use, self._doing, self._tell = kept, use, doing, tell
         self.setFixedWidth(WIDTH_PX)
@@ -104,7 +103,6 @@ class HubCard(SettingsCard):
         self._reading.ask(lambda: _keep(path), self._on_kept, self._on_failed)
 
     def forget_token(self, host: str) -> None:
-        """Removes the token that is kept for a hub, and says so; that of another program stays."""
         set_message(self.trouble, "")
         self._doing.add(lambda: _forget(host), lambda left: self._on_forgotten(host, left), self._on_failed)
 

@@ -61,8 +61,6 @@ COLUMN_WIDTH_PX = 800
 
 
 class DataCard(SettingsCard):
-    """A change is scheduled here and carried out at the next start."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("DataCard", "Data"), parent)
         self._open = push_button(self, self.tr("Open folder"), self._open_folder)

@@ -206,7 +206,6 @@ class ServerDialog(FormDialog):
     # --- what was entered ---
 
     def _entered(self) -> Endpoint:
-        """Raises EngineError: it makes no sense."""
         return endpoint_at(
             self.address.text(),
             self.name.text(),
@@ -227,7 +226,6 @@ class ServerDialog(FormDialog):
         return self.address.text().strip(), self.key.text().strip(), self.certificate.text().strip()
 
     def _show_state(self) -> None:
-        """It can be kept if what was tested is still what stands there."""
         is_tested = self._found is not None and self._place() == self._tested_place
         self.save.setEnabled(is_tested)
         self.test.setEnabled(bool(self.address.text().strip()))
@@ -387,7 +385,6 @@ class ServersCard(SettingsCard):
         self.dialog.open()
 
     def _show_new(self) -> None:
-        """Scrolls to the servers, as the new one may be below the page's end."""
         area: QWidget | None = self
         while area is not None and not isinstance(area, QScrollArea):
             area = area.parentWidget()

@@ -43,8 +43,6 @@ _KEPT = "••••••••"
 
 
 class ToolsCard(SettingsCard):
-    """The built-in tools, each with a switch, and a row for each server."""
-
     def __init__(self, tools: Tools, parent: QWidget | None = None) -> None:
         super().__init__(translate("ToolsCard", "Tools"), parent)
         self._tools = tools

@@ -195,7 +195,6 @@ THIRDS = 3
 
 
 def arrange(grid: QGridLayout, cards: Iterable[QWidget], shown: Sequence[tuple[QWidget, int]], *, wide: bool) -> None:
-    """Shows some of the cards in this order, each spanning its number of columns, and hides the others."""
     for card in cards:
         grid.removeWidget(card)
         card.setVisible(any(card is one for one, _thirds in shown))
@@ -291,7 +290,6 @@ class NumbersCard(Card):
 
 
 def best_numbers(look: MachineLook, measured: Measurements) -> dict[str, tuple[str, str]]:
-    """(value, detail) of the best measured number of each kind, by its name."""
     profile = look.profile
     paths: tuple[tuple[Measured, str, float, str], ...] = (
         ("ram", "cpu.ram_bytes_per_s", profile.cpu.ram_bytes_per_s, "bytes/s"),
@@ -372,8 +370,6 @@ class PlanCard(Card):
 
 
 class TuneCards(QWidget):
-    """The run card on top, the others below in the order that suits the step."""
-
     def __init__(self, model: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.run = RunCard(model, self)

@@ -47,7 +47,6 @@ def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tup
 
 
 def driver_trouble(look: MachineLook) -> str:
-    """Why a driver does not report a card that may well exist, and what to do; empty if nothing is wrong."""
     note = look.probe.gpu_note
     return "" if note in _NO_DRIVER else note
 
@@ -65,8 +64,6 @@ _NO_DRIVER = ("", "No NVIDIA driver was found.", "The NVIDIA driver lists no gra
 
 
 class _Numbers:
-    """A machine's numbers: those just measured come first, assumed ones are marked."""
-
     def __init__(self, look: MachineLook, found: Found) -> None:
         self._origins, self._found = look.profile.origins, found
 

@@ -106,17 +106,14 @@ class TunePage(Page):
         self.scrolling.verticalScrollBar().setValue(0)
 
     def on_outrun(self) -> None:
-        """A saved result was exceeded in use: updates it if it is shown."""
         if self.isVisible():
             self.recall()
 
     def recall(self) -> None:
-        """Shows the model's latest saved result; a new, unsaved one stays visible."""
         if not self.tuning.is_running and not self.following.has_unsaved and self.cards.run.is_on_this_pc:
             self.tuning.recall(self.cards.run.model)
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Where it is not there."""
         self.cards.run.add_starter(offer)
         offer.ready.connect(self._on_starter)
 
@@ -198,7 +195,6 @@ class TunePage(Page):
             self._arrange()
 
     def _look(self) -> None:
-        """Queries the machine, and updates the plan even if nothing has changed."""
         self._planned_with = None
         self.tuning.look()
 

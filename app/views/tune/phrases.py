@@ -64,7 +64,6 @@ def speed_headline(plan: Plan) -> str:
 
 
 def speed_range(plan: Plan) -> str:
-    """Where the figure comes from: a prediction and its range, or a timing and why it takes precedence."""
     speed = plan.speed
     if speed.timed_at:
         return _timed_words(speed)
@@ -120,7 +119,6 @@ def disk_warning(plan: Plan, look: MachineLook | None) -> str:
 
 
 def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:
-    """A plan's memory for `PlanBars`: VRAM, RAM, and disk where experts or layers stay there."""
     bars = []
     if plan.card is not None:
         bars.append(TierBar(translate("Tune", "VRAM"), memory_parts(plan.card, plan.cache.slots), plan.card.total))

@@ -185,8 +185,6 @@ def _name_font(font: QFont, row: PlanRow) -> QFont:
 
 
 class RaceCard(Card):
-    """Signals: `use_wanted(str)`, the name of the plan to use for the model."""
-
     use_wanted = Signal(str)
 
     def __init__(self, table: PlanTable, parent: QWidget | None = None) -> None:
@@ -223,11 +221,9 @@ class RaceCard(Card):
 
     @property
     def has_offer(self) -> bool:
-        """Whether the winning plan is not in use yet: its button is then the page's primary one."""
         return self.use.isVisibleTo(self)
 
     def show_none(self) -> None:
-        """Nothing was timed, or timing is in progress: there is nothing to choose."""
         self._result = None
         self.caption.setText("")
         for widget in (self.gain, self.verdict, self.warning, self.use, self.keep):

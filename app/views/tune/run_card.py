@@ -108,7 +108,6 @@ class RunCard(Card):
         return "thorough" if self.thorough.isChecked() else "quick"
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Shown where the starter was chosen and is not there, which `show_models` says."""
         self.starter = offer
         self._missing.insertWidget(0, offer)
         self._show_can_run()

@@ -196,7 +196,6 @@ class TokenReader:
         self._containers = self._containers[:-1]
 
     def _flush_marker(self) -> None:
-        """Adds an empty line for the marker of an item without text of its own (empty, or begun by code or a quote)."""
         if self._marker is not None:
             self._add_text(())
 

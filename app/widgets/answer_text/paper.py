@@ -75,7 +75,6 @@ def write_markdown(
 
 
 def print_document(document: QTextDocument, device: QPagedPaintDevice, style: Style) -> None:
-    """Prints written Markdown, or makes a PDF of it, with numbers on its pages if there are several."""
     painter = QPainter(device)
     scale = device.logicalDpiY() / 96.0
     page = QSizeF(device.width() / scale, device.height() / scale)
@@ -142,7 +141,6 @@ def _part_of(block: QTextBlock, start: int, end: int) -> str:
 
 
 def _fragments(block: QTextBlock) -> Iterator[tuple[int, int, QTextCharFormat]]:
-    """(position, length, format) of each stretch of a block."""
     at = block.begin()
     while not at.atEnd():
         fragment = at.fragment()
@@ -151,7 +149,6 @@ def _fragments(block: QTextBlock) -> Iterator[tuple[int, int, QTextCharFormat]]:
 
 
 def first_block(document: QTextDocument, y: float) -> QTextBlock:
-    """The block at this height, or the next one above."""
     position = document.documentLayout().hitTest(QPointF(0, y), Qt.HitTestAccuracy.FuzzyHit)
     return document.findBlock(max(0, position))
 

@@ -87,8 +87,6 @@ def _number_in(address: str) -> int:
 
 
 class CopyButton(QPushButton):
-    """Copies one block of code, over whose corner it lies, and says so for two seconds."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.code = ""
@@ -254,7 +252,6 @@ class AnswerView(QTextBrowser):
     # Finding
 
     def find_matches(self, text: str) -> list[Match]:
-        """Marks every place of a text, whatever its case, also in formulas; none if it is empty."""
         self.flush()
         self._matches = []
         wanted = text.casefold()
@@ -279,7 +276,6 @@ class AnswerView(QTextBrowser):
         return list(self._matches)
 
     def show_match(self, number: int) -> None:
-        """Marks one of them more strongly, and scrolls to it."""
         self._mark_matches(number)
         cursor = QTextCursor(self.document())
         cursor.setPosition(self._matches[number].start)
@@ -341,7 +337,6 @@ class AnswerView(QTextBrowser):
         return max(height, self._line_height(), self._least_height)
 
     def _place(self, first_button: int = 0) -> None:
-        """Lays the text out for the present width, and updates the geometry if the height changed."""
         self._put_back.stop()
         before = self._heights.get(self.width())
         height = self._height_at(self.width())
@@ -355,7 +350,6 @@ class AnswerView(QTextBrowser):
         self._place_buttons(first_button)
 
     def _place_buttons(self, first: int = 0) -> None:
-        """Puts a button on each block of code; those before `first` are in their places."""
         codes = self._writer.codes
         for button in self._buttons[len(codes) :]:
             button.hide()
@@ -437,7 +431,6 @@ class AnswerView(QTextBrowser):
         return is_written
 
     def _select(self, anchor: int, position: int) -> None:
-        """Puts the selection back where it was: Qt moves it along when text is written at its end."""
         cursor = self.textCursor()
         end = self.document().characterCount() - 1
         anchor, position = min(anchor, end), min(position, end)
@@ -627,7 +620,6 @@ class AnswerView(QTextBrowser):
         super().paintEvent(event)
 
     def stream_cursor_rect(self) -> QRectF:
-        """The block after the last character while more is coming; it does not blink."""
         line = self.cursorRect(self._writer.end_of_text())
         height = min(line.height(), round(self._style.body_px * 1.15))
         left = min(line.left() + _CURSOR_GAP, self.viewport().width() - _CURSOR_WIDTH)

@@ -84,8 +84,6 @@ class InertDocument(QTextDocument):
 
 @dataclass(slots=True)
 class _Mark:
-    """The document before a segment was written: where it ended, and its last block."""
-
     position: int
     form: QTextBlockFormat
     start: int = 0
@@ -169,7 +167,6 @@ class DocumentWriter(QObject):
         return self._document.findBlock(self._marks[index].start)
 
     def end_of_text(self) -> QTextCursor:
-        """Where the next character would be written."""
         if not self.shown or not isinstance(self.shown[-1], TableBlock):
             return self._end()
         table = self._last_table()
@@ -200,7 +197,6 @@ class DocumentWriter(QObject):
             mark.start += by
 
     def _rewind(self, count: int) -> None:
-        """Goes back to the first `count` segments."""
         mark = self._marks[count]
         cursor = QTextCursor(self._document)
         cursor.setPosition(mark.position)
@@ -408,7 +404,6 @@ class DocumentWriter(QObject):
     # Code
 
     def _write_lines(self, cursor: QTextCursor, code: str) -> None:
-        """Writes lines from the cursor on; the padding below goes with the last one."""
         char = self._base(CodeBlock(""))
         first, *lines = code.split("\n")
         cursor.insertText(first, char)
@@ -522,7 +517,6 @@ class DocumentWriter(QObject):
 
 
 def _look_of(segment: Segment) -> object:
-    """What decides the base format of its text."""
     if isinstance(segment, CodeBlock):
         return "code"
     heading = segment.heading if isinstance(segment, TextBlock) else 0
@@ -577,12 +571,10 @@ def _common(a: str, b: str) -> str:
 
 
 def _utf16_length(text: str) -> int:
-    """Length in UTF-16 code units, as QTextDocument counts."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 def utf16_slice(text: str, start: int, end: int) -> str:
-    """A part of a text by places in UTF-16, as QTextDocument has them."""
     if text.isascii():
         return text[start:end]
     return text.encode("utf-16-le", "surrogatepass")[2 * start : 2 * end].decode("utf-16-le", "replace")

@@ -42,8 +42,6 @@ LAYER, EXPERT, USES, HITS, LAST, BYTES, PLACE = range(7)
 
 
 class ExpertTable(QAbstractTableModel):
-    """All experts that exist, by layer and number until sorted by a column."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._data: MapData | None = None
@@ -51,7 +49,6 @@ class ExpertTable(QAbstractTableModel):
         self._sorted: tuple[int, Qt.SortOrder] = LAYER, Qt.SortOrder.AscendingOrder
 
     def show_data(self, data: MapData | None) -> None:
-        """Shows new data; the sort order is kept."""
         before = len(self._cells)
         self._data = data
         cells = np.flatnonzero(data.exists) if data is not None else np.empty(0, np.intp)
@@ -116,7 +113,6 @@ class ExpertTable(QAbstractTableModel):
         return place_text(int(data.places[row, expert]))
 
     def _ordered(self, cells: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The cells, which come by layer and number, in the chosen order."""
         data, (column, order) = self._data, self._sorted
         if data is None or not len(cells):
             return cells
@@ -194,7 +190,6 @@ class MapLegend(QWidget):
         return self.tr("recent uses 0"), figures(self._hottest)
 
     def _places(self, width: int) -> list[tuple[float, int]]:
-        """(left, row) of the scale and of each mark."""
         metrics = QFontMetricsF(self._font())
         before, after = self._scale_texts()
         widths = [metrics.horizontalAdvance(before) + metrics.horizontalAdvance(after) + _BAR_PX + 12]
@@ -354,7 +349,6 @@ class ExpertMapView(QWidget):
         painter.end()
 
     def _draw_margins(self, painter: QPainter, area: QRectF, data: MapData, order: NDArray[np.intp]) -> None:
-        """Bars of each row's and each column's total use."""
         heat = np.take_along_axis(data.heat, order, axis=1).astype(np.float64)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(themed("idle"))

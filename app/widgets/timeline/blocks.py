@@ -68,7 +68,6 @@ class TokenPath:
 
 
 def token_at(history: History, at_ns: float, reach_ns: float) -> TokenPath | None:
-    """The token whose tick is closest to a moment, within `reach_ns`; None if there is none."""
     steps = history.steps_between(int(at_ns - reach_ns) - 1, int(at_ns + reach_ns) + 1)
     steps = steps[((steps["name"] == DECODE) | (steps["name"] == SAMPLE)) & (steps["tokens"] > 0)]
     if not len(steps):
@@ -79,7 +78,6 @@ def token_at(history: History, at_ns: float, reach_ns: float) -> TokenPath | Non
 
 
 def token_beside(history: History, at_ns: float, direction: int) -> TokenPath | None:
-    """The token after a moment, or before it."""
     steps = history.last_steps(1 << 15)
     steps = steps[(steps["name"] == DECODE) & (steps["tokens"] > 0)]
     found = steps[steps["end_ns"] > at_ns][:1] if direction > 0 else steps[steps["end_ns"] < at_ns][-1:]
@@ -87,7 +85,6 @@ def token_beside(history: History, at_ns: float, direction: int) -> TokenPath | 
 
 
 def path_of(history: History, step: Records) -> TokenPath:
-    """The critical path of one step, [1]."""
     start, end = int(step["start_ns"][0]), int(step["end_ns"][0])
     spans = history.spans_between(start, end)
     pieces = [
@@ -98,7 +95,6 @@ def path_of(history: History, step: Records) -> TokenPath:
 
 
 def averages_text(history: History, start_ns: float, end_ns: float) -> str:
-    """Averages over a range, in one line."""
     averages = range_averages(
         history.spans_between(int(start_ns), int(end_ns)) if end_ns - start_ns < _LONGEST_S * 1e9 else no_spans(),
         history.steps_between(int(start_ns), int(end_ns)),
@@ -148,12 +144,10 @@ _LETTERS = {
 
 
 def fits(spans: Records, viewport: Viewport) -> bool:
-    """Whether each of these spans can be drawn separately."""
     return 0 < len(spans) <= 0.6 * viewport.width
 
 
 def rows_of(spans: Records) -> list[int]:
-    """A row per span without overlaps, as far as `MOST_ROWS` allow; devices do not share rows."""
     rows = np.zeros(len(spans), np.int64)
     free: list[tuple[int, int]] = []  # each row's (device, time it becomes free)
     for index in np.lexsort((spans["start_ns"], spans["device"])).tolist():
@@ -186,7 +180,6 @@ def bars(area: QRectF, spans: Records, rows: list[int], viewport: Viewport, leas
 def draw_blocks(
     painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor, *, second: int = -1
 ) -> None:
-    """Spans as blocks; those of lane `second`, and prefetched ones, are hatched."""
     metrics = QFontMetricsF(painter.font())
     names, lanes = spans["name"].tolist(), spans["lane"].tolist()
     for index, rect in enumerate(bars(area, spans, rows_of(spans), viewport, 0.8)):

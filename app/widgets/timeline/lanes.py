@@ -65,7 +65,6 @@ def tracks_of(lane: Lane) -> tuple[int, ...]:
 
 
 def lanes_of(history: History, *, machine: bool) -> list[Lane]:
-    """The engine's lanes for the devices its model uses, and the machine's if requested."""
     if not history.has_engine:
         return machine_lanes(history)
     found = [
@@ -82,7 +81,6 @@ def lane_titles() -> list[str]:
 
 
 def machine_lanes(history: History) -> list[Lane]:
-    """Lanes of sensors; those that this machine lacks are left out."""
     return [lane for lane in SENSOR_LANES if any(map(history.knows_gauge, lane.gauges))]
 
 

@@ -33,8 +33,6 @@ def faded(colour: QColor, alpha: int) -> QColor:
 
 
 def text_on(colour: QColor) -> QColor:
-    """Black or white, whichever has more contrast on `colour` (WCAG's relative luminance)."""
-
     def linear(part: float) -> float:
         return part / 12.92 if part <= 0.04045 else float(((part + 0.055) / 1.055) ** 2.4)
 
@@ -159,7 +157,6 @@ class Viewport:
         return replace(self, start_ns=end_ns - self.span_ns)
 
     def within(self, start_ns: float, end_ns: float) -> Viewport:
-        """Moved so that something of [start, end] is always in sight."""
         margin = 0.9 * self.span_ns
         return replace(self, start_ns=min(max(self.start_ns, start_ns - margin), end_ns - self.span_ns + margin))
 
@@ -216,13 +213,11 @@ class Navigator(QObject):
 
     @property
     def zero_ns(self) -> float:
-        """The origin of displayed times: now when live, the beginning of a recording."""
         history = self.history
         moment = None if history is None else history.start_ns if self.is_recorded else history.end_ns
         return float(moment) if moment is not None else self.viewport.end_ns
 
     def set_source(self, history: History | None, *, recorded: bool) -> None:
-        """Shows another history; a `recorded` one has no live end."""
         was_live = self.is_live
         self._source, self._still, self.is_recorded = history, None, recorded
         if recorded:
@@ -277,13 +272,11 @@ class Navigator(QObject):
         self._move(self.viewport.panned(part))
 
     def zoom(self, factor: float, anchor_ns: float | None = None) -> None:
-        """Shows `factor` times as much time, around a moment; around the end while live."""
         self.preset_ns = -1
         anchor = self.viewport.end_ns if self.is_live or anchor_ns is None else anchor_ns
         self._move(self.viewport.zoomed(factor, anchor))
 
     def show(self, start_ns: float, end_ns: float) -> None:
-        """Shows a range with some margin."""
         self.freeze()
         self.preset_ns = -1
         span = max((end_ns - start_ns) * 1.1, 1.0)

@@ -199,7 +199,6 @@ def least_height(lanes: list[Lane], font: QFont) -> int:
 
 
 def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> list[QRectF]:
-    """All lanes' plots within a view of this size: by weight, but at least as high as their text."""
     sizes = sizes_for(font)
     room = height - LANE_GAP_PX * len(lanes)
     highs: dict[str, float] = {lane.key: sizes.phase for lane in lanes if lane.kind == "phase"}
@@ -221,7 +220,6 @@ def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> l
 def read_rows(
     lanes: list[Lane], areas: list[QRectF], history: History, viewport: Viewport, ceilings: dict[str, float]
 ) -> list[LaneRow]:
-    """Each lane's data from a history."""
     spans: Records | None = None
     if viewport.span_ns < _BLOCKS_BELOW_NS:
         spans = history.spans_between(int(viewport.start_ns), int(viewport.end_ns) + 1)
@@ -255,7 +253,6 @@ class LanesItem(pg.GraphicsObject):  # type: ignore[misc]
         view.sigResized.connect(lambda _view: self.prepareGeometryChange())
 
     def forget(self) -> None:
-        """Something has changed: the picture is drawn again."""
         self._picture = None
 
     def prepare(self, ratio: float, rows: Callable[[], list[LaneRow]], draw: Callable[[QPainter], None]) -> bool:
@@ -284,7 +281,6 @@ class LanesItem(pg.GraphicsObject):  # type: ignore[misc]
 
 
 def draw_rows(painter: QPainter, rows: list[LaneRow], history: History, viewport: Viewport) -> None:
-    """All plots, the lines between them, and marks."""
     if not rows:
         return
     left, right = rows[0].area.left(), rows[0].area.right()

@@ -44,7 +44,6 @@ class LaneRaster:
         self._tops = np.arange(self._size[0], dtype=np.float32)[:, None]
 
     def area(self, below: Floats, above: Floats) -> Shares:
-        """Between two curves, each a share of the plot's height for every column, [n]."""
         low, high = (
             self._y(np.interp(self._centres, self._middles, below)),
             self._y(np.interp(self._centres, self._middles, above)),
@@ -52,7 +51,6 @@ class LaneRaster:
         return self._between(low, high)
 
     def line(self, shares: Floats, width: float, *, dashed: bool = False) -> Shares:
-        """Along a curve through the centres of columns, [n]; gaps where it is NaN."""
         known = np.isfinite(shares)
         if not known.any():
             return np.zeros(self._size, np.float32)
@@ -71,7 +69,6 @@ class LaneRaster:
         return _hatched(*self._size, self._ratio, forward=forward)
 
     def columns(self, below: Floats, above: Floats) -> Shares:
-        """As `area`, but each column is flat."""
         low, high = self._y(below[self._column]), self._y(above[self._column])
         return self._between(low, high)
 
@@ -94,7 +91,6 @@ class LaneRaster:
 
 @lru_cache(maxsize=32)
 def _shades(rgb: int) -> NDArray[np.uint32]:
-    """A colour at all 256 opacities, as premultiplied ARGB."""
     weights = np.arange(256, dtype=np.uint32)
     shades = weights << 24
     for shift in (16, 8, 0):
@@ -222,7 +218,6 @@ def _top(below: Floats, above: Floats, scale: float, *, hatched: bool) -> Floats
 
 
 def _draw_line(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, pen: QPen) -> None:
-    """A line through the centres of columns; it has gaps where `shares` [n] of the height are NaN."""
     ys = area.bottom() - area.height() * np.clip(shares, 0.0, 1.0)
     painter.setBrush(Qt.BrushStyle.NoBrush)
     painter.setPen(pen)

@@ -258,7 +258,6 @@ class TimelineView(Chart):
 
     @property
     def _origin_ns(self) -> float:
-        """The time of the axis's zero, which stays at its pixel while a live view follows."""
         navigator = self.navigator
         if self._is_short:
             return navigator.viewport.start_ns
@@ -272,7 +271,6 @@ class TimelineView(Chart):
         return duration(1e9 * seconds)
 
     def at(self, seconds: float) -> float:
-        """The moment of a place on the axis."""
         return self._origin_ns + 1e9 * seconds
 
     def _seconds(self, at_ns: float) -> float:
@@ -282,7 +280,6 @@ class TimelineView(Chart):
         return (near - self._origin_ns) / 1e9
 
     def _place(self) -> None:
-        """Puts the axis, and what follows the mouse, where they belong in time."""
         viewport, token, cursor_ns = self.navigator.viewport, self.token, self.cursor_ns
         self.view.setXRange(self._seconds(viewport.start_ns), self._seconds(viewport.end_ns), padding=0)
         if cursor_ns is not None:
@@ -300,7 +297,6 @@ class TimelineView(Chart):
         self._through_token.setVisible(token is not None)
 
     def _prepare(self) -> None:
-        """Draws what has changed, right before it is painted."""
         began_s = time.thread_time()
         if self.navigator.history is None or not self._drawn.prepare(self.devicePixelRatioF(), self._read, self._draw):
             return
@@ -355,13 +351,11 @@ class TimelineView(Chart):
         return viewport.width - 1
 
     def text_at(self, at: QPointF) -> str:
-        """The full text where it is painted elided; empty elsewhere."""
         return next((one.whole for one in self.labels() if one.shown != one.whole and one.area.contains(at)), "")
 
     # --- the mouse --------------------------------------------------------------------------------
 
     def on_click(self, at: QPointF, *, twice: bool) -> None:
-        """Selects the token there, and zooms to it with a second click."""
         if not twice:
             self.clear_selection()
             self._find_token(at)
@@ -413,7 +407,6 @@ class TimelineView(Chart):
         self._say()
 
     def step_token(self, direction: int) -> None:
-        """Selects the token after the selected one, or before it; without a selection, the last visible one."""
         if self.navigator.history is None:
             return
         viewport = self.navigator.viewport
