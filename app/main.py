@@ -55,9 +55,6 @@ STREAMING_REPORT_VARIABLE = "SWITCHYARD_STREAMING_REPORT"
 TRAY_AFTER_MS = 400
 """Not while the window is opening."""
 
-MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
-"""Names a file: the window sends prompts and writes what the Monitor costs (`bench monitor`)."""
-
 
 _EVERY_MS = 500
 
@@ -81,10 +78,11 @@ def collect_if_due() -> None:
             return
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, begun: Callable[[MainWindow], object] = lambda _window: None) -> int:
     """Opens the window, and the files that are named; returns the exit code.
 
     A second start on one data folder raises the first window, which opens the files, and returns 0.
+    `begun` gets the window before it is shown.
     """
     reached("process and imports")
     words = argv or sys.argv
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     begin_with_proxy()
     files = [os.path.abspath(word) for word in words[1:] if not word.startswith("-")]
     try:
-        return _run(_application(words), reports, files)
+        return _run(_application(words), reports, files, begun)
     finally:
         close_window_log()
         reports.uninstall()
@@ -119,7 +117,7 @@ def _application(argv: list[str]) -> Application:
     return app
 
 
-def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
+def _run(app: Application, reports: CrashReports, files: list[str], begun: Callable[[MainWindow], object]) -> int:
     reached("application")
     settings = Settings()
     app.languages.set_choice(settings.language)
@@ -146,7 +144,12 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     instance.raise_requested.connect(window.come_forward)
     instance.raise_requested.connect(window.open_files)
     instance.other_version.connect(lambda other: window.notice_banner.show_text(_two_versions(other)))
-    _report_if_asked(window)
+    report_if_asked(window)
+    if path := os.environ.get(STREAMING_REPORT_VARIABLE):
+        from app.streaming_report import StreamingReport
+
+        StreamingReport(window, Path(path))
+    begun(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
         signal.signal(ending, lambda *_: app.quit())
     speak_as_set(app.languages, settings, window)
@@ -388,18 +391,6 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
         return place
 
     return make
-
-
-def _report_if_asked(window: MainWindow) -> None:
-    report_if_asked(window)
-    if path := os.environ.get(STREAMING_REPORT_VARIABLE):
-        from app.streaming_report import StreamingReport
-
-        StreamingReport(window, Path(path))
-    if path := os.environ.get(MONITOR_REPORT_VARIABLE):
-        from app.streaming_report import MonitorReport
-
-        MonitorReport(window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
 
 
 # --- the data folder --------------------------------------------------------------------------------
