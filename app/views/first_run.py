@@ -131,8 +131,7 @@ class EngineCard(Card):
     settings_wanted = Signal()
 
     def __init__(self, part: EnginePart, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("First, the engine"))
+        super().__init__(translate("EngineCard", "First, the engine"), parent)
         self._part = part
         self.text = muted_label(self, role="")
         self.why = muted_label(self)
@@ -226,8 +225,7 @@ class HereCard(Card):
     chosen = Signal(object)
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Already on this PC"))
+        super().__init__(translate("HereCard", "Already on this PC"), parent)
         self._shown: tuple[LibraryEntry, ...] = ()
         self._rows: list[QWidget] = []
         self._more = muted_label(self)

@@ -288,8 +288,7 @@ class DownloadsCard(Card):
     token_wanted = Signal(object)
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Downloads"))
+        super().__init__(translate("DownloadsCard", "Downloads"), parent)
         self.list = DownloadsView(self)
         self.limit = ComboBox(self, name=self.tr("Speed limit"))
         for amount in _LIMITS:

@@ -24,7 +24,7 @@ from app.views.batch.phrases import cost_text, pace_text, place_name, place_text
 from app.views.batch.rows_card import RowDetail, RowsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import count, number, percent
+from app.widgets.quantities import count, number, percent, translate
 from app.widgets.scaffold import STRETCH, Card, PageBody, WrappedLabel, add_items, hbox, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
@@ -40,8 +40,7 @@ class SharedSettingsCard(Card):
     """Read-only: all answers of a job come from the same settings."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Template"))
+        super().__init__(translate("SharedSettingsCard", "Template"), parent)
         self._entry: JobEntry | None = None
         self._template = text_label(self, wrap=True)
         self._template.setTextFormat(Qt.TextFormat.RichText)

@@ -39,7 +39,7 @@ from app.widgets.chip import ElidedLabel, draw_pills, pills_width, small_font
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.page import native, note_keys
-from app.widgets.quantities import SEPARATOR, file_size
+from app.widgets.quantities import SEPARATOR, file_size, translate
 from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, set_message, vbox, warning_label
 from app.widgets.text_table import TextTable
 from engine.checkpoint.library import LibraryEntry
@@ -165,8 +165,7 @@ class OnThisPcCard(Card):
     cancel_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("On this PC"))
+        super().__init__(translate("OnThisPcCard", "On this PC"), parent)
         self._default = ""
         headings = (
             self.tr("Model"),

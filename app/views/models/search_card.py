@@ -168,8 +168,7 @@ class SearchCard(Card):
     used = Signal()
 
     def __init__(self, line: SearchLine, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Get a model"))
+        super().__init__(translate("SearchCard", "Get a model"), parent)
         self.reference = ""
         self._page = ""
         self._offers: tuple[Recommendation, ...] = ()

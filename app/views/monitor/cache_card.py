@@ -299,8 +299,7 @@ class CacheCard(Card):
     resize_wanted = Signal(str, int)
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Cache"))
+        super().__init__(translate("CacheCard", "Cache"), parent)
         self.setAccessibleName(self.tr("Expert cache"))
         self.explain(
             self.tr(

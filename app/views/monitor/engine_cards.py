@@ -39,9 +39,7 @@ _COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
 
 class ExpertCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Expert map"))
-        self.setAccessibleName(self.tr("Expert map"))
+        super().__init__(translate("ExpertCard", "Expert map"), parent)
         self.explain(
             self.tr(
                 "A model like this has many small parts in each layer, called experts, and every token uses only a few "
@@ -166,9 +164,7 @@ _KINDS = ("hit", "fetched", "cpu")
 
 class TokenCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Per token"))
-        self.setAccessibleName(self.tr("Per token"))
+        super().__init__(translate("TokenCard", "Per token"), parent)
         self.explain(
             self.tr(
                 "What one token, a word or a part of one, costs on average. Of the experts that it used, a hit was "
@@ -275,9 +271,7 @@ class MemoryCard(Card):
     """A bar per place with named parts; counted by the engine as far as it can, the rest reported by the system."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Memory"))
-        self.setAccessibleName(self.tr("Memory"))
+        super().__init__(translate("MemoryCard", "Memory"), parent)
         self.explain(
             self.tr(
                 "What fills the computer's memory and its graphics card's. Weights and experts are the model itself; "

@@ -12,7 +12,7 @@ from PySide6.QtWidgets import QLabel, QSizePolicy, QWidget
 from app.theme import themed, use_tabular_figures
 from app.widgets.chart import Chart
 from app.widgets.memory_bar import BarPart, MemoryBar
-from app.widgets.quantities import memory, number
+from app.widgets.quantities import memory, number, translate
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, vbox
 from engine.hardware.sensors import GpuSample, SensorSample
 
@@ -112,9 +112,7 @@ _PARTS = 1000
 
 class MachineCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Machine"))
-        self.setAccessibleName(self.tr("Machine"))
+        super().__init__(translate("MachineCard", "Machine"), parent)
         self.explain(
             self.tr(
                 "Sensor and driver data of the whole machine, other programs included. If the processor is much "

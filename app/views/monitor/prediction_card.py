@@ -9,7 +9,7 @@ from app.models.cache_figures import policies, sound
 from app.theme import set_look, use_tabular_figures
 from app.views.monitor.cache_card import policy_name, policy_tip, predictor_name, tier_name
 from app.widgets.memory_bar import BarPart, MemoryBar
-from app.widgets.quantities import number
+from app.widgets.quantities import number, translate
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label
 from engine.telemetry.messages import CacheReport, TierReport
 
@@ -18,8 +18,7 @@ _PARTS = 1000
 
 class PoliciesCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Policies"))
+        super().__init__(translate("PoliciesCard", "Policies"), parent)
         self.setAccessibleName(self.tr("Cache policies"))
         self.explain(
             self.tr(
@@ -93,9 +92,7 @@ class PredictionCard(Card):
     """Predictors in a table, and the outcome of prefetches as a bar per tier."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Prefetching"))
-        self.setAccessibleName(self.tr("Prefetching"))
+        super().__init__(translate("PredictionCard", "Prefetching"), parent)
         self.explain(
             self.tr(
                 "Prefetching copies experts before they are needed, guessing which will be. A right guess saves a "

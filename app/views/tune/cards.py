@@ -26,7 +26,7 @@ from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
-from app.widgets.quantities import figures, rough
+from app.widgets.quantities import figures, rough, translate
 from app.widgets.roofline_plot import RooflinePlot
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, push_button, set_message, text_label, vbox
 from engine.common.config import EngineConfig
@@ -51,8 +51,7 @@ class WhatIfCard(Card):
     close_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("What if this machine had…"))
+        super().__init__(translate("WhatIfCard", "What if this machine had…"), parent)
         self._look: MachineLook | None = None
         self._config: EngineConfig | None = None
         self._before: Plan | None = None
@@ -216,8 +215,7 @@ _ORDER: tuple[Measured, ...] = (
 
 class NumbersCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Measurements"))
+        super().__init__(translate("NumbersCard", "Measurements"), parent)
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(12)
         self._grid.setVerticalSpacing(6)
@@ -311,8 +309,7 @@ def best_numbers(look: MachineLook, measured: Measurements) -> dict[str, tuple[s
 
 class PlanCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Plan"))
+        super().__init__(translate("PlanCard", "Plan"), parent)
         self.speed = text_label(self, role="title", tabular=True)
         self.range = muted_label(self)
         self.summary = muted_label(self)

@@ -18,7 +18,7 @@ from app.models.headed_table import ROW_ROLE
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
 from app.theme import tabular, themed
 from app.widgets.chip import small_font
-from app.widgets.quantities import figures, number
+from app.widgets.quantities import figures, number, translate
 from app.widgets.scaffold import (
     STRETCH,
     Card,
@@ -188,8 +188,7 @@ class RaceCard(Card):
     use_wanted = Signal(str)
 
     def __init__(self, table: PlanTable, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Timed on the real engine"))
+        super().__init__(translate("RaceCard", "Timed on the real engine"), parent)
         self._table = table
         self._result: TuningResult | None = None
         self.in_use = ""
