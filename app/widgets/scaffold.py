@@ -175,13 +175,6 @@ def scroll_area(content: QWidget, parent: QWidget) -> QScrollArea:
     return area
 
 
-def clear_layout(box: QLayout) -> None:
-    while (item := box.takeAt(0)) is not None:
-        if (widget := item.widget()) is not None:
-            widget.hide()
-            widget.deleteLater()
-
-
 # --- text -------------------------------------------------------------------------------------------
 
 _LEAST_CHARACTERS = 12

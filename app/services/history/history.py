@@ -386,10 +386,6 @@ class History:
         spent = [sum(self._read_sum(f"requests {name}", edges_ns) for name in names) for names in doings]
         return np.asarray(np.stack(spent) / np.diff(edges_ns))
 
-    @property
-    def has_sweeps(self) -> bool:
-        return (SWEEPS, 0) in self._busy
-
     def swept_per_s(self, edges_ns: Floats) -> Floats:
         """Tokens per second of answers, of prompts and of jobs that sweeps took between neighbouring edges, [3, n]."""
         taken = [self._read_sum(f"swept {name}", edges_ns) for name in (WRITING, READING, JOB)]

@@ -54,8 +54,6 @@ class ChatPresenter(QObject):
         shown: another `Conversation` is on screen, with its draft and settings.
         changed: the current `Conversation` has new fields.
         deleted: a `Conversation` that `undo` can restore.
-        folders_changed: the tuple of all `Folder`s.
-        draft_replaced: new text for the composer.
         attached: what goes with the next message of the current chat is other pictures or documents now.
         told: a sentence about the documents of the current chat.
     """
@@ -63,8 +61,6 @@ class ChatPresenter(QObject):
     shown = Signal(object)
     changed = Signal(object)
     deleted = Signal(object)
-    folders_changed = Signal(object)
-    draft_replaced = Signal(str)
     attached = Signal()
     told = Signal(str)
 
