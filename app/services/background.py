@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
+from engine.common.errors import EngineError
+
 _log = logging.getLogger("switchyard.background")
 
 WAIT_S = 5.0
@@ -154,6 +156,13 @@ class TaskQueue(_Background):
         """
         self._waiting.append(_Job(function, done, failed or _log_failure(function)))
         self._begin()
+
+
+def sentence_of(error: Exception) -> str:
+    """What people are told of an error of ours; any other is raised again."""
+    if isinstance(error, EngineError):
+        return error.message
+    raise error
 
 
 def _log_failure(function: Callable[[], Any]) -> Callable[[Exception], None]:

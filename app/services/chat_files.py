@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from PySide6.QtCore import QCoreApplication, QObject, Qt, Signal
 
-from app.services.background import TaskQueue
+from app.services.background import TaskQueue, sentence_of
 from app.services.chat_store import ChatStore, Conversation, Folder, Message, MessageTree
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.json_format import Merged, Whole, merge, to_export, to_json
@@ -131,12 +131,10 @@ class ChatFiles(QObject):
         return self._cancel
 
     def _on_failed(self, error: Exception) -> None:
-        if isinstance(error, EngineError):
-            self.failed.emit(error.message)
-        elif isinstance(error, RequestCancelled):
+        if isinstance(error, RequestCancelled):
             self.failed.emit(translate("ChatFiles", "The export was cancelled; no file was written."))
         else:
-            raise error
+            self.failed.emit(sentence_of(error))
 
     # --- on the thread ---
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QObject, QProcess, Signal
 
-from app.services.background import LatestTask, TaskQueue, timer
+from app.services.background import LatestTask, TaskQueue, sentence_of, timer
 from app.services.child_process import ask_to_end, child, delete_child
 from app.services.settings import Settings
 from engine.common.errors import EngineError
@@ -226,9 +226,7 @@ class Downloads(QObject):
         self._asking.add(doing, done, self._on_failed)
 
     def _on_failed(self, error: Exception) -> None:
-        if not isinstance(error, EngineError):
-            raise error
-        self.problem.emit(error.message)
+        self.problem.emit(sentence_of(error))
         self._look()
 
     def _look(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from PySide6.QtCore import QObject, Signal
 
-from app.services.background import LatestTask, timer
+from app.services.background import LatestTask, sentence_of, timer
 from app.services.settings import Settings
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.settings import kept_settings
@@ -262,9 +262,7 @@ class Library(QObject):
         self.listed.emit()
 
     def _on_not_listed(self, error: Exception) -> None:
-        if not isinstance(error, EngineError):
-            raise error
-        self._entries, self.problems = (), (error.message,)
+        self._entries, self.problems = (), (sentence_of(error),)
         self.listed.emit()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
-from app.services.background import LatestTask, timer
+from app.services.background import LatestTask, sentence_of, timer
 from app.services.engine_client import EngineClient
 from app.services.engine_part import is_needed
 from app.services.engine_request import Request
@@ -174,10 +174,8 @@ class ModelStart(QObject):
     def _on_not_found(self, model: str, error: Exception) -> None:
         if model == STARTER and isinstance(error, EngineError) and error.code is ErrorCode.MODEL_NOT_FOUND:
             self.starter_missing.emit()
-        elif isinstance(error, EngineError):
-            self.problem.emit(error.message)
         else:
-            raise error
+            self.problem.emit(sentence_of(error))
 
     def _on_finished(self, event: TerminalEvent) -> None:
         if self._load is not None and self._load.id == event.request_id:  # else another was requested meanwhile

@@ -11,7 +11,7 @@ from pathlib import Path
 from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtWidgets import QWidget
 
-from app.services.background import LatestTask
+from app.services.background import LatestTask, sentence_of
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_places import has_ray, offered_endpoints
 from app.services.batch_sample import BatchForecasts, BatchSample, SampleRate
@@ -215,7 +215,7 @@ class NewJob(QWidget):
 
     def _on_unreadable(self, error: Exception) -> None:
         self._opening = False
-        self.input.show_failure(self._path, _sentence(error))
+        self.input.show_failure(self._path, sentence_of(error))
         for card in self._cards[1:]:
             card.setVisible(False)
         self._show_state()
@@ -294,7 +294,7 @@ class NewJob(QWidget):
     def _on_wrong(self, error: Exception) -> None:
         self._checking = False
         self._show_state()
-        self._tell(_sentence(error))
+        self._tell(sentence_of(error))
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -411,9 +411,3 @@ def _check(job: BatchJob) -> bool:
 
     prepare(replace(job, start="restart")).require_own_files()
     return journal_path(Path(job.output)).exists()
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, EngineError):
-        return error.message
-    raise error

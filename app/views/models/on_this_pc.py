@@ -20,7 +20,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.library import ROW_ROLE, Column, LibraryTable, ModelRow
-from app.services.background import TaskQueue
+from app.services.background import TaskQueue, sentence_of
 from app.services.library import Work
 from app.theme import themed, use_tabular_figures
 from app.views.models.phrases import (
@@ -44,7 +44,6 @@ from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, 
 from app.widgets.text_table import TextTable
 from engine.checkpoint.library import LibraryEntry
 from engine.checkpoint.model_directories import add_model_folder, drop_model_folder, model_folders
-from engine.common.errors import EngineError
 
 
 class FoldersDialog(QDialog):
@@ -119,9 +118,7 @@ class FoldersDialog(QDialog):
     def _on_failed(self, error: Exception) -> None:
         self._show_buttons()
         self._delete_when_idle()
-        if not isinstance(error, EngineError):
-            raise error
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
 
     def _delete_when_idle(self) -> None:
         """A change that goes on when the dialog is closed is still reported."""

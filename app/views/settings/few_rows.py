@@ -12,7 +12,7 @@ from PySide6.QtCore import QCoreApplication, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QHideEvent, QShowEvent
 from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QPushButton, QWidget
 
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, sentence_of
 from app.services.installation import Diagnosis
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import Settings
@@ -27,7 +27,6 @@ from app.widgets.scaffold import muted_label, push_button, set_message, text_lab
 from app.widgets.setting_controls import COMBO_WIDTH_PX, Budget, SettingValues, setting_words
 from engine.checkpoint.mirror import updates_address, use_updates_address
 from engine.common.config import COMPUTING_CARD, MODEL_CARD
-from engine.common.errors import EngineError
 from engine.common.files import private_folder
 from engine.common.installed import version
 from engine.common.kept_context import (
@@ -216,9 +215,7 @@ class UpdatesCard(SettingsCard):
         return button
 
     def _tell(self, error: Exception | None) -> None:
-        if error is not None and not isinstance(error, EngineError):
-            raise error
-        set_message(self.trouble, error.message if error is not None else "")
+        set_message(self.trouble, sentence_of(error) if error is not None else "")
 
     def _show_state(self) -> None:
         updates, stage = self._updates, self._updates.stage

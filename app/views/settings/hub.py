@@ -10,7 +10,7 @@ from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QLineEdit, QPushButton, QWidget
 
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, sentence_of
 from app.views.settings.card import SettingsCard
 from app.widgets.asking import ask_path
 from app.widgets.scaffold import hbox, push_button, set_message, text_label, vbox, warning_label
@@ -23,7 +23,6 @@ from engine.checkpoint.mirror import (
     use_packages_mirror,
     use_proxy,
 )
-from engine.common.errors import EngineError
 
 if TYPE_CHECKING:
     from engine.checkpoint.catalogue import Catalogue
@@ -131,9 +130,7 @@ class HubCard(SettingsCard):
 
     def _on_failed(self, error: Exception) -> None:
         self.load.setEnabled(True)
-        if not isinstance(error, EngineError):
-            raise error
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
 
     def _tell(self, error: Exception | None) -> None:
         if error is None:

@@ -14,6 +14,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.services.background import sentence_of
 from app.services.endpoints import Endpoints
 from app.theme import scaled
 from app.views.settings.card import Row, SettingsCard
@@ -279,10 +280,8 @@ class ServerDialog(FormDialog):
         self._found = None
         self._show_state()
         self._lead_to(self.address)
-        if not isinstance(error, EngineError):
-            raise error
         self.said.setText("")
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
         self.trust.setVisible(isinstance(error, RemoteError) and error.kind is Trouble.CERTIFICATE)
         self.fit()
 
@@ -331,9 +330,7 @@ class ServerDialog(FormDialog):
 
     def _on_not_kept(self, error: Exception) -> None:
         self._show_state()
-        if not isinstance(error, EngineError):
-            raise error
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
         self.fit()
 
     def _choose_certificate(self) -> None:
@@ -464,6 +461,4 @@ class ServersCard(SettingsCard):
         ask(self.window(), self.tr("Remove {0}?").format(endpoint.name), details, [remove])  # type: ignore[list-item]
 
     def _on_failed(self, error: Exception) -> None:
-        if not isinstance(error, EngineError):
-            raise error
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
