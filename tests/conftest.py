@@ -48,6 +48,7 @@ import pytest  # noqa: E402
 from hypothesis import settings as hypothesis_settings  # noqa: E402
 
 from tests import leaks  # noqa: E402
+from tests.combinations import mark_most_of_products  # noqa: E402
 
 hypothesis_settings.register_profile("local", deadline=None, max_examples=40)
 hypothesis_settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True, database=None)
@@ -111,12 +112,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`tests/e2e` and `tests/gpu` carry their markers by where they lie."""
+    """`tests/e2e` and `tests/gpu` carry their markers by where they lie; of products most are exhaustive."""
     for item in items:
         folder = item.path.parent.name
         if folder in ("e2e", "gpu"):
             item.add_marker(folder)
+    mark_most_of_products(items)
 
 
 @pytest.fixture(autouse=True)
