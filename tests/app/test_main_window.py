@@ -35,6 +35,7 @@ from engine.common.config import BatchJob
 from tests.app import model_parts as parts
 from tests.app.scripted_engine import STARTER
 
+pytestmark = pytest.mark.usefixtures("plans_are_made_up")
 PAGES = (CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS)
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 
