@@ -16,6 +16,7 @@ from engine.cli import main
 from engine.common.kept_context import OTHER_PROGRAMS, folder_of, keep_chat, kept_context_dir
 from engine.serving.server import Address, make_app
 from engine.serving.service import Service
+from tests import plain_http
 from tests.engine.test_serving import HELLO, TOOL, Running, made_up_models, serving
 from tests.scripted_desk import ScriptedDesk
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -157,7 +158,9 @@ def test_fields_that_nobody_knows_are_ignored(running: Running, api: str) -> Non
 def test_bodies_that_cannot_be_read(running: Running, api: str) -> None:
     deep = json.dumps(GOOD[api])[:-1].encode() + b', "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     for body in (b"\xff\xfe", b'{"messages": "\xe4"}', b"{", b"[]", b"", b"NaN", deep):
-        check_error(api, httpx2.post(running.url + PATHS[api], content=body, timeout=30), 400, "invalid_request_error")
+        check_error(
+            api, plain_http.post(running.url + PATHS[api], content=body, timeout=30), 400, "invalid_request_error"
+        )
 
 
 FORMS = {  # whose form errors have, the path, and a request
