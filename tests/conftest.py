@@ -115,14 +115,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`tests/e2e` and `tests/gpu` carry their markers by where they lie; of products most are exhaustive."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """`tests/e2e` and `tests/gpu` carry their markers by where they lie; of products most are exhaustive.
+
+    In whatever order: those of the real window, which take longest, come first, so that no worker is left with one.
+    """
     for item in items:
         folder = item.path.parent.name
         if folder in ("e2e", "gpu"):
             item.add_marker(folder)
     mark_most_of_products(items)
+    yield
+    items.sort(key=lambda item: item.path.parent.name != "e2e")
 
 
 @pytest.fixture(autouse=True)
