@@ -29,7 +29,7 @@ TEXT = (
 )
 QUESTION = "What is the capital of France?"
 REQUEST = "Tell me about the history of railways."
-GREEDY_TOKENS = 24
+GREEDY_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
