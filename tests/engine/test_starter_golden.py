@@ -114,6 +114,7 @@ def test_with_all_experts_active_transformers_sees_the_dense_parent(
     assert _greedy(moe, ids) == _greedy(dense, ids)
 
 
+@pytest.mark.exhaustive
 def test_with_all_experts_active_our_engine_reproduces_the_dense_parent(
     dense_parent: Path, all_experts_active: Path, ids: torch.Tensor
 ) -> None:
