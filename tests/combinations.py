@@ -68,7 +68,8 @@ def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        is_default = item.get_closest_marker("exhaustive") is None
+        if is_default and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in tests.values():
         if combinations[0].get_closest_marker("every_combination") is not None:
