@@ -46,6 +46,7 @@ from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
+from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.mmproj_files import CASES as MMPROJ
 from tests.engine.mmproj_files import TEXTS
@@ -151,7 +152,7 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
     return [list(answers[row].token_ids) for row in range(len(rows))]
 
 
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", some(SEEING, every=2))
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
     with loaded(checkpoint(family, folder)) as model:
@@ -218,7 +219,7 @@ def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tens
             return
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "llama4", "minimax_m3_vl", "step3p7"])
+@pytest.mark.parametrize("family", some(["qwen3_vl_moe", "qwen3_5_moe", "llama4", "minimax_m3_vl", "step3p7"], every=2))
 def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
     with loaded(place) as model:
@@ -341,7 +342,7 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("family", [*SIGHTS, "llama4 large"])
+@pytest.mark.parametrize("family", some([*SIGHTS, "llama4 large"], every=2, first=1))
 def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
     vision = {"patch_size": 16} if family.startswith("qwen3") else {}
     family, _, large = family.partition(" ")
