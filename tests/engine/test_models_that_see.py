@@ -422,7 +422,7 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
 
 
-@pytest.mark.parametrize("name", MMPROJ)
+@pytest.mark.parametrize("name", some(MMPROJ, every=3))
 def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +438,7 @@ def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
     projector._looked_at.cache_clear()
 
 
-@pytest.mark.parametrize("name", MMPROJ)
+@pytest.mark.parametrize("name", some(MMPROJ, ("deepseek3", "minimax-m3", "step35"), every=2, first=1))
 def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
     """Written by llama.cpp's converter: rows are transformers' of the same tower, and nearly llama.cpp's."""
     file = with_picture_tokens(unpacked(TEXTS.get(name, name), tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
