@@ -129,6 +129,7 @@ class ThreadedStream(Stream):
             self._thread.join()
 
     def help_until(self, event: HostEvent) -> None:
+        """Runs work on the calling thread until `event` is done or another thread runs it: saves waking a thread."""
         sharpen_timers()
         while not event.done():
             item = self._next_item()
