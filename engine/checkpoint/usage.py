@@ -134,7 +134,7 @@ def reading(model: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone_with(model: Path) -> Iterator[None]:
+def exclusive_use(model: Path) -> Iterator[None]:
     """Makes sure that nobody else uses the checkpoint at a path, nor begins to during the block.
 
     Raises:
