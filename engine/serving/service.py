@@ -340,7 +340,7 @@ def _parsed(data: bytearray) -> dict[str, Any]:
     return body
 
 
-async def together(works: Sequence[Coroutine[Any, Any, Whole]]) -> list[Whole]:
+async def gathered(works: Sequence[Coroutine[Any, Any, Whole]]) -> list[Whole]:
     """The results of all; the first failure ends the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:

@@ -27,7 +27,7 @@ from engine.serving import door
 from engine.serving.link import BrokerLink, EngineLink
 from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
-from engine.serving.service import LibraryModels, Service, together
+from engine.serving.service import LibraryModels, Service, gathered
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
@@ -856,7 +856,7 @@ def test_of_several_answers_the_first_failure_ends_the_others() -> None:
 
 async def _together(*works: Any) -> None:
     try:
-        await together(works)
+        await gathered(works)
     finally:
         assert len(asyncio.all_tasks()) == 1
 
