@@ -19,8 +19,8 @@ from app.services.background import TaskQueue
 from app.services.chat_store.records import clean_text, sampling_from_dict
 from engine.common.config import SamplingParams
 from engine.common.files import write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.paths import data_dir
+from engine.common.untrusted import parse_json, read_untrusted
 
 translate = QCoreApplication.translate
 
@@ -117,7 +117,7 @@ class Kept(QObject, Generic[T]):
 
     def _read(self) -> list[Named[T]]:
         try:
-            raw = parse_json(read_foreign(self._path, LARGEST))
+            raw = parse_json(read_untrusted(self._path, LARGEST))
         except FileNotFoundError:
             return []
         except ValueError as error:

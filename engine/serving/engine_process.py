@@ -128,9 +128,9 @@ def main() -> None:
     assert isinstance(order, ServeModels)
     quiet_libraries()
     set_up_process(also_stderr=False)
-    from engine.foreign_text.process import FOREIGN_TEXT
+    from engine.untrusted_text.process import UNTRUSTED_TEXT
 
-    FOREIGN_TEXT.start()  # ready by the time torch is imported
+    UNTRUSTED_TEXT.start()  # ready by the time torch is imported
     from engine.runtime.engine import Engine
     from engine.serving.model_broker import ModelBroker
 

@@ -25,7 +25,7 @@ from engine.batch_files.openai_requests import (
 from engine.checkpoint.library import LibraryEntry, chat_template
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.protocol import Ask, Began, Finished, Token
 from engine.serving.asking import AnswerEvent

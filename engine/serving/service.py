@@ -24,7 +24,7 @@ from engine.batch_files.openai_requests import (
 from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, parse_json, sayable
+from engine.common.untrusted import DEEPEST, parse_json, sayable
 from engine.protocol import Ask, Began, Failed, Finished, Progress, Prompt
 from engine.serving.asking import Answerer, AnswerEvent, Event
 from engine.serving.embeddings import Embedded, Embeddings, Text

@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.paths import log_dir
-from engine.foreign_text.child import _clearly_more
 from engine.process.lifetime import Seldom
 from engine.protocol import Ask, Failed, Finished, Token
 from engine.runtime.schedule.live import LiveRows
@@ -33,6 +32,7 @@ from engine.serving.certificate import own_certificate
 from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
+from engine.untrusted_text.child import _clearly_more
 from tests.engine.test_serving import HELLO, HI, TinyEngine, _until, made_up_models
 from tests.scripted_broker import ScriptedBroker
 

@@ -27,7 +27,7 @@ from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, text_label, vbox, warning_label
 from engine.batch_files.messages import BatchRow
 from engine.common.config import SamplingParams
-from engine.common.foreign import DEEPEST, parse_json
+from engine.common.untrusted import DEEPEST, parse_json
 
 _SHOWN_CHARACTERS = 400
 
