@@ -26,8 +26,8 @@ from app.services.model_start import ModelStart
 from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
-from app.views.main_window import SMALLEST, MainWindow
-from app.views.settings import SettingsPage
+from app.views.main_window.window import SMALLEST, MainWindow
+from app.views.settings.page import SettingsPage
 from app.widgets import charts_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.checkpoint.downloads.queue import DownloadState

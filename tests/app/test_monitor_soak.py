@@ -16,7 +16,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
-from app.views.monitor import MonitorPage
+from app.views.monitor.page import MonitorPage
 from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
 from tests.app.cache_reports import report, tier

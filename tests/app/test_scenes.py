@@ -14,7 +14,7 @@ from PySide6.QtWidgets import QAbstractButton, QApplication, QLabel
 from app.languages import LANGUAGES, Languages
 from app.services.settings import Settings
 from app.theme import ThemeController
-from app.views.main_window import SMALLEST
+from app.views.main_window.window import SMALLEST
 from tests.app.layout_walker import layout_problems, without_name
 from tests.app.stage import SCENES, Stage, staged
 from tests.combinations import some

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.services.single_instance import LOCK_NAME
+from app.services.data_folder import LOCK_NAME
 from app.startup_report import QUIT_VARIABLE, REPORT_VARIABLE
 from engine.common.paths import data_dir, log_dir, python_module
 
@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 # Everything that the window may load in its life, and the library that it asks for models.
 IMPORT_EVERYTHING = """
 import sys
-import app.main, app.views.chat.chat_view, app.views.settings, app.views.data_folder_start
+import app.main, app.views.chat.chat_view, app.views.settings.page, app.views.data_folder_start
 from engine.checkpoint.library import list_models, resolve
 list_models()
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers"}))
