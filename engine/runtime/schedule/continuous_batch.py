@@ -285,7 +285,7 @@ class ContinuousBatch(Lane):
         return self._sweep is not None and any(each.is_piggybacked for each in self._work)
 
     def drop_piggybacked(self) -> None:
-        """Gives up the sweep under way if rows are piggybacked on it.  None are on the next: rows would begin for ever."""
+        """Gives up the sweep under way if rows are piggybacked on it; none are on the next, or that would go on."""
         if self.has_piggybacked:
             self._end_sweep()
             self._has_dropped_piggybacked = True
