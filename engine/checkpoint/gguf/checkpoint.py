@@ -20,8 +20,8 @@ from engine.checkpoint.gguf.arrangements import ARRANGEMENTS, damaged, expert_ro
 from engine.checkpoint.gguf.file import WHOLE, GgufFile, Strings
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import reason
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import reason
 from engine.families import family_of
 from engine.families.family import DraftHead
 from engine.families.gguf import ARRAY, DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made

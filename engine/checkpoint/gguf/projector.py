@@ -21,8 +21,8 @@ from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf, read_proje
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign, reason
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import open_untrusted, reason
 from engine.families.gguf import Made
 from engine.families.gguf.towers import OWN, TOWERS, UNREAD, Tower, common
 from engine.families.pictures import SIGHTS
@@ -103,7 +103,7 @@ def why_not(model: GgufFile) -> str:
 
 def _found(model: GgufFile) -> Projector | str:
     """What sees, or why nothing does."""
-    file = beside(model.path) if model.open_file is open_foreign else None
+    file = beside(model.path) if model.open_file is open_untrusted else None
     if file is None:
         return "there is no mmproj file, the part that sees, beside it"
     try:

@@ -56,10 +56,10 @@ from engine.checkpoint.shards import (
 )
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import cache_dir
 from engine.common.plain_text import quoted
+from engine.common.untrusted import parse_json, read_untrusted
 from engine.families.known import ENCODERS, known_types
 
 _WANTED = ("good", "near", "original", "fair", "poor")
@@ -509,7 +509,7 @@ def _kept_file(candidate: Candidate) -> Path:
 def _read_kept(path: Path) -> ModelShape | None:
     """The shape that was kept; None if there is none, or it is from another version."""
     try:
-        content = parse_json(read_foreign(path, _MAX_KEPT_BYTES))
+        content = parse_json(read_untrusted(path, _MAX_KEPT_BYTES))
         if content.pop("version") != _KEPT_VERSION:
             return None
         shape = from_fields(ModelShape, content)
