@@ -95,7 +95,7 @@ def library_answer(
     if model.info.family == "ernie4_5_vl_moe":
         marks = torch.tensor([model.sight.placeholder_id + at for at in (-1, 0, 1)])
         given["moe_mm_token_type_ids"] = torch.isin(prompt, marks).int()
-    for unread in ("aspect_ratios", "num_crops", "num_soft_tokens_per_image", "patch_newline_masks"):
+    for unread in ("aspect_ratios", "num_crops", "num_soft_tokens_per_image", "num_patches", "patch_newline_masks"):
         given.pop(unread, None)
     out = theirs.generate(
         input_ids=prompt,

@@ -371,6 +371,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
     },
     "glm46v": {"text_config": _THREE_AXES},
+    "internvl": {"text_config": {"model_type": "qwen3_moe"}},
     "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": None}},
     "qwen2_5_vl": {
         "text_config": _ATTENDS_EVERYWHERE,
@@ -380,7 +381,7 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": _DELTA},
     "qwen3_vl": {"text_config": _THREE_AXES},
 }
-"""Dense models whose whole is tested with pictures."""
+"""Models whose whole is tested with pictures alone."""
 
 _SEE_AND_READ: dict[str, Any] = {
     "intermediate_size": 4 * 32,

@@ -332,7 +332,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
 
 def leave_out_tower(model: Any) -> bool:
     """Takes what sees or hears out of a skeleton, which runs text; whether it is the library's whole model."""
-    inner: Any = getattr(model, "model", None)
+    inner: Any = getattr(model, "model", model)
     if not hasattr(inner, "get_image_features"):
         return False
     for name, module in inner.named_children():
