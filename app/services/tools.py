@@ -143,12 +143,14 @@ class Tools(QObject):
 
     @property
     def always_allowed(self) -> tuple[str, ...]:
-        """Keys of the tools that may run unasked."""
-        return tuple(str(each) for each in self._settings.get(ALLOWED, list[Any]()))
+        """Keys of the tools that may run unasked; those of older versions do not say of which description."""
+        kept = (str(each) for each in self._settings.get(ALLOWED, list[Any]()))
+        return tuple(key for key in kept if key.startswith("/") or "\n" in key)
 
     def allow_always(self, key: str) -> None:
         """Lets a tool run unasked in all chats."""
-        self._settings.set(ALLOWED, sorted({*self.always_allowed, key}))
+        others = {each for each in self.always_allowed if each.partition("\n")[0] != key.partition("\n")[0]}
+        self._settings.set(ALLOWED, sorted({*others, key}))
         self.changed.emit()
 
     def ask_again(self) -> None:

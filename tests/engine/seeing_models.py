@@ -50,7 +50,7 @@ _PREPARED: dict[str, dict[str, Any]] = {
     "gemma4": {"image_processor": {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3}},
     "glm4v_moe": _QWEN,
     "glm46v": _QWEN,
-    **dict.fromkeys(("inkling2", "inkling2_loop", "inkling_mm_model"), {"size": {"height": 8, "width": 8}}),
+    **{key: {"size": {"height": 8, "width": 8}} for key in ("inkling2", "inkling2_loop", "inkling_mm_model")},
     "internvl": {"size": {"height": 16, "width": 16}, "max_patches": 6},
     "kimi_k25": {"size": {"max_height": 8, "max_width": 8}, "max_patches": 40, "patch_size": 4, "merge_size": 2},
     "llama4": {"max_patches": 6},
