@@ -62,7 +62,7 @@ class Sight:
             can be; "padded": always the same, of a square that is filled up with black; "patches": as many patches as
             it has, within two limits; "cells": in squares of so many pixels, as it is, the last ones filled up;
             "mosaic": stretched to that of at most so many squares whose sides' ratio is the nearest, with the whole
-            made one more behind them.
+            made one more behind them; if the squares are of `crop` pixels, a picture that fits into one has none.
         processor: the library's module and class that makes numbers of it.
         patch, merge, frames: pixels of a patch's side, patches of a token's side and how often a picture is repeated,
             where neither configuration says.
@@ -117,8 +117,14 @@ class Sight:
         shares = (each.get("downsample_ratio") for each in (preprocessor, whole))
         sides = [round(1 / each) for each in shares if type(each) is float and 0 < each <= 1]
         is_padded, stretch = self.rule == "padded", preprocessor.get("rescale_image_frac")
-        crop = number(self.crop, preprocessor.get("patch_size")) if self.crop else 0
-        patch = number(self.patch, None if crop else preprocessor.get("patch_size"), vision.get("patch_size"))
+        is_mosaic, sam = self.rule == "mosaic", vision.get("sam_config")
+        crop = number(self.crop, preprocessor.get("tile_size" if is_mosaic else "patch_size")) if self.crop else 0
+        patch = number(
+            self.patch,
+            None if crop else preprocessor.get("patch_size"),
+            vision.get("patch_size"),
+            sam.get("patch_size") if isinstance(sam, dict) else None,
+        )
         merge = number(
             self.merge,
             preprocessor.get("merge_size"),
@@ -199,6 +205,7 @@ class Sizes:
                 return {"size": {"height": self.edge, "width": self.edge}, "max_patches": self.most}
             case "mosaic":
                 own = {"min_patches": self.least, "max_patches": self.most}
+                own |= {"tile_size": self.crop} if self.crop else {}
                 return {"size": {"height": self.edge, "width": self.edge}, "crop_to_patches": True, **own}
             case "padded":
                 return {"max_image_size": self.edge}
@@ -280,7 +287,7 @@ class Sizes:
             case "patches":
                 return self._of_patches(width, height)
             case "mosaic":
-                return self._of_mosaic(width, height, (self.edge // side) ** 2)
+                return self._of_mosaic(width, height, side)
             case "tiles":
                 return self._of_tiles(width, height, (self.edge // side) ** 2)
             case "crops":
@@ -346,8 +353,12 @@ class Sizes:
         rows = whole(rows, columns)
         return Grid(rows // self.merge, whole(columns, rows) // self.merge, 2)
 
-    def _of_mosaic(self, width: int, height: int, each: int) -> Grid:
-        ratio, area = width / height, width * height
+    def _of_mosaic(self, width: int, height: int, side: int) -> Grid:
+        square, ratio, area = self.crop or self.edge, width / height, width * height
+        each, whole = (square // side) ** 2, (self.edge // side) ** 2 + bool(self.crop)  # which a separator ends
+        ends = 0 if self.crop else 2
+        if self.crop and max(width, height) <= square:
+            return Grid(0, 0, ends, each, whole)
         most = min(self.most, _MOST_TILES)
         shapes = ((wide, high) for wide in range(1, most + 1) for high in range(1, most // wide + 1))
         best, least = (1, 1), math.inf
@@ -355,10 +366,10 @@ class Sizes:
             away = abs(ratio - wide / high)
             if wide * high < self.least or away > least:
                 continue
-            if away < least or area > 0.5 * self.edge**2 * wide * high:
+            if away < least or area > 0.5 * square**2 * wide * high:
                 best, least = (wide, high), away
         columns, rows = best
-        return Grid(rows, columns, 2, each, each) if rows * columns > 1 else Grid(0, 0, 2, each, each)
+        return Grid(rows, columns, ends, each, whole) if rows * columns > 1 else Grid(0, 0, ends, each, whole)
 
     def _of_tiles(self, width: int, height: int, each: int) -> Grid:
         def cost(tiles: tuple[int, int]) -> tuple[bool, float, int]:
@@ -428,6 +439,16 @@ _MISTRAL = Sight(
 _CELLS = Sight(rule="cells", processor="inkling2:Inkling2ImageProcessor", patch=20, edge=40, most=2048)
 SIGHTS: dict[str, Sight] = {
     "aria": Sight(rule="padded", processor="aria:AriaImageProcessorPil", merge=1, most=256, edge=980),
+    "deepseek_ocr2": Sight(
+        rule="mosaic",
+        processor="deepseek_ocr2:DeepseekOcr2ImageProcessorPil",
+        patch=16,
+        merge=4,
+        least=2,
+        most=6,
+        edge=1024,
+        crop=768,
+    ),
     "dots3_note": replace(_QWEN, frames=1, axes=False),
     "ernie4_5_vl_moe": Sight(
         rule="area",

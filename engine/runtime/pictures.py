@@ -611,6 +611,9 @@ def open_tower(
         whole = build_skeleton(kind, config, dtype, None)
     inner = getattr(whole, "model", whole)
     inner.language_model = whole.lm_head = None
+    for name, _part in [*inner.named_children()]:
+        if "audio" in name:
+            setattr(inner, name, None)
     whole.all_tied_weights_keys = {}
     own = tensors_of(whole, tensors, quantizer, adapter)
     plan = plan_loading(whole, [], own, dtype, quantizer, adapter)

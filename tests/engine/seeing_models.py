@@ -45,6 +45,7 @@ _FIRST = 320
 _QWEN = {"size": {"shortest_edge": 64, "longest_edge": 64 * 40}, "temporal_patch_size": 2}
 _PREPARED: dict[str, dict[str, Any]] = {
     "aria": {"max_image_size": 490},
+    "deepseek_ocr2": {"size": {"height": 256, "width": 256}, "tile_size": 192},
     "ernie4_5_vl_moe": {**_QWEN, "temporal_patch_size": 1},
     "gemma3": {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     "gemma4": {"image_processor": {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3}},

@@ -46,6 +46,7 @@ from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
+from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.mmproj_files import CASES as MMPROJ
 from tests.engine.on_devices import MIB, opened
@@ -150,7 +151,7 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
     return [list(answers[row].token_ids) for row in range(len(rows))]
 
 
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", some(SEEING, ("qwen3_vl_moe", "qwen3_5_moe", "llama4"), every=2))
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
     with loaded(checkpoint(family, folder)) as model:
@@ -217,10 +218,12 @@ def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tens
             return
 
 
-_DENSE = ("gemma3", "glm46v", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+_DENSE = ("gemma3", "glm46v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
-@pytest.mark.parametrize("family", [family for family in SEEING if family not in _DENSE])
+@pytest.mark.parametrize(
+    "family", some((each for each in SEEING if each not in _DENSE), ("qwen3_vl_moe", "qwen3_5_moe", "step3p7"), every=7)
+)
 def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
     with loaded(place) as model:
@@ -242,7 +245,7 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
         torch.testing.assert_close(moved.features(moved.spans[0]).rows, rows)
         assert ask(Scheduler(model), MESSAGES)[0].token_ids == alone[0]
     for card_s, on_card in ((0.1, 2), (10.0, 0)):  # the planner says where
-        with opened(place, vram_bytes=8 * MIB) as model:
+        with opened(place, vram_bytes=512 * MIB) as model:
             scheduler, sight = Scheduler(model), model.sight
             assert sight is not None
             assert sight.costs_of().predict(Cost.CARD_PICTURE, 1) > sight.costs_of().predict(Cost.H2D, 1)
@@ -364,7 +367,8 @@ def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) ->
             assert sum(map(len, made["pixel_values"])) * grid.whole == grid.seen
         elif "num_local_patches" in made:
             assert made["num_local_patches"] == [grid.rows * grid.columns], (width, height)
-            assert sum(made.get("patch_newline_masks", [[]])[0]) == max(0, grid.rows - 1)
+            if family == "step3p7":
+                assert sum(made.get("patch_newline_masks", [[]])[0]) == max(0, grid.rows - 1)
         elif "image_grid_thw" in made:
             merge = sizes.merge if sizes.sight.rule != "cells" else 1
             _, rows, columns = np.asarray(made["image_grid_thw"])[0] // (1, merge, merge)
