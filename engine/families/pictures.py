@@ -164,7 +164,7 @@ class Sight:
             whole.get("mm_tokens_per_image"),
         )
         frames = number(self.frames, preprocessor.get("temporal_patch_size"), vision.get("temporal_patch_size"))
-        stretch = float(stretch) if type(stretch) in (int, float) and 0 < stretch < 100 else 1.0
+        stretch = float(stretch) if isinstance(stretch, int | float) and 0 < stretch < 100 else 1.0
         return Sizes(self, patch, merge, frames, least, most, edge, crop, stretch)
 
     def text(self, grid: Grid, names: Mapping[str, str]) -> str:
@@ -217,8 +217,8 @@ class Sizes:
                 cell = {"size": {"height": self.edge, "width": self.edge}}
                 return cell if self.stretch == 1 else cell | stretched
             case "patches":
-                own = {"patch_size": self.patch, "downsample_ratio": 1 / self.merge, "max_model_len": self.most}
-                return {**own, "min_num_patches": self.least, "max_num_patches": self.most}
+                own = {"min_num_patches": self.least, "max_num_patches": self.most, "max_model_len": self.most}
+                return {**own, "patch_size": self.patch, "downsample_ratio": 1 / self.merge}
             case "crops":
                 own = {"patch_size": self.crop, "max_image_size": self.most}
                 return {"size": {"height": self.edge, "width": self.edge}, **own}

@@ -370,7 +370,7 @@ class _Writer:
                 found.append((False, self._value(tool, part)))
                 continue
             said = [key for key in part if key not in _SAYS_NOTHING - {"type"}] if isinstance(part, Mapping) else []
-            inner = part[said[0]] if len(said) == 1 else None
+            inner: Any = part[said[0]] if len(said) == 1 else None
             if id(part) in seen or not (
                 said == ["$ref"] or (said in (["anyOf"], ["oneOf"]) and isinstance(inner, list))
             ):
