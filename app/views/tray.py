@@ -22,8 +22,8 @@ from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.theme import scaled
 from app.widgets.answer_text import AnswerView
+from app.widgets.fields import TextBox
 from app.widgets.scaffold import STRETCH, WrappedLabel, hbox, push_button, vbox
-from app.widgets.text_box import TextBox
 from engine.remote.endpoint import called, is_remote
 
 SIZE = QSize(460, 132)
@@ -89,7 +89,6 @@ class QuickPrompt(QWidget):
         self._show_buttons()
 
     def ask_again(self) -> None:
-        """Shows the window, ready for a question."""
         self.show()
         self.raise_()
         self.activateWindow()
@@ -101,7 +100,6 @@ class QuickPrompt(QWidget):
         return self._answer is not None and self._answer.state is MessageState.STREAMING
 
     def ask(self, text: str) -> None:
-        """Asks who answers new chats."""
         if not text.strip() or self.is_answering:
             return
         model = self._settings.chat_model
@@ -229,7 +227,6 @@ class Tray(QObject):
 
     @property
     def keeps_running(self) -> bool:
-        """Whether closing the window hides it."""
         return self.is_there and self._settings.stays_in_tray and not self._is_leaving
 
     def leave(self, *_: object) -> None:
@@ -251,13 +248,11 @@ class Tray(QObject):
             frame.installEventFilter(self)
 
     def ask(self) -> None:
-        """Opens the small window."""
         if self._prompt is None:
             self._prompt = self._make_prompt()
         self._prompt.ask_again()
 
     def close(self) -> None:
-        """Removes the icon and the small window."""
         if self._icon is not None:
             self._icon.hide()
             self._icon.deleteLater()
@@ -305,7 +300,6 @@ class Tray(QObject):
         return menu
 
     def speak(self) -> None:
-        """The language has changed; a question that is being answered keeps its window until that is closed."""
         if self._icon is not None:
             self._icon.contextMenu().deleteLater()
             self._icon.setContextMenu(self._menu())

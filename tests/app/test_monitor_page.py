@@ -22,8 +22,7 @@ from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
-from app.views.monitor import MonitorPage
-from app.views.monitor.page import session_title
+from app.views.monitor.page import MonitorPage, session_title
 from app.views.monitor.summary import advice_sentence, time_parts, waiting_sentence
 from app.widgets.expert_map.data import draw_map, map_data
 from app.widgets.expert_map.view import ExpertMapView

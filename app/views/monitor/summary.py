@@ -63,13 +63,11 @@ class SummaryCard(QFrame):
         self._draw(())
 
     def show_waiting(self, waiting: Waiting, advice: Advice | None) -> None:
-        """Shows what tokens waited for, and what would help."""
         headline, details = waiting_words(waiting)
         self._tell(headline, advice_sentence(advice), details, waiting)
         self.button.setVisible(advice is not None and advice.change not in ("none", "other_programs"))
 
     def show_state(self, state: EngineState, *, has_model: bool) -> None:
-        """Before anything has been decoded: shows what to do first."""
         sentence, hint = {
             EngineState.STARTING: (self.tr("The engine is starting."), ""),
             EngineState.LOADING: (self.tr("The model is loading."), ""),
@@ -90,7 +88,6 @@ class SummaryCard(QFrame):
         self.button.hide()
 
     def show_recorded(self, waiting: Waiting, hint: str) -> None:
-        """About an opened session, instead of live data."""
         headline, details = waiting_words(waiting)
         if not waiting.tokens:
             headline = self.tr("Nothing was decoded in this session.")
@@ -126,7 +123,6 @@ class SummaryCard(QFrame):
 
 
 def time_parts(waiting: Waiting) -> tuple[BarPart, ...]:
-    """Where the time of the last tokens went, as parts of a bar, the largest first."""
     colours: dict[str, tuple[ColourName, bool]] = {
         track.name: (lane.colour, place > 0) for lane in LANES for place, track in enumerate(lane.tracks)
     }
@@ -192,7 +188,6 @@ def _pace_words(waiting: Waiting) -> str:
 
 
 def advice_sentence(advice: Advice | None) -> str:
-    """What would help, and the predicted gain."""
     if advice is None:
         return ""
     gain = number(advice.gain, 1 if advice.gain >= 1.1 else 2)
