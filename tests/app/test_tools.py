@@ -220,7 +220,7 @@ def test_a_value_may_be_read_from_the_environment(
 def test_a_server_that_never_begins_is_one_sentence(
     tools: Tools, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, kind: str, says: str
 ) -> None:
-    monkeypatch.setattr(service, "START_S", 6.0)
+    monkeypatch.setattr(service, "START_S", 6.0 if kind == "dies-at-start" else 1.5)
     outcome = listed(tools, qtbot, server(kind))
     assert outcome.failed
     assert says in outcome.text
@@ -252,11 +252,12 @@ def test_a_command_that_is_not_there_is_one_sentence(tools: Tools, qtbot: QtBot)
 def test_a_server_that_misbehaves_in_a_call_is_one_sentence_and_others_go_on(
     tools: Tools, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, kind: str, says: str
 ) -> None:
-    monkeypatch.setattr(service, "CALL_S", 5.0 if kind == "hangs" else 60.0)
+    monkeypatch.setattr(service, "CALL_S", 1.0 if kind == "hangs" else 60.0)
     assert not listed(tools, qtbot, server(kind)).failed
     outcome = call(tools, qtbot, "go")
     assert (outcome.failed, outcome.text.startswith(kind), "\n" in outcome.text) == (True, True, False), outcome
     assert says in outcome.text
+    monkeypatch.setattr(service, "CALL_S", 60.0)
     assert not listed(tools, qtbot, server("good")).failed
     assert call(tools, qtbot, "add", {"a": 1, "b": 1}).text == "2"
 
@@ -296,15 +297,37 @@ def test_what_may_run_unasked(tools: Tools) -> None:
     ]
     own = OfferedTool(offered["clock"].tool, "clock", "evil")
     assert not own.may_run(tools.always_allowed)
-    assert own.may_run(("evil/clock",))
-    tools.allow_always("evil/clock")
+    assert own.may_run((own.key,))
+    tools.allow_always(own.key)
     assert own.may_run(tools.always_allowed)
     tools.put(ToolServer("evil", "x"))
     tools.put(ToolServer("evil", "y"))  # another program is not allowed what that one was
     assert not own.may_run(tools.always_allowed)
-    tools.allow_always("evil/clock")
+    tools.allow_always(own.key)
     tools.remove("evil")
     assert not own.may_run(tools.always_allowed)
+
+
+def test_a_tool_that_says_something_else_of_itself_asks_again(tools: Tools, qtbot: QtBot) -> None:
+    """Of itself is what it describes and what arguments it takes: a server may change both once it is allowed."""
+
+    tools.put(server("changes"))
+
+    def look() -> OfferedTool:
+        outcomes: list[Outcome] = []
+        tools.look(tools.servers[0], outcomes.append)
+        qtbot.waitUntil(lambda: bool(outcomes), timeout=60_000)
+        return next(each for each in tools.offered() if each.server)
+
+    for number in range(4):  # as it was, with another description, with other arguments, and no more changes
+        offered = look()
+        assert offered.may_run(tools.always_allowed) == (number == 3)
+        tools.allow_always(offered.key)
+        assert offered.may_run(tools.always_allowed)
+        assert len(tools.always_allowed) == 1
+    tools._settings.set("allowed_tools", ["changes/go", "/clock"])  # of an older version
+    assert not offered.may_run(tools.always_allowed)
+    assert tools.always_allowed == ("/clock",)
 
 
 def test_arguments_that_are_no_object_are_refused(tools: Tools, qtbot: QtBot) -> None:

@@ -24,15 +24,16 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
 from engine.serving import door
-from engine.serving.by_name import DeskByName
-from engine.serving.link import DeskLink, EngineLink
+from engine.serving.link import BrokerLink, EngineLink
+from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
-from engine.serving.service import LibraryModels, Service, together
+from engine.serving.service import LibraryModels, Service, gathered
+from tests import plain_http
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
 from tests.engine.tiny_tokenizer import TEMPLATE
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {
@@ -90,10 +91,10 @@ class Running:
     url: str
     port: int
     engine: TinyEngine
-    desk: DeskByName
+    broker: ModelBroker
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=60, **options)
+        return plain_http.post(self.url + path, json=body, timeout=60, **options)
 
     def chat(self, **fields: Any) -> httpx2.Response:
         return self.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 8, **fields})
@@ -110,17 +111,17 @@ class serving:  # noqa: N801 - read as a verb
 
     def __init__(self, address: Address | None = None, idle_s: float | None = None) -> None:
         self._address, self._engine = address or Address(port=0), TinyEngine()
-        self._desk = DeskByName(self._engine, self._engine.load, idle_s)
-        self._server = Server(Service(self._desk, made_up_models()), self._address)
+        self._broker = ModelBroker(self._engine, self._engine.load, idle_s)
+        self._server = Server(Service(self._broker, made_up_models()), self._address)
 
     def __enter__(self) -> Running:
         port = self._server.start()
-        self._desk.start()
-        return Running(f"http://127.0.0.1:{port}", port, self._engine, self._desk)
+        self._broker.start()
+        return Running(f"http://127.0.0.1:{port}", port, self._engine, self._broker)
 
     def __exit__(self, *_: object) -> None:
         self._server.stop()
-        self._desk.close()
+        self._broker.close()
 
 
 def made_up_models() -> LibraryModels:
@@ -314,7 +315,7 @@ def test_what_is_wrong_is_said_in_openais_form(
 @pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"[1]", b"[" * 5000 + b"]" * 5000, b""])
 def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"):
-        answer = httpx2.post(running.url + path, content=body, timeout=30)
+        answer = plain_http.post(running.url + path, content=body, timeout=30)
         assert answer.status_code == 400
         assert "error" in answer.json()
 
@@ -331,7 +332,7 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
     ],
 )
 def test_what_json_cannot_say_harms_nothing(running: Running, path: str, body: str) -> None:
-    assert httpx2.post(running.url + path, content=body, timeout=30).status_code == 200
+    assert plain_http.post(running.url + path, content=body, timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -348,11 +349,11 @@ def test_every_interface_sends_json_whatever_a_model_writes(streams: bool) -> No
         },
         "/api/chat": {"messages": HELLO, "tools": [TOOL]},
     }
-    server = Server(Service(ScriptedDesk(ends=True, says=call), made_up_models()), Address(port=0))
+    server = Server(Service(ScriptedBroker(ends=True, says=call), made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for path, body in asked.items():
-            answer = httpx2.post(url + path, json={**body, "stream": streams}, timeout=30)
+            answer = plain_http.post(url + path, json={**body, "stream": streams}, timeout=30)
             lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if streams and "{" in line]
             for line in lines or [answer.text]:
                 json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
@@ -424,20 +425,20 @@ def test_streamed_completions_say_how_likely_their_tokens_were(running: Running)
 def test_ollamas_clients_load_and_free_models_by_asking_nothing() -> None:
     with serving() as running:
         loaded = running.post("/api/generate", {"model": "qwen3_moe"}).json()
-        assert (loaded["done_reason"], running.desk.state.model) == ("load", Path("qwen3_moe"))
+        assert (loaded["done_reason"], running.broker.state.model) == ("load", Path("qwen3_moe"))
         for nothing in (0, "0s"):
             assert running.post("/api/chat", {"messages": [], "keep_alive": "5m"}).json()["done_reason"] == "load"
             gone = {"messages": [], "keep_alive": nothing}
             assert running.post("/api/chat", gone).json()["done_reason"] == "unload"
-            _until(lambda: running.desk.state.model is None)
+            _until(lambda: running.broker.state.model is None)
         assert running.post("/api/chat", {"model": "nothing", "messages": []}).status_code == 404
         assert running.post("/api/generate", {"model": "broken"}).status_code == 503
 
 
 def test_unknown_fields_are_ignored_and_unknown_paths_are_named(running: Running) -> None:
     assert running.chat(user="me", service_tier="x", what=1).status_code == 200
-    assert httpx2.get(f"{running.url}/v1/nothing").status_code == 404
-    assert httpx2.get(f"{running.url}/api/chat").status_code == 405
+    assert plain_http.get(f"{running.url}/v1/nothing").status_code == 404
+    assert plain_http.get(f"{running.url}/api/chat").status_code == 405
 
 
 def test_models_are_loaded_by_name_and_a_broken_one_harms_nobody(running: Running) -> None:
@@ -446,20 +447,20 @@ def test_models_are_loaded_by_name_and_a_broken_one_harms_nobody(running: Runnin
     assert running.chat(model="qwen3_moe").status_code == 200
     assert running.chat(model="mixtral").status_code == 200
     assert running.engine.loads[-3:] == ["broken", "qwen3_moe", "mixtral"]
-    assert running.desk.state.under_way == 0
+    assert running.broker.state.under_way == 0
 
 
 def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
     asked = {"messages": HELLO, "max_tokens": 200, "stream": True, "temperature": 0}
     for _ in range(5):
-        with httpx2.stream("POST", f"{running.url}/v1/chat/completions", json=asked, timeout=30) as answer:
+        with plain_http.stream("POST", f"{running.url}/v1/chat/completions", json=asked, timeout=30) as answer:
             next(answer.iter_lines())
     with socket.create_connection(("127.0.0.1", running.port)) as caller:
         body = json.dumps({**asked, "stream": False}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         caller.sendall(head.encode() + body)
-        _until(lambda: running.desk.state.under_way + running.desk.state.waiting > 0)
-    _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
+        _until(lambda: running.broker.state.under_way + running.broker.state.waiting > 0)
+    _until(lambda: running.broker.state.under_way + running.broker.state.waiting == 0)
     scheduler = running.engine.rows[-1]._scheduler
     _until(lambda: not scheduler.is_busy and (scheduler._together is None or scheduler._together.pool.held == 0))
 
@@ -475,11 +476,11 @@ def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
 )
 def test_who_leaves_in_the_middle_is_noted_as_having_left(path: str, fields: dict[str, Any]) -> None:
     served = list[Served]()
-    server = Server(Service(ScriptedDesk(ends=False), made_up_models()), Address(port=0), served.append)
+    server = Server(Service(ScriptedBroker(ends=False), made_up_models()), Address(port=0), served.append)
     url = f"http://127.0.0.1:{server.start()}{path}"
     try:
         body = {"messages": HELLO, "stream": True, **fields}
-        with httpx2.stream("POST", url, json=body, timeout=30) as answer:
+        with plain_http.stream("POST", url, json=body, timeout=30) as answer:
             next(answer.iter_lines())
         _until(lambda: served)
         assert (served[0].status, served[0].outcome) == (200, "left")
@@ -512,7 +513,7 @@ def test_hundreds_of_clients_that_misbehave_leave_nothing_behind(running: Runnin
     finally:
         for caller in silent:
             caller.close()
-    _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
+    _until(lambda: running.broker.state.under_way + running.broker.state.waiting == 0)
 
 
 def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,17 +571,17 @@ def test_each_interface_says_in_its_own_words_that_a_key_is_wrong() -> None:
 
 def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.serving.streams.PING_S", 0.02)
-    desk = ScriptedDesk(ends=False)
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = ScriptedBroker(ends=False)
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url, pings = f"http://127.0.0.1:{server.start()}", 0
     try:
         asked = {"messages": HELLO, "max_tokens": 5, "stream": True}
-        with httpx2.stream("POST", f"{url}/v1/messages", json=asked, timeout=20) as answer:
+        with plain_http.stream("POST", f"{url}/v1/messages", json=asked, timeout=20) as answer:
             for line in answer.iter_lines():
                 pings += line == "event: ping"
                 if pings == 3:
                     break
-        _until(desk.tickets[0].is_cancelled)
+        _until(broker.tickets[0].is_cancelled)
     finally:
         server.stop()
 
@@ -597,8 +598,8 @@ def test_likely_parts_of_characters_are_given_as_bytes(running: Running) -> None
 
 def test_a_turn_of_several_calls_is_one_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    ask = running.desk.ask
-    monkeypatch.setattr(running.desk, "ask", lambda asked, on_event: (seen.append(asked), ask(asked, on_event))[1])
+    ask = running.broker.ask
+    monkeypatch.setattr(running.broker, "ask", lambda asked, on_event: (seen.append(asked), ask(asked, on_event))[1])
     calls = [
         {"type": "function_call", "call_id": name, "name": "weather", "arguments": "{}"} for name in ("one", "two")
     ]
@@ -614,26 +615,26 @@ def test_a_turn_of_several_calls_is_one_turn(running: Running, monkeypatch: pyte
 def test_large_bodies_are_read_beside_the_others(running: Running) -> None:
     large = running.post("/v1/messages", {"max_tokens": 1, "messages": HELLO, "metadata": {"x": "y" * 2**20}})
     assert large.status_code == 200
-    assert httpx2.post(f"{running.url}/v1/messages", content=b"{" + b" " * 2**20, timeout=20).status_code == 400
+    assert plain_http.post(f"{running.url}/v1/messages", content=b"{" + b" " * 2**20, timeout=20).status_code == 400
 
 
 def test_who_may_ask() -> None:
     with serving(Address(port=0, key="secret key", origins=("http://page.example",))) as running:
         url, key = f"{running.url}/v1/models", {"authorization": "Bearer secret key"}
-        assert httpx2.get(url).status_code == 401
-        assert httpx2.get(url, headers={"authorization": "Bearer other"}).status_code == 401
-        assert httpx2.get(url, headers={"x-api-key": "secret key"}).status_code == 200
-        assert httpx2.get(url, headers={**key, "host": "evil.example"}).status_code == 403
-        assert httpx2.get(url, headers={**key, "origin": "http://evil.example"}).status_code == 403
-        allowed = httpx2.get(url, headers={**key, "origin": "http://page.example"})
+        assert plain_http.get(url).status_code == 401
+        assert plain_http.get(url, headers={"authorization": "Bearer other"}).status_code == 401
+        assert plain_http.get(url, headers={"x-api-key": "secret key"}).status_code == 200
+        assert plain_http.get(url, headers={**key, "host": "evil.example"}).status_code == 403
+        assert plain_http.get(url, headers={**key, "origin": "http://evil.example"}).status_code == 403
+        allowed = plain_http.get(url, headers={**key, "origin": "http://page.example"})
         assert allowed.headers["access-control-allow-origin"] == "http://page.example"
         asked = httpx2.options(url, headers={"origin": "http://page.example"})
         assert asked.status_code == 204
         # A browser lets scripts send a key only if its header is named.
         assert "authorization" in asked.headers["access-control-allow-headers"].lower()
-        assert httpx2.get(url, headers={"authorization": "bearer  secret key"}).status_code == 200
-        assert httpx2.get(url, headers={**key, "x-api-key": "any"}).status_code == 200
-        assert httpx2.get(url, headers={"authorization": "secret key"}).status_code == 401
+        assert plain_http.get(url, headers={"authorization": "bearer  secret key"}).status_code == 200
+        assert plain_http.get(url, headers={**key, "x-api-key": "any"}).status_code == 200
+        assert plain_http.get(url, headers={"authorization": "secret key"}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -647,7 +648,7 @@ def test_others_cannot_reach_it_without_a_key(address: Address) -> None:
 
 def test_a_port_in_use_is_said() -> None:
     with serving() as running:
-        other = Server(Service(running.desk, made_up_models()), Address(port=running.port))
+        other = Server(Service(running.broker, made_up_models()), Address(port=running.port))
         with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{running.port}"):
             other.start()
 
@@ -662,8 +663,8 @@ def test_an_unused_model_is_freed_and_comes_back() -> None:
 
 def test_closing_ends_everybody() -> None:
     engine, endings = TinyEngine(), list[Any]()
-    desk, begun = DeskByName(engine, engine.load), threading.Event()
-    desk.start()
+    broker, begun = ModelBroker(engine, engine.load), threading.Event()
+    broker.start()
 
     def on_event(event: Any) -> None:
         begun.set()
@@ -672,12 +673,12 @@ def test_closing_ends_everybody() -> None:
 
     hello = (ChatMessage("user", "Hello"),)
     for name in ("mixtral", "mixtral", "qwen3_moe"):
-        desk.ask(Ask(Path(name), hello, sampling={"max_tokens": 200}), on_event)
+        broker.ask(Ask(Path(name), hello, sampling={"max_tokens": 200}), on_event)
     assert begun.wait(30)
-    desk.close()
+    broker.close()
     assert len(endings) == 3
     with pytest.raises(EngineError, match="closing"):
-        desk.ask(Ask(Path("mixtral"), hello), on_event)
+        broker.ask(Ask(Path("mixtral"), hello), on_event)
 
 
 @pytest.mark.parametrize(
@@ -697,8 +698,8 @@ def test_an_engine_that_dies_ends_each_stream_in_its_own_form(path: str, fields:
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for ends in (False, True):  # the server goes on with the next engine
-            engine = DeskLink(link.address, link.secret, ScriptedDesk(ends=ends))
-            with httpx2.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
+            engine = BrokerLink(link.address, link.secret, ScriptedBroker(ends=ends))
+            with plain_http.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
                 assert answer.status_code == 200
                 text = ""
                 for part in answer.iter_text():
@@ -729,17 +730,17 @@ class Watched(list[Any]):
 
 def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, watched = TinyEngine(), Watched()
-    desk = DeskByName(engine, engine.load)
-    closing, prompt = threading.Thread(target=desk.close), LiveRows.prompt
+    broker = ModelBroker(engine, engine.load)
+    closing, prompt = threading.Thread(target=broker.close), LiveRows.prompt
 
     def read(*given: Any) -> list[int]:
         closing.start()
-        _until(lambda: desk.desk.is_closed)
+        _until(lambda: broker.broker.is_closed)
         return prompt(*given[:3], lambda: False)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
-    desk.start()
-    desk.ask(Ask(Path("mixtral"), HI), watched)
+    broker.start()
+    broker.ask(Ask(Path("mixtral"), HI), watched)
     _until(lambda: watched.ending)
     closing.join()
     assert isinstance(watched.ending, Failed)
@@ -754,11 +755,11 @@ def test_closing_ends_a_model_being_loaded() -> None:
         _until(cancelled)
         raise RequestCancelled
 
-    desk = DeskByName(TinyEngine(), load)
-    desk.start()
-    desk.ask(Ask(Path("mixtral"), HI), watched)
+    broker = ModelBroker(TinyEngine(), load)
+    broker.start()
+    broker.ask(Ask(Path("mixtral"), HI), watched)
     assert began.wait(30)
-    desk.close()
+    broker.close()
     assert watched.ending.error.code is ErrorCode.BUSY
 
 
@@ -774,24 +775,24 @@ def test_loading_ends_when_all_who_asked_have_gone() -> None:
             raise RequestCancelled
         engine.load(path, cancelled)
 
-    desk = DeskByName(engine, load)
-    ticket = desk.ask(Ask(Path("qwen3_moe"), HI), gone)
-    desk.start()
+    broker = ModelBroker(engine, load)
+    ticket = broker.ask(Ask(Path("qwen3_moe"), HI), gone)
+    broker.start()
     assert ended.wait(30)
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
     _until(lambda: here.ending)
-    desk.close()
+    broker.close()
     assert isinstance(here.ending, Finished)
 
 
 def test_nothing_is_loaded_for_who_has_gone() -> None:
     engine, gone, here = TinyEngine(), Watched(), Watched()
-    desk = DeskByName(engine, engine.load)
-    desk.ask(Ask(Path("qwen3_moe"), HI), gone).cancel()
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
-    desk.start()
+    broker = ModelBroker(engine, engine.load)
+    broker.ask(Ask(Path("qwen3_moe"), HI), gone).cancel()
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
+    broker.start()
     _until(lambda: here.ending)
-    desk.close()
+    broker.close()
     assert engine.loads == ["mixtral"]
     assert gone.ending.finish_reason == "cancelled"
 
@@ -801,7 +802,7 @@ def test_one_request_that_cannot_be_read_harms_no_other(
     failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, good, bad = TinyEngine(), Watched(), Watched()
-    desk, prompt = DeskByName(engine, engine.load), LiveRows.prompt
+    broker, prompt = ModelBroker(engine, engine.load), LiveRows.prompt
 
     def read(rows: LiveRows, messages: Any, *more: Any) -> list[int]:
         if messages[0].content == "bad":
@@ -809,11 +810,11 @@ def test_one_request_that_cannot_be_read_harms_no_other(
         return prompt(rows, messages, *more)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 9}), good)
-    desk.ask(Ask(Path("mixtral"), (ChatMessage("user", "bad"),)), bad)
-    desk.start()
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 9}), good)
+    broker.ask(Ask(Path("mixtral"), (ChatMessage("user", "bad"),)), bad)
+    broker.start()
     _until(lambda: good.ending and bad.ending)
-    desk.close()
+    broker.close()
     assert (good.ending.generated_tokens, bad.ending.error.code) == (9, ErrorCode.INTERNAL)
 
 
@@ -822,16 +823,16 @@ def test_one_request_that_cannot_be_read_harms_no_other(
     [("/v1/completions", {"prompt": "x", "stream": True}), ("/v1/messages/count_tokens", {"messages": HELLO})],
 )
 def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) -> None:
-    desk = DeskByName(TinyEngine(), lambda _path, _cancelled: None)  # it is never started
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = ModelBroker(TinyEngine(), lambda _path, _cancelled: None)  # it is never started
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     port = server.start()
     try:
         with socket.create_connection(("127.0.0.1", port)) as caller:
             body = json.dumps(fields).encode()
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             caller.sendall(head.encode() + body)
-            _until(lambda: desk.state.waiting)
-        _until(lambda: desk.desk._waiting[0].is_cancelled())
+            _until(lambda: broker.state.waiting)
+        _until(lambda: broker.broker._waiting[0].is_cancelled())
     finally:
         server.stop()
 
@@ -856,7 +857,7 @@ def test_of_several_answers_the_first_failure_ends_the_others() -> None:
 
 async def _together(*works: Any) -> None:
     try:
-        await together(works)
+        await gathered(works)
     finally:
         assert len(asyncio.all_tasks()) == 1
 

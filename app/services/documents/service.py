@@ -18,9 +18,9 @@ from app.services.documents.index import FILE_NAME, DocumentIndex, FileState, di
 from app.services.documents.prompts import Asked, Given, given, joined
 from engine.batch_files.documents import Document, DocumentReader, Part, is_readable
 from engine.common.errors import RequestCancelled
-from engine.common.foreign import read_foreign, reason
 from engine.common.paths import data_dir
 from engine.common.sizes import about
+from engine.common.untrusted import read_untrusted, reason
 
 MOST_FILE_BYTES = 200 * 10**6
 MOST_FOLDER_FILE_BYTES = 50 * 10**6
@@ -45,8 +45,6 @@ _UNREAD_FOLDERS = frozenset(("node_modules", "__pycache__", "venv", "env", "site
 
 @dataclass(slots=True)
 class _Folder:
-    """A folder in the midst of being read: the files that are left, of how many."""
-
     attachment: Attachment
     left: list[tuple[Path, str, FileState]]
     of: int
@@ -102,7 +100,6 @@ class Documents(QObject):
     # --- for the window ---
 
     def attach(self, paths: Sequence[Path]) -> tuple[Attachment, ...]:
-        """Begins to read files and folders; `changed` tells of each when that has ended."""
         found = []
         for path in paths:
             kind = "folder" if path.is_dir() else "file"
@@ -126,11 +123,9 @@ class Documents(QObject):
                 self._look_again()
 
     def known(self, attachment: Attachment) -> Attachment:
-        """The newest record of one."""
         return self._known.get(attachment.id, attachment)
 
     def share(self, attachment_id: str) -> float | None:
-        """How much of one has been read; None if it is not being read."""
         return self._shares.get(attachment_id, 0.0) if attachment_id in self._pending else None
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -193,8 +188,6 @@ class Documents(QObject):
         self._asking.add(look, done, failed)
 
     def sample(self, attachment: Attachment, done: Callable[[tuple[str, ...]], object]) -> None:
-        """Some pieces from all over a document, by which its tokens are counted."""
-
         def look() -> tuple[str, ...]:
             return tuple(piece.text for piece in self._asked_index.spread(attachment.id, _SAMPLED))
 
@@ -207,7 +200,6 @@ class Documents(QObject):
             self._finish(replace(known, tokens=max(round(known.characters * tokens_per_character), 1)), None)
 
     def close(self) -> None:
-        """Ends all that is being done; what was not read is read the next time."""
         self._closing.set()
         for each in (self._settled, self._poll, self._idle):
             each.stop()
@@ -249,7 +241,6 @@ class Documents(QObject):
         return self._reader.read(path, self._closing.is_set, on_share, most_bytes=most_bytes)
 
     def _scan(self, one: Attachment) -> _Folder:
-        """Finds out which files of a folder are new or have changed, and drops those that are gone."""
         folder = Path(one.path)
         files: dict[str, tuple[Path, FileState]] = {}
         note = ""
@@ -283,7 +274,6 @@ class Documents(QObject):
         return _Folder(replace(one, problem=""), left, max(len(left), 1), note, characters)
 
     def _some(self, folder: _Folder) -> _Folder:
-        """Reads files of a folder for a while."""
         until = time.monotonic() + _SLICE_S
         one = folder.attachment
         known = self._index.states(one.id)
@@ -296,7 +286,7 @@ class Documents(QObject):
                 break
             path, name, state = folder.left.pop()
             try:
-                digest = digest_of(read_foreign(path, MOST_FOLDER_FILE_BYTES))
+                digest = digest_of(read_untrusted(path, MOST_FOLDER_FILE_BYTES))
             except OSError as error:
                 why = f"cannot be read ({reason(error)})"
                 if state.size > MOST_FOLDER_FILE_BYTES:
@@ -314,7 +304,6 @@ class Documents(QObject):
         return folder
 
     def _counted(self, folder: _Folder) -> Attachment:
-        """The record of a folder that has been read."""
         one = folder.attachment
         figures = self._index.figures(one.id)
         problem, remark = one.problem, folder.note
@@ -340,7 +329,6 @@ class Documents(QObject):
         return given(self._asked_index, asked)
 
     def _ensure(self, attachments: Iterable[Attachment]) -> None:
-        """Puts what is missing into the index again, from the texts that chats keep."""
         for one in attachments:
             if one.kind == "file" and not self._asked_index.has(one.id):
                 parts = self._store.document_parts(one.id)
@@ -348,7 +336,6 @@ class Documents(QObject):
                     self._asked_index.put(one.id, one.name, FileState(0, 0), Document(parts, one.pages))
 
     def _rest(self) -> None:
-        """Ends the process that reads: it is not needed for a while."""
         self._reader.close()
 
     def _tell(self, id_: str, share: float) -> None:

@@ -21,13 +21,22 @@ from PySide6.QtWidgets import QFileDialog, QLabel, QWidget
 from pytestqt.qtbot import QtBot
 from shiboken6 import delete
 
-from app.services import thumbnails
+from app.services import pictures as picture_service
 from app.services.chat_store import ChatStore, Conversation, Message
 from app.services.chat_store.recovery import open_checked, recover
-from app.services.pictures import MOST_SIDE_PX, Pictures, Prepared, Source, sources_in
-from app.services.thumbnails import Thumbnail, Thumbnails, made, size_of
+from app.services.pictures import (
+    MOST_SIDE_PX,
+    Pictures,
+    Prepared,
+    Source,
+    Thumbnail,
+    Thumbnails,
+    made,
+    size_of,
+    sources_in,
+)
+from app.views.chat.attachment_row import PictureRow
 from app.views.chat.chat_view import ChatView
-from app.views.chat.picture_row import PictureRow
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
@@ -35,7 +44,7 @@ from engine.common.paths import python_module
 from engine.common.pictures import MOST_PICTURES, picture_of, read_picture
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
 from tests.app.scripted_engine import STARTER, ScriptedEngine, seer
-from tests.made_pictures import MADE, coloured, file_of, png_of
+from tests.made_pictures import MADE, endless, png_of
 
 HERE = endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m", found=Found("llama.cpp", "", ("m", "blind"), (0, 0)))
 
@@ -199,13 +208,10 @@ def test_what_reads_text_only_says_which_model_here_would_see(
 
 
 def test_what_would_be_read_for_ever_is_not_begun(qtbot: QtBot, tmp_path: Path) -> None:
-    data = file_of(coloured(), "JPEG", progressive=True)
-    at = data.index(b"\xff\xda")
-    endless = data[:-2] + data[at : data.index(b"\xff", at + 12)] * 5000 + data[-2:]
     file = tmp_path / "a.jpg"
-    file.write_bytes(endless)
+    file.write_bytes(endless())
     assert prepared(qtbot, file).problems == ("a.jpg is damaged and cannot be shown.",)
-    picture = Picture("image/jpeg", base64.b64encode(endless).decode())
+    picture = Picture("image/jpeg", base64.b64encode(endless()).decode())
     assert made(picture, QSize(10, 10)).image.isNull()
 
 
@@ -233,7 +239,7 @@ def test_a_picture_takes_its_place_at_once_and_is_decoded_once_off_the_windows_t
         threads.append(threading.current_thread())
         return made(picture, most)
 
-    monkeypatch.setattr(thumbnails, "made", noted)
+    monkeypatch.setattr(picture_service, "made", noted)
     attach(page, qtbot, image(1000, 500))
     (place,) = places(page.composer.pictures)
     assert place.property("picture") == "awaited"
@@ -256,7 +262,7 @@ def test_no_picture_is_decoded_for_what_is_gone(qtbot: QtBot, monkeypatch: pytes
         may_go_on.wait(10)
         return made(picture, most)
 
-    monkeypatch.setattr(thumbnails, "made", slow)
+    monkeypatch.setattr(picture_service, "made", slow)
     service, shown = Thumbnails(), list[Thumbnail]()
     pictures = prepared(qtbot, *(image(10 + n, 10) for n in range(4))).pictures
     receivers = [QObject() for _ in pictures]

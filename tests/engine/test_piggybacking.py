@@ -1,0 +1,273 @@
+"""Chats that take part in the sweeps of a batch: they get their own tokens, each once, and the batch gets its own."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.common import costs
+from engine.common.config import EngineConfig, SamplingParams
+from engine.kernels.native.build import library_path
+from engine.runtime.batch.packed_sweep import PackedModel, Work
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.scheduler import Scheduler
+from engine.runtime.schedule.times import SLICE_S, Times
+from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.single_streams import Alone
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+
+POLICY = BatchPolicy(rows=6, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
+PATIENCE = 60_000
+
+
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """A model with a fast path of its own for one sequence, whose tokens are far from ties."""
+
+    def spread(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
+
+    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("piggybacked") / "model", prepare=spread)
+    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
+    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    yield model
+    model.close()
+
+
+def request_of(ids: tuple[int, ...], most: int, number: int = 0, **how: Any) -> BatchRequest:
+    return BatchRequest(number, ids=ids, sampling=SamplingParams(max_tokens=most), end_ids=NO_END, **how)
+
+
+class Watched:
+    """Sweeps that had piggybacked rows, by the number of these."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.piggybacked = list[int]()
+        own = PackedModel.sweep
+
+        def sweep(model: PackedModel, work: list[Work]) -> Any:
+            logits = yield from own(model, work)
+            self.piggybacked.append(sum(each.is_piggybacked for each in work))
+            return logits
+
+        patch.setattr(PackedModel, "sweep", sweep)
+
+
+class Job:
+    """Rows on a thread of their own."""
+
+    def __init__(self, scheduler: Scheduler, lengths: list[tuple[int, int]], policy: BatchPolicy) -> None:
+        self.rows = [
+            request_of(tuple(random_prompt(prompt, seed=n)), most, number=n) for n, (prompt, most) in enumerate(lengths)
+        ]
+        self.answers = dict[int, GenerationResult]()
+        self._scheduler, self._policy = scheduler, policy
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        while not scheduler.background.is_busy:
+            pass
+
+    def _run(self) -> None:
+        background = self._scheduler.background
+        place = background.call(lambda: background.join(self._policy))
+        place.run(iter(self.rows), self._take, lambda: False, lambda: False)
+        place.close()
+
+    def _take(self, answer: GenerationResult) -> None:
+        assert answer.row not in self.answers
+        self.answers[answer.row] = answer
+
+
+def serve(scheduler: Scheduler, job: Job, arrive: Callable[[], bool]) -> None:
+    for _ in range(PATIENCE):
+        if not (scheduler.is_busy or job.thread.is_alive()):
+            return
+        arrive()
+        scheduler.serve(arrive)
+        job.thread.join(0.001)
+    raise AssertionError("a job or a request does not end")
+
+
+class Chat:
+    """A request, and when it is asked."""
+
+    def __init__(self, number: int, prompt: int, most: int, after: int, cancel_after: int = 0) -> None:
+        self.ids, self.most = tuple(random_prompt(prompt, seed=90 + number)), most
+        self.after, self.cancel_after = after, cancel_after
+        self.counts, self.ends = list[int](), list[Outcome]()
+
+    def request(self) -> BatchRequest:
+        return request_of(
+            self.ids,
+            self.most,
+            on_text=lambda _text, count: self.counts.append(count),
+            cancelled=lambda: bool(self.cancel_after) and len(self.counts) >= self.cancel_after,
+        )
+
+    def check(self) -> GenerationResult:
+        (end,) = self.ends
+        assert isinstance(end, GenerationResult)
+        count = min(self.most, self.cancel_after or self.most)
+        assert (len(end.token_ids), end.generated_tokens) == (count, count)
+        assert end.finish_reason == ("cancelled" if count < self.most else "length")
+        assert sorted(set(self.counts)) == list(range(1, count + 1))
+        return end
+
+
+def beside_a_job(
+    loaded: LoadedModel, chats: list[Chat], rows: list[tuple[int, int]], every: int, patch: pytest.MonkeyPatch
+) -> tuple[Job, list[int]]:
+    """The job's rows are answered beside these chats, whose own turn comes at one of so many looks."""
+    watched, scheduler, looks, draw = Watched(patch), Scheduler(loaded), 0, random.Random(every)
+    patch.setattr(Times, "is_due", lambda _times: draw.randrange(every) == 0)
+    patch.setattr(Times, "owes", property(lambda _times: draw.randrange(3) == 0))
+    waiting = sorted(chats, key=lambda chat: chat.after)
+
+    def arrive() -> bool:
+        nonlocal looks
+        looks += 1
+        while waiting and (looks >= waiting[0].after or not job.thread.is_alive()):
+            chat = waiting.pop(0)
+            scheduler.submit(chat.request(), chat.ends.append)
+        return False
+
+    job = Job(scheduler, rows, replace(POLICY, kv_type=loaded.kv_type))
+    serve(scheduler, job, arrive)
+    while waiting or scheduler.is_busy:
+        arrive()
+        scheduler.serve(arrive)
+    together = scheduler._together
+    assert together is not None
+    assert (together.pool.held, together.below) == (0, [])
+    scheduler.close()
+    together.pool.elsewhere = int
+    assert together.pool.reserve(together.pool.capacity)
+    assert len(job.answers) == len(rows)
+    return job, watched.piggybacked
+
+
+@pytest.mark.parametrize("every", [2, 7, 40])
+def test_a_chat_beside_a_batch_says_what_it_says_alone(
+    quick: LoadedModel, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(0, 40, 60, 12)
+    with monkeypatch.context() as patch:
+        job, piggybacked = beside_a_job(quick, [chat], [(9, 70)] * 5, every, patch)
+    assert sum(piggybacked) > 8
+    expected = Alone(quick).generate_from_ids(chat.ids, SamplingParams(max_tokens=60), end_ids=NO_END)
+    assert chat.check().token_ids == expected.token_ids
+    for row in job.rows:
+        assert len(job.answers[row.row].token_ids) == 70
+
+
+_CHATS = st.tuples(st.integers(1, 70), st.integers(1, 40), st.integers(0, 120), st.integers(0, 20))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    chats=st.lists(_CHATS, min_size=1, max_size=4),
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=7),
+    every=st.integers(1, 60),
+)
+def test_every_chat_and_every_row_ends_once_with_all_its_tokens(
+    quick: LoadedModel, chats: list[tuple[int, int, int, int]], rows: list[tuple[int, int]], every: int
+) -> None:
+    asked = [Chat(number, *shape) for number, shape in enumerate(chats)]
+    with pytest.MonkeyPatch.context() as patch:
+        job, _ = beside_a_job(quick, asked, rows, every, patch)
+    for chat in asked:
+        chat.check()
+    for number, (_, most) in enumerate(rows):
+        assert (job.answers[number].finish_reason, job.answers[number].generated_tokens) == ("length", most)
+
+
+def test_who_comes_meanwhile_does_not_wait_for_a_sweep_with_guests(
+    quick: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, scheduler = Watched(monkeypatch), Scheduler(quick)
+    first, second = Chat(0, 9, 200, 0), Chat(1, 9, 4, 0)
+    sweeps = list[int]()
+
+    def arrive() -> bool:
+        lanes = scheduler._beside()
+        if not sweeps and lanes and lanes[0].has_piggybacked:
+            sweeps.append(len(watched.piggybacked))
+            scheduler.submit(second.request(), second.ends.append)
+        return False
+
+    job = Job(scheduler, [(9, 60)] * 3, replace(POLICY, kv_type=quick.kv_type))
+    scheduler.submit(first.request(), first.ends.append)
+    serve(scheduler, job, arrive)
+    scheduler.close()
+    first.check()
+    second.check()
+    assert watched.piggybacked[sweeps[0]] == 0  # not the one that was under way: its piggybacked rows had left
+
+
+def test_a_token_within_a_sweep_of_the_background_counts_as_what_it_would_have_taken() -> None:
+    now = [0.0]
+    times = Times(lambda: now[0])
+    times.start()
+    alone_s, sweep_s, chat, batch = 0.01, 0.05, 0, 0
+    for _ in range(300):
+        times.enter()
+        while True:
+            now[0] += alone_s
+            chat += 1
+            times.wrote(1.0)
+            times.note(counts=True)
+            if not times.owes:
+                break
+        times.leave()
+        while not times.is_due():
+            now[0] += sweep_s
+            times.wrote(1.0)
+            chat, batch = chat + 1, batch + 1
+    assert times.token_s == pytest.approx(alone_s)
+    assert chat * alone_s / now[0] == pytest.approx(batch * sweep_s / now[0], abs=SLICE_S / now[0] + 0.01)
+    assert chat * alone_s / now[0] > 0.54
+
+
+def test_a_wrong_price_keeps_nobody_from_a_turn() -> None:
+    now = [0.0]
+    times = Times(lambda: now[0])
+    times.start()
+    times._costs.observe(costs.Cost.TOKEN, 1, 100.0)
+    times.enter()
+    times.note(counts=False)
+    times.leave()
+    sweeps = 0
+    while not times.is_due():
+        now[0] += SLICE_S / 4
+        times.wrote(1.0)
+        sweeps += 1
+    assert sweeps == 8
+
+
+def test_a_price_follows_what_is_fast_and_hardly_what_is_slow() -> None:
+    now = [0.0]
+    times = Times(lambda: now[0])
+    times.start()
+    times.enter()
+    for token_s in [0.02, *[0.01] * 8, 0.05]:
+        now[0] += token_s
+        times.wrote(0.5)
+        times.wrote(0.5)
+        times.note(counts=True)
+    assert times.token_s == pytest.approx(0.01, rel=0.06)

@@ -1,0 +1,38 @@
+"""What answers requests in place of an engine: as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.protocol import Ask, Began, Finished, Token
+from engine.serving.asking import Event, State, Ticket
+
+
+class ScriptedBroker:
+    """Begins each answer with what it says; ends it if told to."""
+
+    def __init__(self, *, ends: bool, says: str = "Hello") -> None:
+        self._ends, self._says = ends, says
+        self.tickets: list[Ticket] = []
+        self.prepared: list[Path] = []
+        self.released: list[Path] = []
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        ticket = Ticket(ask, on_event)
+        self.tickets.append(ticket)
+        ticket.tell(Began("", 3, thinks=False))
+        ticket.tell(Token("", self._says, 1))
+        if self._ends:
+            ticket.tell(Finished("", "stop", 3, 0, 1))
+        return ticket
+
+    def prepare(self, model: Path) -> None:
+        self.prepared.append(model)
+
+    def release(self, model: Path, after_s: float = 0) -> None:
+        self.released.append(model)
+
+    @property
+    def state(self) -> State:
+        return State(None, 0, 0)
