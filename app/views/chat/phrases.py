@@ -346,11 +346,6 @@ def source_place(source: Source) -> str:
     return SEPARATOR.join(filter(None, (page, source.heading)))
 
 
-def no_documents_text() -> str:
-    """Why a scratch chat takes no documents."""
-    return translate("Chat", "A scratch chat takes no documents, for their text would be stored: keep the chat first.")
-
-
 def left_out_text(names: Sequence[str]) -> str:
     """That nothing of these documents fits beside the chat."""
     more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1) if len(names) > 1 else names[0]

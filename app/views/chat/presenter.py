@@ -173,6 +173,9 @@ class ChatPresenter(QObject):
             title = self._conversation.title or title_from(first) or translate("Chat", "Chat")
             self._conversation = replace(self._conversation, title=title)
             self._store.take_in(self._conversation, self.model.tree.messages())
+            self._store.set_unsent_pictures(self._conversation.id, self.pictures)
+            self._store.set_unsent_attachments(self._conversation.id, self.attachments)
+            self._documents.keep(self._documents_of(self._conversation.id).values())
             self.list_model.put(self._conversation)
             self._note_last()
             self.shown.emit(self._conversation)
@@ -293,7 +296,11 @@ class ChatPresenter(QObject):
         if known is not None:
             self.flush()
         if self._store.leaves_out(conversation_id):
-            self._trees.pop(conversation_id, None)
+            gone = self._documents_of(conversation_id).keys()
+            for of_chats in (self._trees, self._unsent, self._attached):
+                of_chats.pop(conversation_id, None)
+            others = {*self._trees, *self._unsent}
+            self._documents.forget(gone - {id_ for chat in others for id_ in self._documents_of(chat)})
         else:
             self._store.delete(conversation_id)
             kept = self.list_model.conversation(conversation_id) or conversation
@@ -521,6 +528,12 @@ class ChatPresenter(QObject):
         self.model.show(conversation, tree)
         self.shown.emit(conversation)
         self._choose_wanted()
+
+    def _documents_of(self, conversation_id: str) -> dict[str, Attachment]:
+        """All that go with its next message or came with one, by their ids."""
+        tree = self._trees.get(conversation_id)
+        turns = [message.attachments for message in tree.messages()] if tree is not None else []
+        return {one.id: one for some in (self._unsent.get(conversation_id, ()), *turns) for one in some}
 
     def _show_near(self, row: int | None) -> None:
         """After a deletion: open what is now at its place in the list."""
