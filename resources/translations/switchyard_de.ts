@@ -1,5 +1,4 @@
-<?xml version="1.0" encoding="utf-8"?>
-<!DOCTYPE TS>
+<?xml version='1.0' encoding='utf-8'?>
 <TS version="2.1" language="de" sourcelanguage="en">
     <context>
         <name>AboutCard</name>
@@ -1808,10 +1807,6 @@ negativ</translation>
         <message>
             <source>page {0}</source>
             <translation>Seite {0}</translation>
-        </message>
-        <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>Ein temporärer Chat nimmt keine Dokumente an, denn ihr Text würde gespeichert: Behalten Sie den Chat zuerst.</translation>
         </message>
         <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
@@ -8945,12 +8940,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0} CPU-Threads wären etwa {1}-mal so schnell (vorhergesagt).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>{0} Experten im Grafikspeicher zu behalten wäre etwa {1}-mal so schnell (vorhergesagt).</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>Mit {0} Experten im VRAM wäre es etwa {1}-mal so schnell (vorhergesagt).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>{0} Experten im RAM zu behalten wäre etwa {1}-mal so schnell (vorhergesagt).</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>Mit {0} Experten im RAM wäre es etwa {1}-mal so schnell (vorhergesagt).</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>
@@ -9636,7 +9631,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Starting…</source>
-            <translation>Wird gestartet …</translation>
+            <translation>Wird gestartet…</translation>
         </message>
     </context>
     <context>
@@ -9666,7 +9661,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>running…</source>
-            <translation>läuft …</translation>
+            <translation>läuft…</translation>
         </message>
         <message>
             <source>waits for you</source>
@@ -9733,7 +9728,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Add…</source>
-            <translation>Hinzufügen …</translation>
+            <translation>Hinzufügen…</translation>
         </message>
         <message>
             <source>Add a server with tools</source>
@@ -9757,7 +9752,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Edit…</source>
-            <translation>Bearbeiten …</translation>
+            <translation>Bearbeiten…</translation>
         </message>
         <message>
             <source>Edit {0}</source>

@@ -1,5 +1,4 @@
-<?xml version="1.0" encoding="utf-8"?>
-<!DOCTYPE TS>
+<?xml version='1.0' encoding='utf-8'?>
 <TS version="2.1" language="es" sourcelanguage="en">
     <context>
         <name>AboutCard</name>
@@ -1808,10 +1807,6 @@ negativo</translation>
         <message>
             <source>page {0}</source>
             <translation>página {0}</translation>
-        </message>
-        <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>Un chat temporal no admite documentos, porque su texto se guardaría: conserve primero el chat.</translation>
         </message>
         <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
@@ -8945,12 +8940,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>{0} hilos de CPU serían unas {1} veces más rápidos (previsto).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>Guardar {0} expertos en la memoria de vídeo sería unas {1} veces más rápido (previsto).</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>Con {0} expertos en la VRAM sería unas {1} veces más rápido (previsto).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>Guardar {0} expertos en la RAM sería unas {1} veces más rápido (previsto).</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>Con {0} expertos en la RAM sería unas {1} veces más rápido (previsto).</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

@@ -1,5 +1,4 @@
-<?xml version="1.0" encoding="utf-8"?>
-<!DOCTYPE TS>
+<?xml version='1.0' encoding='utf-8'?>
 <TS version="2.1" language="fr" sourcelanguage="en">
     <context>
         <name>AboutCard</name>
@@ -1808,10 +1807,6 @@ négatif</translation>
         <message>
             <source>page {0}</source>
             <translation>page {0}</translation>
-        </message>
-        <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>Une discussion temporaire n’accepte pas de documents, car leur texte serait enregistré : conservez d’abord la discussion.</translation>
         </message>
         <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
@@ -8945,12 +8940,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>{0} threads du processeur seraient environ {1} fois plus rapides (prévu).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>Garder {0} experts en mémoire vidéo serait environ {1} fois plus rapide (prévu).</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>Avec {0} experts gardés en VRAM, ce serait environ {1} fois plus rapide (prévu).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>Garder {0} experts en RAM serait environ {1} fois plus rapide (prévu).</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>Avec {0} experts gardés en RAM, ce serait environ {1} fois plus rapide (prévu).</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

@@ -1,5 +1,4 @@
-<?xml version="1.0" encoding="utf-8"?>
-<!DOCTYPE TS>
+<?xml version='1.0' encoding='utf-8'?>
 <TS version="2.1" language="ja" sourcelanguage="en">
     <context>
         <name>AboutCard</name>
@@ -1791,10 +1790,6 @@ negative</source>
         <message>
             <source>page {0}</source>
             <translation>{0}ページ</translation>
-        </message>
-        <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>テキストが保存されてしまうため、一時チャットには文書を添付できません。先にチャットを保存してください。</translation>
         </message>
         <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
@@ -8908,12 +8903,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>CPUスレッドを{0}にすると約{1}倍の速さになります（予測）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>ビデオメモリに{0}エキスパートを保持すると約{1}倍の速さになります（予測）。</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>{0} 個のエキスパートを VRAM に置くと、約 {1} 倍の速さになります（予測）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>RAMに{0}エキスパートを保持すると約{1}倍の速さになります（予測）。</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>{0} 個のエキスパートを RAM に置くと、約 {1} 倍の速さになります（予測）。</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

@@ -1,5 +1,4 @@
-<?xml version="1.0" encoding="utf-8"?>
-<!DOCTYPE TS>
+<?xml version='1.0' encoding='utf-8'?>
 <TS version="2.1" language="zh_CN" sourcelanguage="en">
     <context>
         <name>AboutCard</name>
@@ -1791,10 +1790,6 @@ negative</source>
         <message>
             <source>page {0}</source>
             <translation>第 {0} 页</translation>
-        </message>
-        <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>临时对话不接受文档，因为文档文本会被保存：请先保留此对话。</translation>
         </message>
         <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
@@ -8908,12 +8903,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} 个 CPU 线程约为 {1} 倍速度（预测）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>在显存中保留 {0} 个专家约为 {1} 倍速度（预测）。</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>将 {0} 个专家保留在显存中，速度约为现在的 {1} 倍（预测）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>在内存中保留 {0} 个专家约为 {1} 倍速度（预测）。</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>将 {0} 个专家保留在内存中，速度约为现在的 {1} 倍（预测）。</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

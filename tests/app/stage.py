@@ -634,6 +634,8 @@ def _settings_hub(stage: Stage) -> None:
     stage.until(lambda: not page.hub._doing.is_busy)
     page.hub.address.setText("https://mirror.example")
     page.hub._show_tokens(("huggingface.co", "mirror.example"))
+    (scroll,) = page.findChildren(QScrollArea)
+    scroll.verticalScrollBar().setValue(page.hub.y() - 12)
 
 
 def _settings_updates(stage: Stage) -> None:

@@ -260,8 +260,8 @@ class ModelTable(TextTable):
         else:
             super().keyPressEvent(event)
 
-    def share_width(self, fixed: Mapping[int, int]) -> None:
-        super().share_width(fixed)
+    def share_width(self, fixed: Mapping[int, float], spare: int = -1) -> None:
+        super().share_width(fixed, spare)
         room = self.viewport().width() / max(1, self.fontMetrics().averageCharWidth())
         self.setColumnHidden(Column.USED, room < _NARROW_EM)
         self.setColumnHidden(Column.ORIGIN, room < _NARROWER_EM)
