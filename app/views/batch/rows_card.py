@@ -138,10 +138,11 @@ class RowsCard(Card):
         )
         self.table = TextTable(self.model, self.tr("Finished rows"), self)
         use_tabular_figures(self.table)
-        ends = (end_text(BatchRow(0, "", "", "stop", 0, problem)) for problem in ("", "failed"))
+        words = (end_text(BatchRow(0, "", "", "stop", 0, problem)) for problem in ("", "failed"))
         character = self.table.fontMetrics().averageCharWidth()
-        widest = max(map(self.table.fontMetrics().horizontalAdvance, ends)) / character + 1
-        widths = {Column.ROW: 6, Column.PROMPT: _PROMPT_SHARE, Column.END: max(widest, 8), Column.TOKENS: 7}
+        widest = max(map(self.table.fontMetrics().horizontalAdvance, words)) / character + 1
+        ends = max(widest, 8)
+        widths: dict[int, float] = {Column.ROW: 6, Column.PROMPT: _PROMPT_SHARE, Column.END: ends, Column.TOKENS: 7}
         self.table.share_width(widths, Column.TOKENS)
         self.table.opened.connect(lambda index: self._pass_on(index, self.opened))
         self.table.moved.connect(lambda index: self._pass_on(index, self.moved))
