@@ -11,6 +11,9 @@ from app.services.background import LatestTask
 from app.services.settings import Settings
 from engine.common.settings import kept_settings
 
+SOON_MS = 50
+"""What shows speeds waits so long for further ones: those that are known come all at once."""
+
 
 class ModelSpeeds(QObject):
     """Predicts each model once; what was timed here by Tune is taken as it is.

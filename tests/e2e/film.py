@@ -30,7 +30,7 @@ _COUNTRIES = (
     "Belgium Brazil Canada Chile China Cuba Cyprus Denmark Egypt Finland France Germany Greece Hungary Iceland India "
     "Ireland Italy Japan Jordan Kenya Latvia Malta Mexico Morocco Nepal Norway Peru Poland Portugal Romania Spain "
     "Sweden Switzerland Thailand Tunisia Turkey Ukraine Uruguay Vietnam"
-).split()
+)
 _PATIENCE_S = 600.0
 LONG = "Write a long story about a lighthouse keeper and the sea, with many chapters."
 
@@ -118,7 +118,7 @@ def _film(args: argparse.Namespace, screen: Screen, home: Path, frames: Path) ->
 
 def _answer_rows(window: RealWindow, file: Path) -> None:
     """Returns when most of the rows of a file have been answered."""
-    lines = [f'"What is {of} {country}? Answer in one sentence."' for of in _ASKED for country in _COUNTRIES]
+    lines = [f'"What is {of} {country}? Answer in one sentence."' for of in _ASKED for country in _COUNTRIES.split()]
     file.write_text("\n".join(["question", *lines, ""]), encoding="utf-8")
     window.click("Batch")
     choose_file(window, file)

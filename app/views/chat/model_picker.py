@@ -34,11 +34,12 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.library import ROW_ROLE, LibraryTable, ModelRow
+from app.services.background import timer
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.services.loading_pace import LoadingPace
-from app.services.model_speeds import ModelSpeeds
+from app.services.model_speeds import SOON_MS, ModelSpeeds
 from app.services.settings import Settings
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
@@ -244,6 +245,7 @@ class ModelPicker(Popover):
         self.list.selectionModel().currentChanged.connect(self._show_actions)
         self._models.dataChanged.connect(self._show_actions)
         self._library.listed.connect(self._on_listed)
+        self._soon = timer(self, self._show, SOON_MS, once=True)
         self._speeds.found.connect(self._on_speed)
         self._settings.changed.connect(self._on_setting)
         for signal in (client.state_changed, client.loading_changed, client.model_loaded):
@@ -336,7 +338,7 @@ class ModelPicker(Popover):
         self.list.setVisible(shown > 0)
         self.nothing.setVisible(shown == 0)
         looking = self.tr("No model is on this PC yet.") if self._library.was_listed else self.tr("Looking for models…")
-        self.nothing.setText(self.tr("No model has such a name.") if everything else looking)
+        self.nothing.setText(self.tr("No model has that name.") if everything else looking)
         self.least_width = scaled(WIDTH_PX)
 
     def _select(self, path: str) -> None:
@@ -353,8 +355,8 @@ class ModelPicker(Popover):
 
     def _on_speed(self, path: str, tokens_per_s: float) -> None:
         self._predicted[path] = tokens_per_s
-        if self.isVisible():
-            self._show()
+        if self.isVisible() and not self._soon.isActive():  # many at once, if they were known
+            self._soon.start()
 
     def _on_setting(self, key: str) -> None:
         if key in ("default_model", "chat_model") and self.isVisible():

@@ -33,7 +33,7 @@ def phase_text(phase: Phase) -> str:
     if phase.stage is Stage.LOADING:
         return translate("Chat", "waiting for the model to load") + part
     if phase.stage is Stage.LOOKING_UP:
-        return translate("Chat", "looking into the documents")
+        return translate("Chat", "searching the documents")
     if phase.stage is Stage.STARTING_TOOLS:
         return translate("Chat", "starting the servers with the tools")
     if phase.stage is Stage.ALLOWING:
@@ -355,7 +355,7 @@ def left_out_text(names: Sequence[str]) -> str:
 
 def not_looked_into_text(error: Exception) -> str:
     """That nothing of a chat's documents could be found."""
-    words = translate("Chat", "The documents could not be looked into ({0}): the answer is given without them.")
+    words = translate("Chat", "The documents could not be searched ({0}), so the answer is given without them.")
     return words.format(reason(error))
 
 

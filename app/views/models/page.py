@@ -15,11 +15,12 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import QWidget
 
+from app.services.background import timer
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
 from app.services.hub import Hub, RepositoryAnswer, Trouble
 from app.services.library import Library, Work
-from app.services.model_speeds import ModelSpeeds
+from app.services.model_speeds import SOON_MS, ModelSpeeds
 from app.services.settings import Settings
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
@@ -88,6 +89,7 @@ class ModelsPage(Page):
         self.search = SearchCard(self.search_line, self)
         self.folder = FolderChoice(settings, self)
         self.toast = Toast(self)
+        self._soon = timer(self, self._show_models, SOON_MS, once=True)
         self._lay_out()
         self._connect()
         self._show_models()
@@ -148,7 +150,8 @@ class ModelsPage(Page):
 
     def _on_speed(self, path: str, tokens_per_s: float, _is_measured: bool) -> None:
         self._predicted[path] = tokens_per_s
-        self._show_models()
+        if not self._soon.isActive():  # many at once, if they were known
+            self._soon.start()
 
     def _show_downloads(self) -> None:
         self.downloads.show_downloads(self._downloads.entries, self._downloads.limit)
