@@ -17,7 +17,7 @@ import torch
 
 from engine.bench.report import Report
 from engine.devices.cpu import open_cpu
-from engine.experts.cache.selection import CANDIDATES
+from engine.experts.cache.policies import CANDIDATES
 from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier

@@ -1,18 +1,22 @@
-"""Commands and events between the window and the engine process: frozen dataclasses, one codec, a version.
+"""What the processes of this program say to each other: frozen dataclasses, one codec, a version.
 
 One message is one line of UTF-8 JSON: `{"type": "Generate", ...fields}`.  The window writes commands to the
 worker's stdin, the worker writes events to a private copy of its stdout.  Every command that carries a
 `request_id` is answered by exactly one terminal event (`TERMINAL`) with the same id; if the worker dies, the client
 synthesises that event.  `Token`, `Progress` and terminal events are lossless and ordered; `Telemetry` and the other
 `SAMPLES` are latest-wins and may be dropped; `DROPPABLE` events are dropped, and counted, while the pipe is slow.
+
+The HTTP server's process speaks the same: to the window over its stdin and stdout, and over a local socket to each
+engine that answers its clients, with the window's words for progress, text, endings and failures.
 """
 
 from __future__ import annotations
 
 import json
 import typing
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from engine.batch_files.messages import (
     BatchFinished,
@@ -23,10 +27,11 @@ from engine.batch_files.messages import (
     SampleBatch,
     StartBatch,
 )
+from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage as ChatMessage
 from engine.common.chat import FinishReason as FinishReason
+from engine.common.chat import PromptEnd, Tool, ToolCall, ToolChoice
 from engine.common.chat import Role as Role
-from engine.common.chat import Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import MessageLines
@@ -162,6 +167,23 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedToken:
+    """A token and how likely it was; `raw` are its bytes, which may be a part of a character only."""
+
+    text: str
+    logprob: float
+    raw: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChances:
+    """`Chances` with the tokens' texts."""
+
+    token: NamedToken
+    likeliest: tuple[NamedToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """Newly visible text of an answer; may be empty while a character or a stop string is incomplete.
 
@@ -169,12 +191,14 @@ class Token:
         text: what to append.
         generated_tokens: how many tokens have been generated so far in this answer.
         reasoning: what to append to what the model thinks before it answers; it is no part of the text.
+        chances: of the new tokens, where a client of the server asked for them.
     """
 
     request_id: str
     text: str
     generated_tokens: int
     reasoning: str = ""
+    chances: tuple[NamedChances, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +234,7 @@ class ModelUnloaded:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Terminal event of `Generate`.
+    """Terminal event of `Generate` and `Asked`.
 
     Attributes:
         prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV cache.
@@ -218,6 +242,7 @@ class Finished:
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         gave_way: sentences on what is not done as it was planned; empty if all is.
+        stopped_by: the stop string that ended the answer, if one did.
         pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
     """
 
@@ -226,14 +251,15 @@ class Finished:
     prompt_tokens: int
     reused_tokens: int
     generated_tokens: int
-    ttft_s: float
-    tokens_per_s: float
+    ttft_s: float = 0.0
+    tokens_per_s: float = 0.0
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     gave_way: str = ""
     pictures: int = 0
     pictures_kept: int = 0
     pictures_s: float = 0.0
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +276,14 @@ class Failed:
     request_id: str
     code: ErrorCode
     message: str
+
+    @classmethod
+    def of(cls, error: EngineError, request_id: str = "") -> Failed:
+        return cls(request_id, error.code, error.message)
+
+    @property
+    def error(self) -> EngineError:
+        return EngineError(self.code, self.message)
 
 
 Sample = Telemetry | ExpertMap | CacheReport
@@ -286,8 +320,216 @@ TERMINAL: tuple[type, ...] = get_args(TerminalEvent)
 SAMPLES: tuple[type, ...] = get_args(Sample)
 DROPPABLE: tuple[type, ...] = get_args(Droppable)
 
-Message = Command | Event
-_LINES = MessageLines((*get_args(Command), *get_args(Event)))
+# --- the HTTP server's process and the engines that answer its clients -----------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer that a client wants.
+
+    Attributes:
+        model: its path.
+        messages, tools: a conversation, and how its prompt is to `end`; or `text` or `ids`, tokens, as they stand.
+        choice: which of the tools may, or must, be called.
+        special: with what the tokenizer adds at the ends of a text.
+        sampling: fields of `SamplingParams` that differ from what the model's makers suggest.
+        top_chances: how many likely tokens to name for each token; `None` logs nothing.
+        ignores_end: the answer goes on to its limit, past where the model would end it.
+        wants: the answer, or only the prompt's length, or only the prompt itself; nothing is generated then.
+        keep_s: how long the model is kept afterwards, see `Answerer.release`; None leaves that as it is.
+    """
+
+    model: Path
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    end: PromptEnd = "answer"
+    text: str | None = None
+    ids: tuple[int, ...] = ()
+    special: bool = True
+    sampling: dict[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
+    top_chances: int | None = None
+    ignores_end: bool = False
+    wants: Literal["answer", "length", "prompt"] = "answer"
+    keep_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client asks; the id is the server's.  Ends in `Finished` or `Failed`, after a `Began`, `Progress` of a long
+    prompt and `Token`s; a `Cancel` says that nobody waits for it any more."""
+
+    request_id: str
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Load it before anybody asks."""
+
+    model: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free it once nobody has asked for it for so long; see `Answerer.release`."""
+
+    model: Path
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt for who wants to see it: its text, and the ids and the bytes of its tokens."""
+
+    text: str
+    ids: tuple[int, ...]
+    raw: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`.
+
+    With `is_call` all but the reasoning is one call as JSON, in no family's form.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    thinks: bool
+    family: str = ""
+    prompt: Prompt | None = None
+    is_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIs:
+    """What is loaded now, or what is being loaded, if that is known."""
+
+    model: Path | None
+    loading: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something for people."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServeModels:
+    """What an engine's process beside the window's is to do, on its stdin: how models are run, where the server is,
+    and as which chat's what is computed is kept on disk, if at all."""
+
+    address: str
+    secret: str
+    config: EngineConfig
+    idle_s: float | None
+    chat: str
+
+
+# --- the HTTP server's process and the window: the first three come from the window -----------------
+
+Outcome = Literal["answered", "refused", "left", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request that is over.
+
+    Attributes:
+        began_s: seconds since 1970.
+        program: as it names itself.
+        path: which interface, such as `/v1/messages`.
+        model: its name; empty if the request was refused before that.
+        read_tokens, written_tokens: of the prompt, and of the answers.
+        status: of HTTP.
+        outcome: `left`, if the client went away before the end.
+    """
+
+    began_s: float
+    program: str
+    path: str
+    model: str
+    read_tokens: int
+    written_tokens: int
+    seconds: float
+    status: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where the server is to listen; the fields are those of `engine.serving.server.Address`."""
+
+    host: str
+    port: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the window has, and how models are run that programs ask for by name; said again whenever it changes.
+
+    Attributes:
+        window: the model that the window has loaded or is loading, by its path; empty if it has none.
+        is_loading: it is not there yet.
+        config: of the others; its model is not used.
+        idle_s: they are freed once nobody has asked for so long; None keeps them.
+        wakes: the window has a model that it put aside, and loads it again when a program asks for it.
+        gives_way: its model makes room for one that does not fit beside it.
+    """
+
+    window: str
+    is_loading: bool
+    config: EngineConfig
+    idle_s: float | None = None
+    wakes: bool = False
+    gives_way: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FreeOthers:
+    """The window needs the memory: the model beside its own is freed, unless it is answering."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The model beside the window's: its name, empty if there is none, and whether it is being loaded."""
+
+    model: str
+    is_loading: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """A program asks for the window's model, which was put aside, or for the room that it takes."""
+
+    what: Literal["model", "room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """It does, at this port; the engine finds it at `link`."""
+
+    port: int
+    link: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotListening:
+    """It cannot; `message` is one sentence for the user."""
+
+    message: str
+
+
+LinkMessage = Asked | Prepare | Release | Began | ModelIs | Remark | ServeModels
+FrontMessage = Listen | Rules | FreeOthers | Listening | NotListening | Served | Beside | Wants
+Message = Command | Event | LinkMessage | FrontMessage
+_LINES = MessageLines((*get_args(Command), *get_args(Event), *get_args(LinkMessage), *get_args(FrontMessage)))
 
 
 # --- the codec ------------------------------------------------------------------------------------

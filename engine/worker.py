@@ -24,26 +24,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import psutil
 
-from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.messages import SampleBatch, StartBatch
-from engine.batch_files.prepared_job import PreparedJob
-from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.installed import missing_engine
 from engine.common.model_info import ModelInfo
-from engine.process.batch import BatchService, JobRunner
-from engine.process.chats import PROGRESS_S, ChatEngine, ChatService
+from engine.process.batch import BatchService
+from engine.process.chats import PROGRESS_S, ChatService
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
 from engine.process.remote import RemoteChats, RemoteJobs, needs_no_model
-from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event
+from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event, failed
 from engine.process.streams import EventWriter, claim_pipes
-from engine.process.telemetry import TelemetryService, TelemetrySource
+from engine.process.telemetry import TelemetryService
 from engine.protocol import (
     PROTOCOL_VERSION,
     WAITS,
@@ -69,65 +66,13 @@ from engine.protocol import (
 from engine.serving.other_programs import OtherPrograms
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
 from engine.tuning.messages import StartTuning
-from engine.tuning.result import DecodeRate
 
 if TYPE_CHECKING:
-    from engine.remote.job import OwnModel
-    from engine.runtime.schedule.live import LiveRows
+    from engine.runtime.engine import Engine
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
 TELEMETRY_S = 0.5
-
-
-class WorkerEngine(ChatEngine, Protocol):
-    """The engine as the worker uses it, implemented by `engine.runtime.engine.Engine`."""
-
-    on_news: Callable[[], None]
-    on_moved: Callable[[ModelInfo], None]
-
-    @property
-    def is_busy(self) -> bool: ...
-
-    @property
-    def info(self) -> ModelInfo | None: ...
-    @property
-    def asked(self) -> EngineConfig | None: ...
-    @property
-    def kv_tokens(self) -> int: ...
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def device_memory(self) -> tuple[int, int, int]: ...
-    @property
-    def telemetry(self) -> TelemetrySource | None: ...
-    def default_sampling(self) -> SamplingParams: ...
-    def live_rows(self) -> LiveRows: ...
-
-    def load(
-        self,
-        config: EngineConfig,
-        *,
-        on_progress: Callable[[int, int], None],
-        cancelled: Callable[[], bool],
-        on_phase: Callable[[LoadPhase], None] = ...,
-    ) -> ModelInfo: ...
-
-    def load_exactly(
-        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
-    ) -> ModelInfo: ...
-
-    def unload(self) -> None: ...
-
-    def time_decode(
-        self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
-    ) -> DecodeRate: ...
-
-    def job_runner(self) -> JobRunner: ...
-
-    def hosted_model(self, *, beside_others: bool) -> OwnModel: ...
-
-    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
 
 class Worker:
@@ -149,17 +94,18 @@ class Worker:
         self._written = 0
         self._progress_s = 0.0
 
-    def run(self, make_engine: Callable[[], WorkerEngine]) -> None:
+    def run(self, make_engine: Callable[[], Engine]) -> None:
         """Make the engine, then perform requests until the queue is closed."""
         try:
             engine = make_engine()
         except BaseException as error:
-            if missing_engine(error) is None:
+            failure = missing_engine(error)
+            if failure is None:
                 log_failure(error, "starting")
+                failure = as_engine_error(error, "starting")
             while (request := self._requests.take()) is not None:
                 if not isinstance(request, AnswerOthers):
-                    failure = missing_engine(error) or as_engine_error(error, "starting")
-                    self._requests.end(Failed(request.request_id, failure.code, failure.message))
+                    self._requests.end(Failed.of(failure, request.request_id))
             return
         self._chats = ChatService(
             self._requests,
@@ -176,7 +122,7 @@ class Worker:
             pass
         self._settle()
 
-    def _go_on(self, engine: WorkerEngine) -> bool:
+    def _go_on(self, engine: Engine) -> bool:
         """Goes on with answers, or performs the next request once there are none, waiting for one if necessary.
 
         Returns:
@@ -204,7 +150,7 @@ class Worker:
         self._sample(engine, 0.0)
         return True
 
-    def _wrote(self, engine: WorkerEngine, tokens: int) -> None:
+    def _wrote(self, engine: Engine, tokens: int) -> None:
         """Samples now and then while tokens come, and at the end of an answer."""
         self._written += tokens
         elapsed = time.monotonic() - self._sampled_s
@@ -218,7 +164,7 @@ class Worker:
         batches = self._batches
         batches.settle(lambda: self._chats.answer_while(lambda: batches.are_running))
 
-    def _perform(self, engine: WorkerEngine, request: Request) -> TerminalEvent | None:
+    def _perform(self, engine: Engine, request: Request) -> TerminalEvent | None:
         """How it ended; None if it has only been begun."""
         doing = {LoadModel: "loading the model", UnloadModel: "freeing the model"}.get(type(request), "answering")
         try:
@@ -238,11 +184,9 @@ class Worker:
         except RequestCancelled:
             return cancelled_event(request) or ModelUnloaded(request.request_id)
         except BaseException as error:  # whatever happened, end this request; the next one may work
-            log_failure(error, doing)
-            failure = as_engine_error(error, doing)
-            return Failed(request.request_id, failure.code, failure.message)
+            return failed(request.request_id, error, doing)
 
-    def _load(self, engine: WorkerEngine, request: LoadModel) -> TerminalEvent:
+    def _load(self, engine: Engine, request: LoadModel) -> TerminalEvent:
         started = time.monotonic()
         self._model_is(engine, is_leaving=True)
         self._writer.send(Progress(request.request_id, "loading", 0, 0))  # of what is not known yet
@@ -261,7 +205,7 @@ class Worker:
         self._model_is(engine)
         return ModelLoaded(request.request_id, info, time.monotonic() - started)
 
-    def _tune(self, engine: WorkerEngine, request: StartTuning) -> TerminalEvent:
+    def _tune(self, engine: Engine, request: StartTuning) -> TerminalEvent:
         from engine.process.tuning import run_tuning  # imports the planner, which few sessions need
 
         self._model_is(engine, is_leaving=True)
@@ -270,13 +214,13 @@ class Worker:
         finally:
             self._model_is(engine)
 
-    def _model_is(self, engine: WorkerEngine, *, is_leaving: bool = False) -> None:
+    def _model_is(self, engine: Engine, *, is_leaving: bool = False) -> None:
         """Tells who uses the loaded model that it is another, or about to be freed."""
         info = None if is_leaving else engine.info
         self._telemetry.model_is(None if is_leaving else engine.telemetry)
         self._others.model_is(Path(info.path) if info is not None else None)
 
-    def _moved(self, engine: WorkerEngine, info: ModelInfo) -> None:
+    def _moved(self, engine: Engine, info: ModelInfo) -> None:
         """Says that the model runs elsewhere now.  Requests of other programs go on, as all do."""
         self._telemetry.model_is(engine.telemetry)
         self._writer.send(ModelMoved(info))
@@ -288,14 +232,14 @@ class Worker:
         self._progress_s = now
         self._writer.send(Progress(request_id, phase, done, total))
 
-    def _sample(self, engine: WorkerEngine, rate: float) -> None:
+    def _sample(self, engine: Engine, rate: float) -> None:
         try:
             self._publish(engine, rate)
         except Exception as error:  # a missing figure is no reason to stop
             log_failure(error, "sampling")
         trim_stderr()
 
-    def _publish(self, engine: WorkerEngine, rate: float) -> None:
+    def _publish(self, engine: Engine, rate: float) -> None:
         self._sampled_s, self._written = time.monotonic(), 0
         info = engine.info
         device_total, device_used, device_experts = engine.device_memory
@@ -339,7 +283,7 @@ def read_commands(
             except EngineError as error:
                 request_id = request_id_of(line)
                 if request_id is not None:
-                    writer.send(Failed(request_id, error.code, error.message))
+                    writer.send(Failed.of(error, request_id))
                 continue
             if isinstance(command, Shutdown):
                 return True
@@ -363,7 +307,7 @@ def read_commands(
                 others.serve(command)
 
 
-def serve(make_engine: Callable[[], WorkerEngine], *, at_once: bool = True) -> None:
+def serve(make_engine: Callable[[], Engine], *, at_once: bool = True) -> None:
     """Runs the engine process; does not return.
 
     Args:
@@ -395,7 +339,7 @@ def serve(make_engine: Callable[[], WorkerEngine], *, at_once: bool = True) -> N
     end_process(0)
 
 
-def _real_engine() -> WorkerEngine:
+def _real_engine() -> Engine:
     return import_engine()()
 
 

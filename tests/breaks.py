@@ -223,7 +223,7 @@ def wrong_clock(world: Fresh) -> Iterator[None]:
     context.load_cert_chain(pem)
     hub.socket = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
     trusts = ssl.create_default_context(cafile=str(pem))
-    world.monkeypatch.setattr(source, "_certificates", lambda: trusts)
+    world.monkeypatch.setattr(source, "system_trust", lambda: trusts)
     make_lock(world.root, world.wheels, world.address.replace("http:", "https:"))
     yield
     hub.socket = socket.socket(fileno=hub.socket.detach())
@@ -327,10 +327,8 @@ def half_removed(world: Fresh) -> Iterator[None]:
 @contextmanager
 def two_starts(world: Fresh) -> Iterator[None]:
     world.parts.mkdir(parents=True, exist_ok=True)
-    first = files.Lock(world.parts / "lock")
-    assert first.take()
-    yield
-    first.release()
+    with files.holding(world.parts / "lock", 0.0, ""):
+        yield
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.serving.asking import Ask, Began, Ended, Event, Said, State, Ticket
+from engine.protocol import Ask, Began, Finished, Token
+from engine.serving.asking import Event, State, Ticket
 
 
 class ScriptedDesk:
@@ -20,10 +21,10 @@ class ScriptedDesk:
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         ticket = Ticket(ask, on_event)
         self.tickets.append(ticket)
-        ticket.tell(Began(3, thinks=False))
-        ticket.tell(Said(self._says, 1))
+        ticket.tell(Began("", 3, thinks=False))
+        ticket.tell(Token("", self._says, 1))
         if self._ends:
-            ticket.tell(Ended("stop", 3, 1, 0))
+            ticket.tell(Finished("", "stop", 3, 0, 1))
         return ticket
 
     def prepare(self, model: Path) -> None:

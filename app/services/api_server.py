@@ -18,20 +18,21 @@ from app.services.settings import Settings
 from engine.common.errors import EngineError
 from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import python_module
-from engine.protocol import LineReader
-from engine.serving.front_messages import (
-    FRONT_LINES,
+from engine.protocol import (
     Beside,
     FreeOthers,
+    LineReader,
     Listen,
     Listening,
+    Message,
     NotListening,
     Rules,
     Served,
     Wants,
-    forget_link,
+    decode,
+    encode,
 )
-from engine.serving.link_folder import remove_abandoned
+from engine.serving.link_folder import forget_link, remove_abandoned
 
 MOST_SERVED = 200
 """How many requests the window remembers."""
@@ -230,7 +231,7 @@ class ApiServer(QObject):
         self._become(ServerState.STARTING)
         process.start()
         self._rules = self._rules_now()
-        process.write(FRONT_LINES.encode(wanted) + FRONT_LINES.encode(self._rules))
+        process.write(encode(wanted) + encode(self._rules))
 
     def _rules_now(self) -> Rules:
         client, settings, start = self._client, self._settings, self._model_start
@@ -251,9 +252,9 @@ class ApiServer(QObject):
             self._rules = rules
             self._tell(rules)
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, message: Message) -> None:
         if self._process is not None and not self._is_ending:
-            self._process.write(FRONT_LINES.encode(message))
+            self._process.write(encode(message))
 
     def _end(self, process: QProcess) -> None:
         self._is_ending = True
@@ -266,7 +267,7 @@ class ApiServer(QObject):
             return
         try:
             lines = self._lines.feed(bytes(process.read(READ_BYTES).data()))
-            messages = [FRONT_LINES.decode(line) for line in lines]
+            messages = [decode(line) for line in lines]
         except EngineError as error:
             self._fail(error.message)
             process.kill()
@@ -276,7 +277,7 @@ class ApiServer(QObject):
         if process.bytesAvailable():
             QTimer.singleShot(0, process, lambda: self._read(process))
 
-    def _on_message(self, message: object) -> None:
+    def _on_message(self, message: Message) -> None:
         if isinstance(message, Served):
             self.requests.appendleft(message)
             self.served.emit(message)

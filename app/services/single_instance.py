@@ -6,20 +6,19 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
-from PySide6.QtCore import QElapsedTimer, QLockFile, QObject, QSysInfo, QThread, Signal
+from PySide6.QtCore import QElapsedTimer, QObject, QThread, Signal
 from PySide6.QtNetwork import QLocalServer, QLocalSocket
 
-from engine.common.files import private_folder, restrict_files
+from engine.common.files import private_folder, restrict_files, take_lock
 from engine.common.installed import version
 
-if sys.platform != "win32":
-    import fcntl
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 LOCK_NAME = "window.lock"
 ANSWER_MS = 3000
@@ -39,8 +38,7 @@ class Claim(Enum):
 class SingleInstance(QObject):
     """This process's claim to a data folder.
 
-    The lock file decides; the local socket only carries requests to be raised.  A lock is stale, and taken over, if
-    its process is gone or its process id has been reused by a later one.
+    The lock file decides; the local socket only carries requests to be raised.
 
     Signals:
         raise_requested: another start on the same folder asks this window to come to the front, and to open these
@@ -54,7 +52,7 @@ class SingleInstance(QObject):
     def __init__(self, folder: Path, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._folder = folder
-        self._lock: QLockFile | None = None
+        self._lock: FileLock | None = None
         self._server: QLocalServer | None = None
 
     def claim(self, answer_ms: int = ANSWER_MS, files: Sequence[str] = ()) -> Claim:
@@ -68,22 +66,21 @@ class SingleInstance(QObject):
         except OSError:
             return Claim.NOT_WRITABLE
         path = self._folder / LOCK_NAME
-        lock = QLockFile(str(path))
-        lock.setStaleLockTime(0)  # a window may stay open for weeks: only a dead process makes a lock stale
         waited = QElapsedTimer()
         waited.start()
-        while not lock.tryLock(0):
-            if lock.error() != QLockFile.LockError.LockFailedError:
+        while True:
+            try:
+                self._lock = take_lock(path)
+            except OSError:
                 return Claim.NOT_WRITABLE
-            if _is_of_a_later_process(lock, path) and _remove_unheld(path):
-                continue
+            if self._lock is not None:
+                break
             if self._raise_other(files):
                 return Claim.RAISED_OTHER
             if waited.elapsed() > answer_ms:
                 return Claim.NOT_RESPONDING
             QThread.msleep(50)  # the other process may be starting or ending
         restrict_files([path])
-        self._lock = lock
         self._listen()
         return Claim.OURS
 
@@ -94,7 +91,9 @@ class SingleInstance(QObject):
             self._server.deleteLater()
             self._server = None
         if self._lock is not None:
-            self._lock.unlock()
+            with contextlib.suppress(OSError):
+                (self._folder / LOCK_NAME).unlink()
+            self._lock.release()
             self._lock = None
 
     @property
@@ -158,32 +157,3 @@ def _paths(said: bytes) -> list[str]:
     except ValueError:
         return []
     return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
-
-
-def _is_of_a_later_process(lock: QLockFile, path: Path) -> bool:
-    """Whether the lock's process started after the lock was written, so that its id was reused."""
-    info = lock.getLockInfo()
-    if not isinstance(info, tuple) or info[1] != QSysInfo.machineHostName():
-        return False
-    with contextlib.suppress(OSError, psutil.Error):
-        return psutil.Process(info[0]).create_time() > path.stat().st_mtime + 2
-    return False
-
-
-def _remove_unheld(path: Path) -> bool:
-    """Removes a lock file that no process holds open; False if one does."""
-    try:
-        if sys.platform == "win32":
-            path.unlink()  # on Windows this fails while it is open
-            return True
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # QLockFile holds the same lock
-            if os.fstat(descriptor).st_ino != path.stat().st_ino:
-                return False  # another start has taken it
-            path.unlink()
-            return True
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False

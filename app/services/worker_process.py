@@ -16,7 +16,7 @@ from engine.common.errors import EngineError
 from engine.common.files import private_file, private_folder
 from engine.common.integrity import give_up_damaged
 from engine.common.paths import log_dir
-from engine.protocol import HEARTBEAT_S, Command, LineReader, Ready, Shutdown, decode, encode
+from engine.protocol import HEARTBEAT_S, Command, LineReader, LoadModel, Ready, Shutdown, decode, encode
 
 translate = QCoreApplication.translate
 
@@ -24,12 +24,25 @@ translate = QCoreApplication.translate
 MAX_LOG_BYTES = 2 * 2**20
 
 
-def death_sentence(code: int, *, crashed: bool) -> str:
+_USERS_TO_MEND = 2
+"""Exit code of an engine that lost a mapped file: see `engine.experts.file_image`."""
+_IN_PAGE_ERROR = 0xC0000006 - 2**32
+"""The same on Windows, where such an access is an exception: STATUS_IN_PAGE_ERROR."""
+
+
+def death_sentence(code: int, *, crashed: bool, model: str = "") -> str:
     """One sentence on a worker that ended unexpectedly.
 
     Args:
         code: QProcess's exit code; if `crashed`, the signal's number on POSIX and an NTSTATUS on Windows.
+        model: what it was last told to open.
     """
+    if code == (_IN_PAGE_ERROR if crashed else _USERS_TO_MEND) and model:
+        return translate(
+            "EngineClient",
+            "A file of {0} became shorter, or its disk failed, while it was in use. Put the whole file back, then "
+            "restart the engine.",
+        ).format(model)
     if not crashed:
         return translate("EngineClient", "The engine exited unexpectedly (code {0}); see its log for details.").format(
             code
@@ -110,6 +123,7 @@ class WorkerProcess(QObject):
         self._unread: deque[bytes] = deque()
         self._stray_lines = 0
         self._ready = self._stopping = self._is_over = False
+        self._model = ""
         self._process = QProcess(self)
         environment = QProcessEnvironment.systemEnvironment()
         for name, value in variables.items():
@@ -143,6 +157,8 @@ class WorkerProcess(QObject):
 
     def send(self, command: Command) -> None:
         """Write a command; it is buffered, so this never waits."""
+        if isinstance(command, LoadModel):
+            self._model = command.config.model
         self._process.write(encode(command))
 
     def shutdown(self) -> None:
@@ -207,7 +223,8 @@ class WorkerProcess(QObject):
         if not self._is_over:
             self._read(everything=True)  # its last messages still count
         if not self._is_over:
-            self._end("" if self._stopping else death_sentence(code, crashed=status == QProcess.ExitStatus.CrashExit))
+            crashed = status == QProcess.ExitStatus.CrashExit
+            self._end("" if self._stopping else death_sentence(code, crashed=crashed, model=self._model))
         self.deleteLater()
 
     def _on_error(self, error: QProcess.ProcessError) -> None:

@@ -28,7 +28,7 @@ from benchmarks.peers.peer import GgufPeer
 from engine.bench.report import PeerError
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.synthetic import make_synthetic
-from engine.common.files import try_lock, unlock
+from engine.common.files import take_lock
 
 Say = Callable[[str], None]
 
@@ -157,13 +157,13 @@ class Builder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with (self.edition.home() / "lock").open("a+b") as lock:
-            if not try_lock(lock.fileno()):
-                raise PeerBuildError("another process is building it just now")
-            try:
-                yield
-            finally:
-                unlock(lock.fileno())
+        lock = take_lock(self.edition.home() / "lock")
+        if lock is None:
+            raise PeerBuildError("another process is building it just now")
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _build(self) -> list[str]:
         edition = self.edition

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any, Literal
 from engine.batch_files.journal import COUNTS, LATER_COLUMNS, NOT_AGAIN, parse_manifest, written_files
 from engine.batch_files.own_files import WrittenFile
 from engine.batch_files.rows import CUT_OFF, Answer
-from engine.common.files import try_lock, unlock
+from engine.common.files import is_locked
 from engine.common.paths import jobs_dir
 
 _LOOK_S = 0.5
@@ -168,17 +167,7 @@ def _there(connection: sqlite3.Connection) -> list[str]:
 
 
 def _is_running(journal: Path) -> bool:
-    try:
-        descriptor = os.open(journal.with_name(journal.name + ".lock"), os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        if not try_lock(descriptor):
-            return True
-        unlock(descriptor)
-        return False
-    finally:
-        os.close(descriptor)
+    return is_locked(journal.with_name(journal.name + ".lock"))
 
 
 @contextmanager

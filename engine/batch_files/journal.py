@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from engine.batch_files.own_files import WrittenFile
 from engine.batch_files.rows import CUT_OFF, Answer
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import is_full, private_file, private_folder, restrict_files, try_lock
+from engine.common.files import is_full, private_file, private_folder, restrict_files, take_lock
 from engine.common.paths import jobs_dir
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 VERSION = 1
 
@@ -165,7 +168,7 @@ class Journal:
                         self._connection.execute(f"ALTER TABLE answers ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
                 self._take_over(manifest, settings)
         except BaseException:
-            self._unlock()
+            self._lock.release()
             raise
 
     def _take_over(self, manifest: JobManifest, settings: str) -> None:
@@ -309,13 +312,9 @@ class Journal:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._lock >= 0:
+        if self._lock.is_locked:
             self._connection.close()
-            self._unlock()
-
-    def _unlock(self) -> None:
-        os.close(self._lock)
-        self._lock = -1
+            self._lock.release()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -357,25 +356,13 @@ class Journal:
         )
 
 
-def _locked(path: Path) -> int:
-    """A file descriptor that holds the job's lock."""
-    lock = path.with_name(path.name + ".lock")
-    until = time.monotonic() + _LOCK_S
-    while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        if not try_lock(descriptor):
-            os.close(descriptor)
-            if time.monotonic() < until:
-                time.sleep(_LOCK_S / 20)
-                continue
-            raise EngineError(
-                ErrorCode.BUSY, f"Another run is working on the job of {path.stem}: wait for it or stop it first."
-            )
-        # Its previous holder may have deleted the file since we opened it: a lock on a deleted file is useless.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), lock.stat()):
-                return descriptor
-        os.close(descriptor)
+def _locked(path: Path) -> FileLock:
+    lock = take_lock(path.with_name(path.name + ".lock"), _LOCK_S)
+    if lock is None:
+        raise EngineError(
+            ErrorCode.BUSY, f"Another run is working on the job of {path.stem}: wait for it or stop it first."
+        )
+    return lock
 
 
 def discard(path: Path) -> None:
@@ -388,10 +375,12 @@ def discard(path: Path) -> None:
         return
     lock = _locked(path)
     try:
-        for suffix in ("", "-wal", "-shm", ".stop", ".lock"):
+        for suffix in ("", "-wal", "-shm", ".stop"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
+        with contextlib.suppress(PermissionError):  # of Windows, where the release removes it
+            path.with_name(path.name + ".lock").unlink(missing_ok=True)
     finally:
-        os.close(lock)
+        lock.release()
 
 
 def written_files(connection: sqlite3.Connection) -> list[WrittenFile]:

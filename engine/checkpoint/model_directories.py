@@ -32,7 +32,7 @@ from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.mounts import check_connected, forget_disk, note_connected, trouble_with
 from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import Lock, disk_errors_explained, private_folder, write_private
+from engine.common.files import disk_errors_explained, holding, private_folder, write_private
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import config_dir, models_dir
 from engine.common.plain_text import plain_line
@@ -161,13 +161,9 @@ def _changing() -> Iterator[None]:
     """The right to change the list: for moments only."""
     with disk_errors_explained(config_dir()):
         private_folder(config_dir())
-        lock = Lock(config_dir() / "model-folders.lock")
-        if not lock.take(_PATIENCE_S):
-            raise EngineError(ErrorCode.BUSY, "Another process changes the list of model folders: try again.")
-        try:
+        busy = "Another process changes the list of model folders: try again."
+        with holding(config_dir() / "model-folders.lock", _PATIENCE_S, busy):
             yield
-        finally:
-            lock.release()
 
 
 def _list_file() -> Path:

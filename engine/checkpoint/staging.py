@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.common.files import locked_file, new_folder, try_lock, unlock
+from engine.common.files import locked_file, new_folder, try_lock
 
 _PREFIX = ".staging-"
 _LOCK_SUFFIX = ".lock"
@@ -81,8 +81,7 @@ def sweep(parent: Path) -> None:
             if not try_lock(lock.fileno()):
                 continue
             shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
-            if sys.platform == "win32":
-                unlock(lock.fileno())
+            if sys.platform == "win32":  # where an open file cannot be deleted
                 lock.close()
             if not lock_path.with_suffix("").exists():
                 lock_path.unlink()

@@ -18,18 +18,21 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.paths import chosen_data_dir
 from engine.common.sizes import rounded_down, rounded_up
 
+if TYPE_CHECKING:
+    from filelock import FileLock
+
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
-_LOCK_POLL_S = 0.02
+_LOCK_POLL_S, _LOOK_AGAIN_S = 0.02, 0.002
 _HELD_OPEN = (5, 32)
 """Windows' codes for a file that another program reads just now: access denied, sharing violation."""
 _REPLACE_TRIES, _REPLACE_AGAIN_S = 20, 0.05
@@ -265,91 +268,55 @@ class PrivateLog(RotatingFileHandler):
         return super()._open()
 
 
-if sys.platform == "win32":
-    import msvcrt
+def take_lock(path: Path, patience_s: float = 0.0, cancelled: CancelCheck = never_cancelled) -> FileLock | None:
+    """The lock at `path`, which dies with its process, if it becomes free in time (below 0: whenever it does).
 
-    def try_lock(descriptor: int) -> bool:
-        """Takes the lock if it is free; returns whether it did."""
+    Raises:
+        OSError: the file cannot be created.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, mode=_FILE_MODE, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(patience_s, _LOCK_POLL_S, cancel_check=cancelled)
+    except Timeout:
+        return None
+    return lock
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds this lock.  Who tries to take it in the moment of a look needs some patience."""
+    for is_last in (False, True):
         try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         except OSError:
             return False
-        return True
-
-    def is_locked(descriptor: int) -> bool:
-        """Whether another holds the lock, or looks just now."""
-        is_free = try_lock(descriptor)
-        if is_free:
-            unlock(descriptor)
-        return not is_free
-
-    def unlock(descriptor: int) -> None:
-        with contextlib.suppress(OSError):
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
-
-else:
-    import fcntl
-
-    def try_lock(descriptor: int) -> bool:
-        """Takes the lock if it is free; returns whether it did."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-    def is_locked(descriptor: int) -> bool:
-        """Whether another holds the lock; any number may look at once."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        return False
-
-    def unlock(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-@dataclass(slots=True)
-class Lock:
-    """A lock file that dies with its process."""
-
-    path: Path
-    _descriptor: int = field(default=-1, init=False)
-
-    def take(self, patience_s: float = 0.0) -> bool:
-        """Takes the lock, if it becomes free in time.
-
-        Raises:
-            OSError: the file cannot be created.
-        """
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-        deadline = time.monotonic() + patience_s
-        while not try_lock(descriptor):
-            if time.monotonic() >= deadline:
-                os.close(descriptor)
+            if try_lock(descriptor):
+                unlock(descriptor)
                 return False
-            time.sleep(_LOCK_POLL_S)
-        self._descriptor = descriptor
-        return True
-
-    def is_held(self) -> bool:
-        """Whether a process holds it.  Who tries to take it in the moment of a look fails, and needs some patience."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-        except OSError:
-            return False
-        try:
-            return is_locked(descriptor)
         finally:
             os.close(descriptor)
+        if not is_last:  # another may just have looked
+            time.sleep(_LOOK_AGAIN_S)
+    return True
 
-    def release(self) -> None:
-        unlock(self._descriptor)
-        os.close(self._descriptor)
-        self._descriptor = -1
+
+def try_lock(descriptor: int) -> bool:
+    """Takes the lock on an open file if it is free; returns whether it did."""
+    from filelock import lock_descriptor
+
+    try:
+        return lock_descriptor(descriptor, blocking=False)
+    except OSError:
+        return False
+
+
+def unlock(descriptor: int) -> None:
+    from filelock import unlock_descriptor
+
+    with contextlib.suppress(OSError):
+        unlock_descriptor(descriptor)
 
 
 @contextlib.contextmanager
@@ -364,8 +331,8 @@ def holding(path: Path, patience_s: float, busy: str) -> Iterator[None]:
         EngineError: `BUSY`.
         OSError: its folder cannot be written to.
     """
-    lock = Lock(path)
-    if not lock.take(patience_s):
+    lock = take_lock(path, patience_s)
+    if lock is None:
         raise EngineError(ErrorCode.BUSY, busy)
     try:
         yield
@@ -380,20 +347,14 @@ def locked_file(folder: Path, prefix: str) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be written to.
     """
-    while True:
+    lock = None
+    while lock is None:  # whoever removes the files of killed processes may lock or delete it first
         path = folder / f"{prefix}{uuid.uuid4().hex[:12]}.lock"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-        descriptor = os.open(path, flags, _FILE_MODE)
-        # Whoever removes the files of killed processes may have locked or deleted it before we could lock it.
-        if try_lock(descriptor) and path.exists():
-            break
-        os.close(descriptor)
+        lock = take_lock(path)
     try:
         yield path
     finally:
-        if sys.platform == "win32":
-            unlock(descriptor)
-        os.close(descriptor)
+        lock.release()
 
 
 def remove_unlocked(lock_path: Path) -> bool:
@@ -403,7 +364,6 @@ def remove_unlocked(lock_path: Path) -> bool:
             if not try_lock(lock.fileno()):
                 return False
             if sys.platform == "win32":  # where an open file cannot be deleted
-                unlock(lock.fileno())
                 lock.close()
             lock_path.unlink(missing_ok=True)
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.common.files import Lock, new_folder, private_folder, write_private
+from engine.common.files import is_locked, new_folder, private_folder, take_lock, write_private
 from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import cache_dir, config_dir
 from engine.common.schema import Number, Switch, entry
@@ -131,19 +131,19 @@ def keeping_requests(*, wanted: bool) -> Iterator[None]:
     """While the body runs, `OTHER_PROGRAMS` are kept, if that is wanted.  If it is not, what an earlier server kept is
     removed, unless one that keeps it is still running."""
     folder = kept_context_dir()
-    lock, is_taken = Lock(folder / f"requests-{os.getpid()}.lock"), False
+    path, lock = folder / f"requests-{os.getpid()}.lock", None
     if wanted:
         keep_chat(OTHER_PROGRAMS)
         with contextlib.suppress(OSError):  # nothing can be kept there either
-            is_taken = lock.take()
-    elif not any(Lock(folder / name).is_held() for name in _names(folder) if _REQUESTS.fullmatch(name)):
+            lock = take_lock(path)
+    elif not any(is_locked(folder / name) for name in _names(folder) if _REQUESTS.fullmatch(name)):
         forget_chat(OTHER_PROGRAMS)
     try:
         yield
     finally:
-        if is_taken:
+        if lock is not None:
             lock.release()
-            lock.path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def forget_other_chats(chats: Iterable[str]) -> None:
@@ -236,12 +236,11 @@ def changing(folder: Path) -> Iterator[bool]:
     """
     new_folder(folder)
     private_folder(folder)
-    lock = Lock(folder / "lock")
-    is_taken = lock.take(_PATIENCE_S)
+    lock = take_lock(folder / "lock", _PATIENCE_S)
     try:
-        yield is_taken
+        yield lock is not None
     finally:
-        if is_taken:
+        if lock is not None:
             lock.release()
 
 

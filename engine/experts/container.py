@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from engine.checkpoint.gguf.file import CONVERTED, read_converted
 from engine.checkpoint.gguf.names import MAGIC
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import is_full, try_lock, unlock
+from engine.common.files import is_full, take_lock
 from engine.common.footprint import RECORD_ALIGNMENT
 from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.direct_file import DirectFile, Part, bytes_of
@@ -61,7 +60,6 @@ _DIGESTS = "switchyard.digests"
 _PIECE = 8 * 2**20
 _TOGETHER = 256 * 2**20
 """Bytes of small tensors that are sealed together: waiting for the disk takes milliseconds."""
-_LOCK_POLL_S = 0.1
 
 
 class UnusableContainerError(EngineError):
@@ -268,27 +266,19 @@ def reopen(error: UnusableContainerError) -> None:
 def making(path: Path, check: Callable[[], None]) -> Iterator[None]:
     """Holds the lock for making this file; waits while another process holds it."""
     lock_path = path.with_name(path.name + ".lock")
-    while True:
-        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            while not try_lock(descriptor):
-                check()
-                time.sleep(_LOCK_POLL_S)
-            # The previous holder may have unlinked the file, leaving this lock on a file no other process can open.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(lock_path)):
-                    break
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+
+    def is_given_up() -> bool:
+        check()
+        return False
+
+    lock = take_lock(lock_path, -1.0, is_given_up)
+    assert lock is not None
     try:
         yield
     finally:
-        if os.name == "posix":  # elsewhere an open file cannot be deleted, so the empty file stays
+        if os.name == "posix":  # elsewhere an open file cannot be deleted, and the release removes it
             lock_path.unlink(missing_ok=True)
-        unlock(descriptor)
-        os.close(descriptor)
+        lock.release()
 
 
 class ContainerWriter:

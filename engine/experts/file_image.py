@@ -11,9 +11,9 @@ each start notes what it has read or kept, and the next one that is asked for th
 still imports the engine.  A wrong guess costs nothing but the reading: what nobody takes is given back.
 
 A disk that fails while a file is read is an error with a name.  Later the system may drop pages of a mapped file where
-memory is short, and read them again when they are needed.  If the disk fails then, the process ends, and the next start
-meets the error with a name.  So files are mapped on disks that stay plugged in, and while there is memory to spare;
-everything else is copied.
+memory is short, and read them again when they are needed.  If the disk fails then, or somebody has cut the file short,
+the process ends with a sentence that names it.  So files are mapped on disks that stay plugged in, and while there is
+memory to spare; everything else is copied.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from engine.common.paths import cache_dir
 from engine.experts.direct_file import DirectFile
 from engine.hardware.disk import stays_connected
 from engine.hardware.surroundings import available_ram, count_as_used
+from engine.kernels.native.library import watch_file
 
 HUGE = 2 * 2**20
 """Bytes of a huge page, at a multiple of which the memory begins."""
@@ -77,6 +78,9 @@ _MAPPED: dict[int, int] = {}
 """Address and size of each file that is mapped."""
 
 
+_WHAT_TO_DO = "Switchyard had to end: put the whole file back, then start again."
+
+
 class MappedFile:
     """A private mapping of an open file: what is written to it does not reach the file.
 
@@ -94,6 +98,8 @@ class MappedFile:
             self.memory = mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._pages = np.frombuffer(self.memory, np.uint8)[::_PAGE]
         self._address = self._pages.ctypes.data
+        sentence = f"{file.path} became shorter, or its disk failed, while it was in use. {_WHAT_TO_DO}"
+        weakref.finalize(self.memory, watch_file(self._address, nbytes, sentence)).atexit = False
         if is_held:
             _begin_use(self._address, nbytes)
             weakref.finalize(self.memory, _end_use, self._address).atexit = False

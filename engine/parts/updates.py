@@ -147,7 +147,7 @@ def _fetched_small(url: str) -> bytes:
     host, until, got = urlsplit(url).hostname, time.monotonic() + _WITHIN_S, bytearray()
     client = Client()
     try:
-        with client.get(url, {"Accept-Encoding": "identity"}) as response:
+        with client.get(url) as response:
             if response.status_code == 407:
                 raise NeedsPeople(proxy_login())
             if response.status_code != 200:

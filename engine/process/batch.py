@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -21,14 +20,13 @@ from engine.batch_files.messages import (
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
-from engine.process.failures import as_engine_error, log_failure
-from engine.process.requests import RequestQueue
-from engine.protocol import Event, Failed, LoadModel, TerminalEvent, UnloadModel
+from engine.process.requests import RequestQueue, RequestThreads
+from engine.protocol import Event, LoadModel, UnloadModel
 from engine.telemetry.request_log import RequestLog
 from engine.tuning.messages import StartTuning
 
 if TYPE_CHECKING:
-    from engine.remote.job import OwnModel
+    from engine.runtime.engine import Engine
 
 _SETTLING_S = 0.01
 _ROWS_S = 0.25
@@ -37,16 +35,6 @@ _MOST_CHARACTERS = 400
 
 
 JobRunner = Callable[[PreparedJob, JobWatcher], JobEnding]
-
-
-class BatchEngine(Protocol):
-    """What batches need of an engine."""
-
-    def job_runner(self) -> JobRunner: ...
-
-    def hosted_model(self, *, beside_others: bool) -> OwnModel: ...
-
-    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
 
 class Chats(Protocol):
@@ -68,10 +56,10 @@ class BatchService:
     def __init__(self, requests: RequestQueue, send: Callable[[Event], None], chats: Chats) -> None:
         self._requests, self._send = requests, send
         self._chats = chats
-        self._threads: list[threading.Thread] = []
+        self.threads = RequestThreads(requests, "batch-job", "answering")
         self._is_settling = False
 
-    def start(self, engine: BatchEngine, request: StartBatch) -> None:
+    def start(self, engine: Engine, request: StartBatch) -> None:
         """Begins a job, which ends later.
 
         Raises:
@@ -83,15 +71,12 @@ class BatchService:
             runner = runner_at(request, engine.hosted_model(beside_others=True))
         else:
             runner = engine.job_runner()
-        thread = threading.Thread(target=self._run, args=(runner, request), name="batch-job", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self.threads.begin(request, lambda: answered_job(request, runner, self._send, lambda: self._must_stop(request)))
 
     @property
     def are_running(self) -> bool:
         """Whether any job has not ended yet."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        return bool(self._threads)
+        return bool(self.threads.running)
 
     def settle(self, meanwhile: Callable[[], None]) -> None:
         """Stops all jobs, which can be resumed later; `meanwhile` does what they want of the engine's thread."""
@@ -99,20 +84,10 @@ class BatchService:
         try:
             while self.are_running:
                 meanwhile()
-                if self._threads:
-                    self._threads[0].join(_SETTLING_S)
+                for thread in self.threads.running[:1]:
+                    thread.join(_SETTLING_S)
         finally:
             self._is_settling = False
-
-    def _run(self, runner: JobRunner, request: StartBatch) -> None:
-        ending: TerminalEvent
-        try:
-            ending = answered_job(request, runner, self._send, lambda: self._must_stop(request))
-        except BaseException as error:  # whatever happened, end this job; the others go on
-            log_failure(error, "answering")
-            failure = as_engine_error(error, "answering")
-            ending = Failed(request.request_id, failure.code, failure.message)
-        self._requests.end(ending)
 
     def _must_stop(self, request: StartBatch) -> bool:
         if self._is_settling or self._requests.is_cancelled(request.request_id):
@@ -120,7 +95,7 @@ class BatchService:
         # The job can be resumed later, so let these go first.
         return self._requests.waits(LoadModel, UnloadModel, StartTuning, SampleBatch)
 
-    def sample(self, engine: BatchEngine, request: SampleBatch) -> BatchFinished:
+    def sample(self, engine: Engine, request: SampleBatch) -> BatchFinished:
         """Answers the first rows of a job; shares the engine with chats like a job.
 
         Raises:

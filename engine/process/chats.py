@@ -2,79 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine.batch_files.messages import SampleBatch, StartBatch
-from engine.common.chat import Tool, ToolCall
-from engine.common.config import SamplingParams
 from engine.common.falls import FALLS
-from engine.process.failures import as_engine_error, log_failure
-from engine.process.requests import RequestQueue
-from engine.protocol import Called, ChatMessage, Event, Failed, Finished, FinishReason, Generate, Progress, Token
+from engine.process.failures import log_failure
+from engine.process.requests import RequestQueue, failed
+from engine.protocol import Called, Event, Finished, Generate, Progress, Token
 from engine.telemetry.request_log import RequestLog
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
+    from engine.runtime.schedule.request import Outcome
 
 PROGRESS_S = 0.05
 """Least time between two reports of progress: a model has thousands of tensors."""
-
-
-class GenerationOutcome(Protocol):
-    """The part of a generation's result that is reported."""
-
-    @property
-    def finish_reason(self) -> FinishReason: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def reused_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def ttft_s(self) -> float: ...
-    @property
-    def tokens_per_s(self) -> float: ...
-    @property
-    def guessed_tokens(self) -> int: ...
-    @property
-    def accepted_tokens(self) -> int: ...
-    @property
-    def pictures(self) -> int: ...
-    @property
-    def pictures_kept(self) -> int: ...
-    @property
-    def pictures_s(self) -> float: ...
-
-
-class ChatEngine(Protocol):
-    """What chats need of an engine; see `engine.runtime.engine.Engine`."""
-
-    def begin(
-        self,
-        messages: Sequence[ChatMessage],
-        sampling: SamplingParams,
-        *,
-        on_progress: Callable[[int, int], None],
-        on_text: Callable[[str, int], None],
-        on_reasoning: Callable[[str, int], None],
-        on_reused: Callable[[int, int, float], None],
-        cancelled: Callable[[], bool],
-        on_end: Callable[[GenerationOutcome | BaseException], None],
-        chat: str,
-        on_begin: Callable[[], None],
-        tools: tuple[Tool, ...],
-        on_calls: Callable[[tuple[ToolCall, ...]], None],
-    ) -> None: ...
-
-    @property
-    def is_answering(self) -> bool: ...
-
-    def serve(self, until: Callable[[], bool]) -> None: ...
-
-    def is_due(self) -> bool: ...
-
-    def share(self, until: Callable[[], bool]) -> None: ...
 
 
 class ChatService:
@@ -90,7 +35,7 @@ class ChatService:
         self,
         requests: RequestQueue,
         send: Callable[[Event], None],
-        engine: ChatEngine,
+        engine: Engine,
         begins: Callable[[str], None],
         wrote: Callable[[int], None],
         others: Callable[[], None] = lambda: None,
@@ -112,7 +57,7 @@ class ChatService:
                 log.reads(total - done)
             self._read(name, done, total)
 
-        def on_end(outcome: GenerationOutcome | BaseException) -> None:
+        def on_end(outcome: Outcome) -> None:
             log.ends()
             self._open.discard(name)
             self._end(name, outcome)
@@ -204,11 +149,9 @@ class ChatService:
             self._progress_s = now
             self._send(Progress(name, "prefill", done, total))
 
-    def _end(self, name: str, outcome: GenerationOutcome | BaseException) -> None:
+    def _end(self, name: str, outcome: Outcome) -> None:
         if isinstance(outcome, BaseException):
-            log_failure(outcome, "answering")
-            failure = as_engine_error(outcome, "answering")
-            self._requests.end(Failed(name, failure.code, failure.message))
+            self._requests.end(failed(name, outcome, "answering"))
         else:
             self._requests.end(
                 Finished(

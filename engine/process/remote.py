@@ -14,9 +14,8 @@ from engine.common.chat import calls_text
 from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.process.batch import JobEvents, JobRunner, answered_job, finished_event
-from engine.process.failures import as_engine_error, log_failure
-from engine.process.requests import RequestQueue
-from engine.protocol import Called, Event, Failed, Finished, Generate, TerminalEvent, Token
+from engine.process.requests import RequestQueue, RequestThreads
+from engine.protocol import Called, Event, Finished, Generate, Token
 from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
 from engine.telemetry.request_log import RequestLog
 
@@ -40,29 +39,25 @@ class RemoteChats:
         self._requests, self._send, self._is_elsewhere = requests, send, is_elsewhere
         self._lock = threading.Lock()
         self._clients: dict[tuple[Endpoint, str], Client] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads = RequestThreads(requests, "remote-chat", "asking another server")
 
     def begin(self, request: Generate) -> None:
         """Takes a request with a `remote`, which ends later."""
-        assert request.remote is not None
-        if not self._requests.accept_elsewhere(request):
-            return
-        thread = threading.Thread(target=self._answer, args=(request, request.remote), name="remote-chat", daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        thread.start()
+        remote = request.remote
+        assert remote is not None
+        if self._requests.accept_elsewhere(request):
+            self._threads.begin(request, lambda: self._answer(request, remote))
 
     def close(self) -> None:
         """Breaks off what is under way, and waits for its end."""
         with self._lock:
-            clients, threads = list(self._clients.values()), list(self._threads)
+            clients = list(self._clients.values())
             self._clients.clear()
         for client in clients:
             client.close()
-        for thread in threads:
-            thread.join()
+        self._threads.join()
 
-    def _answer(self, request: Generate, remote: RemoteModel) -> None:
+    def _answer(self, request: Generate, remote: RemoteModel) -> Finished:
         from engine.remote.chat_form import RemoteRequest  # takes a while, and most sessions ask nobody
 
         name, log, pieces = request.request_id, RequestLog(is_elsewhere=True), 0
@@ -87,17 +82,11 @@ class RemoteChats:
                 self._send(Called(name, answer.tool_calls))
             elif calls := calls_text(answer.tool_calls):  # of tools that the server itself offered: nobody here has any
                 self._send(Token(name, f"\n```\n{calls}\n```\n", max(pieces, 1)))
-            self._requests.end(_finished(name, answer))
+            return _finished(name, answer)
         except RequestCancelled:
-            self._requests.end(Finished(name, "cancelled", 0, 0, pieces, 0.0, 0.0))
-        except BaseException as error:  # whatever happened, end this request
-            log_failure(error, "asking another server")
-            failure = as_engine_error(error, "asking another server")
-            self._requests.end(Failed(name, failure.code, failure.message))
+            return Finished(name, "cancelled", 0, 0, pieces)
         finally:
             log.ends()
-            with self._lock:
-                self._threads.discard(threading.current_thread())
 
     def _client(self, remote: RemoteModel) -> Client:
         """The endpoint's client.  What it found out of the server, and which model is chosen, makes it no other."""
@@ -145,41 +134,23 @@ class RemoteJobs:
 
     def __init__(self, requests: RequestQueue, send: Callable[[Event], None]) -> None:
         self._requests, self._send = requests, send
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
+        self._threads = RequestThreads(requests, "remote-job", "asking other servers")
         self._is_closed = False
 
     def begin(self, request: StartBatch | SampleBatch) -> None:
         """Takes a request of a job that names endpoints, which ends later."""
-        if not self._requests.accept_elsewhere(request):
-            return
-        thread = threading.Thread(target=self._run, args=(request,), name="remote-job", daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        thread.start()
+        if self._requests.accept_elsewhere(request):
+            self._threads.begin(request, lambda: self._ending(request))
 
     def close(self) -> None:
         """Stops what is under way, which can be resumed later, and waits for its end."""
         self._is_closed = True
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join()
+        self._threads.join()
 
-    def _run(self, request: StartBatch | SampleBatch) -> None:
-        ending: TerminalEvent
-        try:
-            if isinstance(request, StartBatch):
-                ending = answered_job(request, runner_at(request, None), self._send, lambda: self._is_over(request))
-            else:
-                ending = self._sampled(request)
-        except BaseException as error:  # whatever happened, end this job; the others go on
-            log_failure(error, "asking other servers")
-            failure = as_engine_error(error, "asking other servers")
-            ending = Failed(request.request_id, failure.code, failure.message)
-        self._requests.end(ending)
-        with self._lock:
-            self._threads.discard(threading.current_thread())
+    def _ending(self, request: StartBatch | SampleBatch) -> BatchFinished:
+        if isinstance(request, SampleBatch):
+            return self._sampled(request)
+        return answered_job(request, runner_at(request, None), self._send, lambda: self._is_over(request))
 
     def _is_over(self, request: StartBatch | SampleBatch) -> bool:
         return self._is_closed or self._requests.is_closed or self._requests.is_cancelled(request.request_id)

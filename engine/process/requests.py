@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.batch_files.messages import BatchFinished, SampleBatch, StartBatch
+from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import (
     Cancelled,
+    Failed,
     Finished,
     FinishReason,
     Generate,
@@ -39,7 +41,7 @@ def cancelled_event(request: Request) -> TerminalEvent | None:
     """The terminal event if this request is cancelled before it starts; None if it cannot be cancelled."""
     reason: FinishReason = "cancelled"
     if isinstance(request, Generate):
-        return Finished(request.request_id, reason, 0, 0, 0, 0.0, 0.0)
+        return Finished(request.request_id, reason, 0, 0, 0)
     if isinstance(request, StartBatch | SampleBatch):
         return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
     if isinstance(request, StartTuning):
@@ -136,14 +138,6 @@ class RequestQueue:
     def _next_of_window(self) -> Request | None:
         return next((each for each in self._waiting if not isinstance(each, AnswerOthers)), None)
 
-    def waiting(self) -> Request | AnswerOthers | None:
-        """The request that `take` would return immediately; None if it would wait."""
-        # Called for every layer of a batch; peeking at a deque needs no lock.
-        try:
-            return self._waiting[0]
-        except IndexError:
-            return None
-
     def cancel(self, request_id: str) -> None:
         """End a waiting request now; flag a running one as cancelled.  Unknown ids are ignored."""
         with self._changed:
@@ -190,3 +184,46 @@ class RequestQueue:
             self._open.discard(event.request_id)
             self._cancelled.discard(event.request_id)
             self._send(event)
+
+
+def failed(request_id: str, error: BaseException, doing: str) -> Failed:
+    """The end of a request, whatever happened: logged, and as a message for the user."""
+    log_failure(error, doing)
+    return Failed.of(as_engine_error(error, doing), request_id)
+
+
+class RequestThreads:
+    """Requests that are answered beside the engine's thread, each on a thread of its own.
+
+    Args:
+        name: of the threads.
+        doing: what is said of a failure, such as "asking another server".
+    """
+
+    def __init__(self, requests: RequestQueue, name: str, doing: str) -> None:
+        self._requests, self._name, self._doing = requests, name, doing
+        self._running: list[threading.Thread] = []
+
+    def begin(self, request: Request, answer: Callable[[], TerminalEvent]) -> None:
+        """Has `answer` find out how the request ends; whatever it raises ends it, too."""
+
+        def run() -> None:
+            try:
+                ending = answer()
+            except BaseException as error:
+                ending = failed(request.request_id, error, self._doing)
+            self._requests.end(ending)
+
+        thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._running.append(thread)
+        thread.start()
+
+    @property
+    def running(self) -> list[threading.Thread]:
+        """Those that have not ended yet."""
+        self._running = [thread for thread in self._running if thread.is_alive()]
+        return self._running
+
+    def join(self) -> None:
+        for thread in list(self._running):
+            thread.join()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import queue
 import threading
@@ -24,6 +23,7 @@ import httpx2
 
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.foreign import parse_json
+from engine.common.http import HEADERS
 from engine.common.plain_text import plain_line
 from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteDelta, RemoteRequest, chosen, request_body
 from engine.remote.endpoint import Endpoint, Found, Lack, Server, called
@@ -50,9 +50,6 @@ _LOOK_S = 0.1
 _LONGEST_ID = 300
 
 _Result = TypeVar("_Result")
-
-for _noisy in ("httpx2", "httpcore2"):
-    logging.getLogger(_noisy).setLevel(logging.WARNING)  # they would log whole addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +257,9 @@ class Client:
         return self._http
 
     def _headers(self, url: str) -> dict[str, str]:
-        # No compression: it could unpack to more than the limit, and would hold back what is there.
-        headers = {"Accept-Encoding": "identity", "User-Agent": "switchyard"}
         if self._key and url.startswith(f"{self._base}/"):
-            headers["Authorization"] = f"Bearer {self._key}"
-        return headers
+            return {**HEADERS, "Authorization": f"Bearer {self._key}"}
+        return HEADERS
 
     async def _get(self, url: str) -> Any:
         try:

@@ -11,6 +11,7 @@ import httpx2
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, write_private
+from engine.common.http import system_trust
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line
 from engine.remote.endpoint import Endpoint, plain_name
@@ -25,9 +26,9 @@ def trust_of(endpoint: Endpoint) -> ssl.SSLContext:
     """
     if not endpoint.url.startswith("https:"):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody; the system's list takes a while to read
-    context = httpx2.create_ssl_context()
     if not endpoint.ca_file:
-        return context
+        return system_trust()
+    context = httpx2.create_ssl_context()
     try:
         pem = Path(endpoint.ca_file).read_bytes()
         context.load_verify_locations(cadata=pem.decode("ascii"))

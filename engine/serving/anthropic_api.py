@@ -22,7 +22,8 @@ from engine.batch_files.openai_requests import (
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Spoken, Thought
-from engine.serving.asking import Ask, Began, Ended, Progress, Said
+from engine.protocol import Ask, Began, Finished, Token
+from engine.serving.asking import AnswerEvent
 from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
 from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent
 from engine.serving.tools import Reading, ToolUse, read_tool, tool_use
@@ -100,7 +101,7 @@ class _Anthropic:
         return await self._service.ask_of(body, "messages", messages, uses, "continue" if is_begun else "answer")
 
     def _stream(self, ask: Ask, answer: _Answer) -> Lines:
-        def take(event: Progress) -> list[str]:
+        def take(event: AnswerEvent) -> list[str]:
             lines = [event_line(line, line["type"]) for line in answer.take(event)]
             return [*lines, _PING] if isinstance(event, Began) else lines
 
@@ -119,7 +120,7 @@ class _Answer:
             "role": "assistant",
             "model": name,
         }
-        self._ended = Ended("stop", 0, 0, 0)
+        self._ended = Finished("", "stop", 0, 0, 0)
 
     def message(self) -> dict[str, Any]:
         """The answer, whole."""
@@ -130,14 +131,14 @@ class _Answer:
             "usage": self._usage(self._ended),
         }
 
-    def take(self, event: Progress) -> list[dict[str, Any]]:
+    def take(self, event: AnswerEvent) -> list[dict[str, Any]]:
         """What a stream says of an event."""
         lines = self._lines(self._reading.parts(event))
         if isinstance(event, Began):
             begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
-            usage = self._usage(Ended("stop", event.prompt_tokens, 0, 0))
+            usage = self._usage(Finished("", "stop", event.prompt_tokens, 0, 0))
             return [{"type": "message_start", "message": {**begun, "usage": usage}}]
-        if isinstance(event, Said):
+        if isinstance(event, Token):
             return lines
         self._ended = event
         return [
@@ -150,14 +151,14 @@ class _Answer:
     @property
     def _stop(self) -> dict[str, str | None]:
         ended = self._ended
-        reason = _STOPS[ended.reason]
-        if ended.reason == "stop_string" and ended.stopped_by not in self._ask.sampling.get("stop", ()):
+        reason = _STOPS[ended.finish_reason]
+        if ended.finish_reason == "stop_string" and ended.stopped_by not in self._ask.sampling.get("stop", ()):
             reason = "end_turn"  # what ends every turn of this model
         if any(block["type"] == "tool_use" for block in self._blocks):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": ended.stopped_by if reason == "stop_sequence" else None}
 
-    def _usage(self, ended: Ended) -> dict[str, int]:
+    def _usage(self, ended: Finished) -> dict[str, int]:
         return {
             "input_tokens": ended.prompt_tokens - ended.reused_tokens,
             "cache_creation_input_tokens": 0,

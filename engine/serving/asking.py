@@ -4,129 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
-from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool, ToolChoice
 from engine.common.errors import EngineError, ErrorCode
+from engine.protocol import Ask, Began, Failed, Finished, Progress, Token
 
 MOST_WAITING = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One answer that a client wants.
-
-    Attributes:
-        model: its path.
-        messages, tools: a conversation, and how its prompt is to `end`; or `text` or `ids`, tokens, as they stand.
-        choice: which of the tools may, or must, be called.
-        special: with what the tokenizer adds at the ends of a text.
-        sampling: fields of `SamplingParams` that differ from what the model's makers suggest.
-        top_chances: how many likely tokens to name for each token; `None` logs nothing.
-        ignores_end: the answer goes on to its limit, past where the model would end it.
-        wants: the answer, or only the prompt's length, or only the prompt itself; nothing is generated then.
-        keep_s: how long the model is kept afterwards, see `Answerer.release`; None leaves that as it is.
-    """
-
-    model: Path
-    messages: tuple[ChatMessage, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = field(default_factory=ToolChoice)
-    end: PromptEnd = "answer"
-    text: str | None = None
-    ids: tuple[int, ...] = ()
-    special: bool = True
-    sampling: dict[str, Any] = field(default_factory=dict)
-    constraint: Constraint | None = None
-    top_chances: int | None = None
-    ignores_end: bool = False
-    wants: Literal["answer", "length", "prompt"] = "answer"
-    keep_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NamedToken:
-    """A token and how likely it was; `raw` are its bytes, which may be a part of a character only."""
-
-    text: str
-    logprob: float
-    raw: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt for who wants to see it: its text, and the ids and the bytes of its tokens."""
-
-    text: str
-    ids: tuple[int, ...]
-    raw: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Began:
-    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`.
-
-    With `is_call` all but the reasoning is one call as JSON, in no family's form.
-    """
-
-    prompt_tokens: int
-    thinks: bool
-    family: str = ""
-    prompt: Prompt | None = None
-    is_call: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRead:
-    """So many tokens of a long prompt have been read."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class NamedChances:
-    """`Chances` with the tokens' texts."""
-
-    token: NamedToken
-    likeliest: tuple[NamedToken, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """More text of the answer; it may be empty."""
-
-    text: str
-    generated_tokens: int
-    chances: tuple[NamedChances, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The answer is complete.
-
-    `reused_tokens` of the prompt did not have to be read; `stopped_by` is the stop string that ended it, if one did.
-    """
-
-    reason: FinishReason
-    prompt_tokens: int
-    generated_tokens: int
-    reused_tokens: int
-    stopped_by: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """There is no answer, or no more of it."""
-
-    error: EngineError
-
-
-Progress = Began | Said | Ended
-Event = Progress | PromptRead | Refused
+AnswerEvent = Began | Token | Finished
+Event = AnswerEvent | Progress | Failed
 
 
 class Ticket:
@@ -158,7 +47,7 @@ class Ticket:
         """Reports to the client, unless it has been told how it ended."""
         if self._is_over:
             return
-        self._is_over = isinstance(event, Ended | Refused)
+        self._is_over = isinstance(event, Finished | Failed)
         self._on_event(event)
 
 
@@ -175,7 +64,7 @@ class Answerer(Protocol):
     """Takes requests and reports to who asked: a desk in this process, or the line to one in another."""
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """Hands in a request.  `on_event` is called on another thread, last with `Ended` or `Refused`, exactly once.
+        """Hands in a request.  `on_event` is called on another thread, last with `Finished` or `Failed`, exactly once.
 
         Raises:
             EngineError: `BUSY`, if too many wait.
@@ -201,6 +90,6 @@ def too_many() -> EngineError:
     )
 
 
-def closing() -> Refused:
+def closing() -> Failed:
     """What who still waits is told at the end."""
-    return Refused(EngineError(ErrorCode.BUSY, "The server is closing: try again later."))
+    return Failed("", ErrorCode.BUSY, "The server is closing: try again later.")

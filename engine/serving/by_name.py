@@ -5,18 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine.common.errors import CancelCheck, RequestCancelled
 from engine.process.failures import as_engine_error, log_failure
-from engine.serving.asking import Ask, Event, State, Ticket, closing
-from engine.serving.desk import Desk, DeskEngine
+from engine.protocol import Ask
+from engine.serving.asking import Event, State, Ticket, closing
+from engine.serving.desk import Desk
 
-
-class LoadingEngine(DeskEngine, Protocol):
-    """An engine whose models come and go."""
-
-    def unload(self) -> None: ...
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
 
 
 class DeskByName:
@@ -32,7 +30,7 @@ class DeskByName:
 
     def __init__(
         self,
-        engine: LoadingEngine,
+        engine: Engine,
         load: Callable[[Path, CancelCheck], None],
         idle_s: float | None = None,
         on_model: Callable[[Path | None], None] = lambda _model: None,

@@ -14,36 +14,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from engine.batch_files.openai_requests import NO_LIMIT
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.common.model_info import ModelInfo
 from engine.process.failures import as_engine_error, log_failure
+from engine.protocol import Ask, Began, Failed, Finished, NamedChances, NamedToken, Progress, Prompt, Token
 from engine.runtime.decode.generation import ChanceLog, Chances, GenerationResult
 from engine.runtime.decode.split_answer import thinking_for
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
-from engine.serving.asking import (
-    MOST_WAITING,
-    Ask,
-    Began,
-    Ended,
-    Event,
-    NamedChances,
-    NamedToken,
-    Prompt,
-    PromptRead,
-    Refused,
-    Said,
-    State,
-    Ticket,
-    closing,
-    too_many,
-)
+from engine.serving.asking import MOST_WAITING, Event, State, Ticket, closing, too_many
 from engine.telemetry.request_log import RequestLog
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
 
 READ_S = 0.5
 """How often who waits for a long prompt is told how much of it has been read."""
@@ -59,15 +46,6 @@ class _Ready:
     began: Began
 
 
-class DeskEngine(Protocol):
-    """The engine as it is used here; `engine.runtime.engine.Engine` is one."""
-
-    @property
-    def info(self) -> ModelInfo | None: ...
-    def default_sampling(self) -> SamplingParams: ...
-    def live_rows(self) -> LiveRows: ...
-
-
 class Desk:
     """Requests that wait, and those that the loaded model is answering.
 
@@ -80,7 +58,7 @@ class Desk:
         chat: what is computed of requests may be kept on disk as this chat's; empty: none of it.
     """
 
-    def __init__(self, engine: DeskEngine, on_waiting: Callable[[], None] = lambda: None, chat: str = "") -> None:
+    def __init__(self, engine: Engine, on_waiting: Callable[[], None] = lambda: None, chat: str = "") -> None:
         self._engine, self._on_waiting, self._chat = engine, on_waiting, chat
         self.changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
@@ -187,7 +165,7 @@ class Desk:
             rows, self._rows = self._rows, None
             preparing = self._preparing
         for ticket in left:
-            ticket.tell(Refused(EngineError(ErrorCode.BUSY, "The model was taken away: try again later.")))
+            ticket.tell(Failed("", ErrorCode.BUSY, "The model was taken away: try again later."))
         if preparing is not None:
             preparing.join()
         if rows is not None:
@@ -199,7 +177,7 @@ class Desk:
             under_way = list(self._under_way.values())
             self._under_way.clear()
         for ticket in under_way:
-            ticket.tell(Refused(failure))
+            ticket.tell(Failed.of(failure))
         self.refuse_waiting(failure, model)
 
     def refuse_waiting(self, failure: EngineError, model: Path | None = None) -> None:
@@ -209,7 +187,7 @@ class Desk:
             for ticket in refused:
                 self._take_out(ticket)
         for ticket in refused:
-            ticket.tell(Refused(failure))
+            ticket.tell(Failed.of(failure))
 
     def _without_the_gone(self) -> list[Ticket]:
         """Takes out who waits no more: no model is loaded for them, and nobody waits behind them."""
@@ -272,11 +250,11 @@ class Desk:
                 ready, endings = self._begin(ticket, rows)
             except RequestCancelled:
                 if rows is self._rows and not self.is_closed:  # if not, it waits for the next model, or for its refusal
-                    endings = [Ended("cancelled", 0, 0, 0)]
+                    endings = [Finished("", "cancelled", 0, 0, 0)]
             except BaseException as error:  # what is wrong with one request harms no other; libraries may panic
                 if not isinstance(error, EngineError):
                     log_failure(error, "reading a request")
-                endings = [Refused(as_engine_error(error, "reading a request"))]
+                endings = [Failed.of(as_engine_error(error, "reading a request"))]
             with self.changed:
                 if ready is not None and rows is self._rows and ticket in self._waiting:
                     self._ready[ticket] = ready
@@ -310,11 +288,11 @@ class Desk:
             prompt = rows.prompt(ask.messages, ask.tools, given_up, thinking, ask.end, most)
             stops, thinks, shown = rows.implied_stops, rows.thinks(prompt), rows.shown(calls=bool(ask.tools))
         if ask.wants != "answer":
-            events: list[Event] = [Ended("stop", len(prompt), 0, 0)]
+            events: list[Event] = [Finished("", "stop", len(prompt), 0, 0)]
             if ask.wants == "prompt":
                 raw = tuple(tuple(rows.token_bytes(token)) for token in prompt)
                 seen = Prompt(rows.text_of(prompt), tuple(prompt), raw)
-                events.insert(0, Began(len(prompt), thinks, family, seen))
+                events.insert(0, Began("", len(prompt), thinks, family, seen))
             return None, events
         rows.check_room(prompt)
         constraint, is_call = None, False
@@ -334,13 +312,13 @@ class Desk:
                 chances = tuple(self._named(each) for each in log.tokens[told:generated_tokens])
                 told = generated_tokens
             following.has_written(generated_tokens)
-            ticket.tell(Said(text, generated_tokens, chances))
+            ticket.tell(Token("", text, generated_tokens, chances=chances))
 
         def on_read(done: int, total: int) -> None:
             nonlocal said_s
             if done < total and time.monotonic() - said_s >= READ_S:
                 said_s = time.monotonic()
-                ticket.tell(PromptRead(done, total))
+                ticket.tell(Progress("", "prefill", done, total))
 
         request = BatchRequest(
             self._numbers,
@@ -356,7 +334,7 @@ class Desk:
             on_reused=following.reuses,
             cancelled=unwanted,
         )
-        return _Ready(request, Began(len(prompt), thinks, family, is_call=is_call)), []
+        return _Ready(request, Began("", len(prompt), thinks, family, is_call=is_call)), []
 
     def _named(self, chances: Chances) -> NamedChances:
         rows = self._rows
@@ -375,18 +353,18 @@ class Desk:
             return
         self._logs[ticket].ends()
         if answer.error is not None:
-            ticket.tell(Refused(answer.error))
+            ticket.tell(Failed.of(answer.error))
             return
         if answer.finish_reason == "cancelled" and not ticket.is_cancelled():
             ticket.tell(closing())
             return
-        lengths = answer.prompt_tokens, answer.generated_tokens, answer.reused_tokens
-        ticket.tell(Ended(answer.finish_reason, *lengths, answer.stopped_by))
+        lengths = answer.prompt_tokens, answer.reused_tokens, answer.generated_tokens
+        ticket.tell(Finished("", answer.finish_reason, *lengths, stopped_by=answer.stopped_by))
 
 
 def _end(gone: list[Ticket]) -> None:
     for ticket in gone:
-        ticket.tell(Ended("cancelled", 0, 0, 0))
+        ticket.tell(Finished("", "cancelled", 0, 0, 0))
 
 
 class _Arriving:

@@ -10,32 +10,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
-from engine.common.json_fields import MessageLines
 from engine.common.paths import python_module
 from engine.process.lifetime import end_process, quiet_libraries, set_up_process
+from engine.protocol import ServeModels, decode, encode
 from engine.serving.link import DeskLink, EngineLink
 
 ENDING_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServeModels:
-    """What the process is to do: how models are run, where the server is, and as which chat's what is computed is kept
-    on disk, if at all."""
-
-    address: str
-    secret: str
-    config: EngineConfig
-    idle_s: float | None
-    chat: str
-
-
-_LINES = MessageLines((ServeModels,))
 
 
 class EngineProcess:
@@ -97,7 +82,7 @@ class EngineProcess:
                     command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, **variables}
                 )
                 assert process.stdin is not None
-                process.stdin.write(_LINES.encode(self._order))
+                process.stdin.write(encode(self._order))
                 process.stdin.close()
             except OSError as error:
                 raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None
@@ -139,7 +124,8 @@ class EngineProcess:
 
 def main() -> None:
     """Entry of `python -m engine.serving.engine_process`."""
-    order: ServeModels = _LINES.decode(sys.stdin.buffer.readline())
+    order = decode(sys.stdin.buffer.readline())
+    assert isinstance(order, ServeModels)
     quiet_libraries()
     set_up_process(also_stderr=False)
     from engine.foreign_text.process import FOREIGN_TEXT

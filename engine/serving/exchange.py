@@ -11,7 +11,7 @@ from typing import Any, Literal
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.common.plain_text import plain_line
-from engine.serving.front_messages import Outcome, Served
+from engine.protocol import Outcome, Served
 
 _LONGEST_NAME = 60
 _QUIET = ("GET", "HEAD", "OPTIONS")

@@ -21,9 +21,23 @@ from engine.checkpoint.names import name_of
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.lifetime import log_to_file
-from engine.serving.asking import Ask, Began, Event, Refused, State, Ticket
+from engine.protocol import (
+    Ask,
+    Began,
+    Beside,
+    Failed,
+    FreeOthers,
+    Listen,
+    Listening,
+    Message,
+    NotListening,
+    Rules,
+    Wants,
+    decode,
+    encode,
+)
+from engine.serving.asking import Event, State, Ticket
 from engine.serving.engine_process import EngineProcess
-from engine.serving.front_messages import FRONT_LINES, Beside, FreeOthers, Listen, Listening, NotListening, Rules, Wants
 from engine.serving.link import EngineLink
 from engine.serving.service import LibraryModels
 
@@ -49,7 +63,7 @@ class BothEngines:
         say: tells the window.
     """
 
-    def __init__(self, say: Callable[[object], None]) -> None:
+    def __init__(self, say: Callable[[Message], None]) -> None:
         self._say = say
         self.window, self.beside = EngineLink(), EngineLink()
         self.window.wake = no_engine
@@ -153,7 +167,7 @@ class BothEngines:
 
         def told(event: Event) -> None:
             nonlocal is_last
-            passes = isinstance(event, Refused) and event.error.code is again_after and not is_last
+            passes = isinstance(event, Failed) and event.code is again_after and not is_last
             is_last = is_last or isinstance(event, Began)
             if passes and not outer.is_cancelled():
                 is_last = True
@@ -169,7 +183,7 @@ class BothEngines:
             try:
                 inner = self._link_for(ask.model).ask(ask, told)
             except EngineError as error:
-                outer.tell(Refused(error))
+                outer.tell(Failed.of(error))
             if outer.is_cancelled() and inner is not None:
                 inner.cancel()
 
@@ -248,11 +262,12 @@ def main() -> None:
     logging.captureWarnings(True)
     log_to_file("server.log", also_stderr=False)
 
-    def say(message: object) -> None:
+    def say(message: Message) -> None:
         with writing:
-            os.write(events, FRONT_LINES.encode(message))
+            os.write(events, encode(message))
 
-    order: Listen = FRONT_LINES.decode(commands.readline())
+    order = decode(commands.readline())
+    assert isinstance(order, Listen)
     try:
         _serve(order, commands, say)
     except Exception:
@@ -260,7 +275,7 @@ def main() -> None:
         raise
 
 
-def _serve(order: Listen, commands: BinaryIO, say: Callable[[object], None]) -> None:
+def _serve(order: Listen, commands: BinaryIO, say: Callable[[Message], None]) -> None:
     from engine.serving.server import Address, Server
     from engine.serving.service import Service
 
@@ -277,7 +292,7 @@ def _serve(order: Listen, commands: BinaryIO, say: Callable[[object], None]) -> 
     engines.start()
     say(Listening(port, engines.window.address, engines.window.secret))
     for line in commands:
-        message = FRONT_LINES.decode(line)
+        message = decode(line)
         if isinstance(message, Rules):
             engines.follow(message)
         elif isinstance(message, FreeOthers):

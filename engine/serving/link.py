@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import queue
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,26 +22,81 @@ from typing import Any
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import fields_of
-from engine.serving.asking import (
-    MOST_WAITING,
-    Answerer,
+from engine.protocol import (
     Ask,
-    Began,
-    Ended,
-    Event,
-    PromptRead,
-    Refused,
-    Said,
-    State,
-    Ticket,
-    closing,
-    too_many,
+    Asked,
+    Cancel,
+    Failed,
+    Finished,
+    Message,
+    ModelIs,
+    Prepare,
+    Release,
+    Remark,
+    decode,
+    encode,
 )
-from engine.serving.front_messages import forget_link
-from engine.serving.link_folder import LinkFolder
-from engine.serving.wire import Asked, Cancelled, Happened, Line, ModelIs, Prepare, Release, Remark
+from engine.serving.asking import MOST_WAITING, Answerer, Event, State, Ticket, closing, too_many
+from engine.serving.link_folder import LinkFolder, forget_link
 
 _log = logging.getLogger(__name__)
+_NOTICES_S = 0.5
+
+
+class Line:
+    """Messages both ways, without ever waiting for the other side."""
+
+    def __init__(self, connection: Connection, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+        self._connection, self._on_message, self._on_lost = connection, on_message, on_lost
+        self._unsent: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+
+    def start(self) -> None:
+        for thread in reversed(self._threads):  # the reader waits for the writer in the end
+            thread.start()
+
+    def send(self, message: Message) -> None:
+        """Has it sent soon; without effect once the line is lost."""
+        self._unsent.put(message)
+
+    def close(self) -> None:
+        """Sends what is left, and ends; waits for both threads, but not for its own."""
+        self._unsent.put(None)
+        for thread in reversed(self._threads):
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, EOFError, EngineError):
+            while self._has_come():
+                self._on_message(decode(self._connection.recv_bytes()))
+        self._hang_up()
+        self._unsent.put(None)
+        self._threads[1].join()
+        self._connection.close()
+        self._on_lost()
+
+    def _has_come(self) -> bool:
+        """Waits; a pipe of Windows does not notice that this side wants to end."""
+        while os.name == "nt" and not self._connection.poll(_NOTICES_S):
+            if not self._threads[1].is_alive():
+                return False
+        return True
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (message := self._unsent.get()) is not None:
+                self._connection.send_bytes(encode(message))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Both threads notice."""
+        if os.name != "nt":
+            with (
+                contextlib.suppress(OSError, ValueError),
+                socket.socket(fileno=os.dup(self._connection.fileno())) as end,
+            ):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 class EngineLink:
@@ -61,7 +119,7 @@ class EngineLink:
         self.on_model: Callable[[Path | None, Path | None], None] = lambda _model, _loading: None
         self._lock = threading.RLock()
         self._line: Line | None = None
-        self._open: dict[int, Ticket] = {}
+        self._open: dict[str, Ticket] = {}
         self._unsent: list[Any] = []
         self._model: Path | None = None
         self._knows_model = threading.Event()
@@ -96,16 +154,16 @@ class EngineLink:
             if len(self._open) >= MOST_WAITING:
                 raise too_many()
             self._numbers += 1
-            number = self._numbers
-            ticket = Ticket(ask, on_event, lambda: self._send(Cancelled(number)))
-            self._open[number] = ticket
-            self._send(asked := Asked(number, ask))
+            name = str(self._numbers)
+            ticket = Ticket(ask, on_event, lambda: self._send(Cancel(name)))
+            self._open[name] = ticket
+            self._send(asked := Asked(name, ask))
         if not self.is_connected:  # only now: an engine that ends meanwhile refuses this one too
             try:
                 self.wake()
             except EngineError:
                 with self._lock:
-                    self._open.pop(number, None)
+                    self._open.pop(name, None)
                     self._unsent = [message for message in self._unsent if message is not asked]
                 raise
         return ticket
@@ -137,7 +195,7 @@ class EngineLink:
         with self._lock:
             refused = self._forget_all()
         for ticket in refused:
-            ticket.tell(Refused(error))
+            ticket.tell(Failed.of(error))
 
     def _forget_all(self) -> list[Ticket]:
         """What nobody answers any more."""
@@ -204,7 +262,7 @@ class EngineLink:
             refused = self._forget_all()  # before another engine can connect
         for ticket in refused:
             words = "The engine stopped in the middle: try again in a moment."
-            ticket.tell(Refused(EngineError(ErrorCode.ENGINE_DIED, words)))
+            ticket.tell(Failed("", ErrorCode.ENGINE_DIED, words))
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, ModelIs):
@@ -213,15 +271,13 @@ class EngineLink:
             self.on_model(message.model, message.loading)
         elif isinstance(message, Remark):
             self.on_remark(message.text)
-        elif isinstance(message, Happened):
-            event: Event | None = message.began or message.read or message.said or message.ended
-            if event is None:
-                event = Refused(EngineError(message.code or ErrorCode.INTERNAL, message.message))
+        elif isinstance(message, Event):
             with self._lock:
-                is_over = isinstance(event, Ended | Refused)
-                ticket = self._open.pop(message.number, None) if is_over else self._open.get(message.number)
+                is_over = isinstance(message, Finished | Failed)
+                name = message.request_id
+                ticket = self._open.pop(name, None) if is_over else self._open.get(name)
             if ticket is not None:
-                ticket.tell(event)
+                ticket.tell(message)
 
 
 class DeskLink:
@@ -235,7 +291,7 @@ class DeskLink:
     """
 
     def __init__(self, address: str, secret: str, desk: Answerer, on_lost: Callable[[], None] = lambda: None) -> None:
-        self._desk, self._tickets = desk, dict[int, Ticket]()
+        self._desk, self._tickets = desk, dict[str, Ticket]()
         self._on_lost = on_lost
         try:
             connection = Client(address, authkey=secret.encode())
@@ -263,39 +319,30 @@ class DeskLink:
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Asked):
-            self._ask(message.number, message.ask)
-        elif isinstance(message, Cancelled):
-            if (ticket := self._tickets.get(message.number)) is not None:
+            self._ask(message.request_id, message.ask)
+        elif isinstance(message, Cancel):
+            if (ticket := self._tickets.get(message.request_id)) is not None:
                 ticket.cancel()
         elif isinstance(message, Prepare):
             self._desk.prepare(message.model)
         elif isinstance(message, Release):
             self._desk.release(message.model, message.after_s)
 
-    def _ask(self, number: int, ask: Ask) -> None:
+    def _ask(self, name: str, ask: Ask) -> None:
         def on_event(event: Event) -> None:
-            if isinstance(event, Refused):
-                self._line.send(Happened(number, code=event.error.code, message=event.error.message))
-            elif isinstance(event, Began):
-                self._line.send(Happened(number, began=event))
-            elif isinstance(event, PromptRead):
-                self._line.send(Happened(number, read=event))
-            elif isinstance(event, Said):
-                self._line.send(Happened(number, said=event))
-            else:
-                self._line.send(Happened(number, ended=event))
-            if isinstance(event, Ended | Refused):
+            self._line.send(replace(event, request_id=name))
+            if isinstance(event, Finished | Failed):
                 over.set()
-                self._tickets.pop(number, None)
+                self._tickets.pop(name, None)
 
         over = threading.Event()
         try:
             # What JSON made of the fields becomes what they are declared as.
             ask = replace(ask, sampling=fields_of(SamplingParams, ask.sampling))
-            self._tickets[number] = self._desk.ask(ask, on_event)
+            self._tickets[name] = self._desk.ask(ask, on_event)
         except EngineError as error:
-            on_event(Refused(error))
+            on_event(Failed.of(error))
         except (TypeError, LookupError, ValueError):
-            on_event(Refused(EngineError(ErrorCode.INVALID_REQUEST, "The request cannot be read.")))
+            on_event(Failed("", ErrorCode.INVALID_REQUEST, "The request cannot be read."))
         if over.is_set():
-            self._tickets.pop(number, None)
+            self._tickets.pop(name, None)

@@ -60,3 +60,9 @@ def remove_abandoned() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
+
+
+def forget_link(address: str) -> None:
+    """Removes what is left of a link whose server has ended."""
+    if os.name == "posix" and address:
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)

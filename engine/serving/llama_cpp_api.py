@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.batch_files.openai_requests import BadRequestError, read_messages
-from engine.serving.asking import Ask, Prompt
+from engine.protocol import Ask, Prompt
 from engine.serving.openai_chat import are_tokens, read_end
 from engine.serving.service import Service, body_of, while_connected
 from engine.serving.streams import JSONResponse

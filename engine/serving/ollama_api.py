@@ -27,7 +27,8 @@ from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.common.foreign import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
-from engine.serving.asking import Ask, Began, Ended, Progress, Said
+from engine.protocol import Ask, Began, Finished, Token
+from engine.serving.asking import AnswerEvent
 from engine.serving.embeddings import Embedded, Text, read_texts
 from engine.serving.service import Service, body_of, of_engine, on_a_thread, status_of, while_connected
 from engine.serving.streams import JSONResponse, Streamed, lines_of, opened
@@ -199,17 +200,17 @@ class _Answer:
         self._asked_ns = time.monotonic_ns()
         self._first_ns = 0
 
-    def take(self, event: Progress) -> list[dict[str, Any]]:
+    def take(self, event: AnswerEvent) -> list[dict[str, Any]]:
         """The lines of a stream that an event makes."""
         lines = self._lines(self._reading.parts(event))
-        if isinstance(event, Said):
+        if isinstance(event, Token):
             self._first_ns = self._first_ns or time.monotonic_ns()
-        if not isinstance(event, Ended):
+        if not isinstance(event, Finished):
             return lines
         self._last = self._ending(event)
         return [*lines, {**self._line(Spoken("")), **self._last}]
 
-    def lines(self, event: Progress) -> list[str]:
+    def lines(self, event: AnswerEvent) -> list[str]:
         """Those, as they are sent."""
         lines = [_json_line(line) for line in self.take(event)]
         return ["", *lines] if isinstance(event, Began) else lines  # from here on errors are part of the stream
@@ -250,12 +251,12 @@ class _Answer:
             return {**head, "message": {"role": "assistant", "content": said, **extra}}
         return {**head, "response": said, **extra}
 
-    def _ending(self, ended: Ended) -> dict[str, Any]:
+    def _ending(self, ended: Finished) -> dict[str, Any]:
         now = time.monotonic_ns()
         first = self._first_ns or now
         return {
             "done": True,
-            "done_reason": "length" if ended.reason in ("length", "context") else "stop",
+            "done_reason": "length" if ended.finish_reason in ("length", "context") else "stop",
             "total_duration": now - self._asked_ns,
             "load_duration": 0,
             "prompt_eval_count": ended.prompt_tokens,

@@ -11,7 +11,8 @@ from typing import Any
 from engine.batch_files.openai_format import FINISH
 from engine.common.chat import ToolCall
 from engine.families.replies.reader import Part, Spoken, Thought
-from engine.serving.asking import Ask, Began, Ended, NamedChances, NamedToken, Progress, Said
+from engine.protocol import Ask, Began, Finished, NamedChances, NamedToken, Token
+from engine.serving.asking import AnswerEvent
 from engine.serving.tools import Reading, ToolUse
 
 
@@ -76,9 +77,9 @@ class Answer:
         self._calls: list[ToolCall] = []
         self._chances: list[NamedChances] = []
         self._named_characters = 0
-        self.ended = Ended("stop", 0, 0, 0)
+        self.ended = Finished("", "stop", 0, 0, 0)
 
-    def take(self, event: Progress) -> list[dict[str, Any]]:
+    def take(self, event: AnswerEvent) -> list[dict[str, Any]]:
         """The deltas of a stream that an event makes."""
         is_chat = self._wanted.is_chat
         parts: list[Part] = self._reading.parts(event) if is_chat else []
@@ -86,7 +87,7 @@ class Answer:
             if is_chat:
                 return [_delta({"role": "assistant", "content": None})]
             return self._deltas([Spoken(self._echo)])
-        if isinstance(event, Said):
+        if isinstance(event, Token):
             self._chances += event.chances
             deltas = self._deltas(parts if is_chat else [Spoken(event.text)])
             if event.chances:
@@ -122,7 +123,7 @@ class Answer:
     @property
     def _reason(self) -> str:
         called = "function_call" if self._wanted.uses.is_legacy else "tool_calls"
-        return called if self._calls else FINISH[self.ended.reason]
+        return called if self._calls else FINISH[self.ended.finish_reason]
 
     def _called(self, call: ToolCall) -> dict[str, Any]:
         """A call in the form of who offered functions; empty for all others."""

@@ -29,7 +29,7 @@ from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.process.failures import as_engine_error, log_failure
-from engine.serving.asking import Ask, Ended, PromptRead
+from engine.protocol import Ask, Finished, Progress
 from engine.serving.embeddings import MOST_DIMENSIONS, read_texts
 from engine.serving.openai_answer import Wanted
 from engine.serving.service import Service, body_of, of_engine, status_of, together, while_connected
@@ -203,7 +203,7 @@ class _OpenAi:
                 index, event = await queue.get()
                 if isinstance(event, EngineError):
                     raise event
-                if isinstance(event, PromptRead):
+                if isinstance(event, Progress):
                     ms = round(1000 * (time.monotonic() - began_s))
                     read = {"total": event.total, "cache": 0, "processed": event.done, "time_ms": ms}
                     chunk = {**head, "choices": [{"index": index, "delta": {}}], "prompt_progress": read}
@@ -211,7 +211,7 @@ class _OpenAi:
                     continue
                 for delta in answers[index].take(event):
                     yield event_line({**head, "choices": [{"index": index, **delta}]})
-                left -= isinstance(event, Ended)
+                left -= isinstance(event, Finished)
             if wanted.counts:
                 yield event_line({**head, "choices": [], "usage": wanted.usage(answers)})
             yield "data: [DONE]\n\n"

@@ -27,7 +27,8 @@ from engine.batch_files.openai_requests import (
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Thought
-from engine.serving.asking import Ask, Began, Ended, Progress, Said
+from engine.protocol import Ask, Began, Finished, Token
+from engine.serving.asking import AnswerEvent
 from engine.serving.service import Service, body_of, while_connected
 from engine.serving.streams import WAITS, JSONResponse, event_line, lines_of, opened, read_comment, server_sent
 from engine.serving.tools import Reading, ToolUse, openai_tools
@@ -98,15 +99,15 @@ class _Answer:
             "usage": None,
         }
 
-    def take(self, event: Progress) -> list[dict[str, Any]]:
+    def take(self, event: AnswerEvent) -> list[dict[str, Any]]:
         """What a stream says of an event."""
         lines = self._lines(self._reading.parts(event))
         if isinstance(event, Began):
             kinds = ("response.created", "response.in_progress")
             return [self._line(kind, response=dict(self.response)) for kind in kinds]
-        if isinstance(event, Said):
+        if isinstance(event, Token):
             return lines
-        is_cut = event.reason in ("length", "context")
+        is_cut = event.finish_reason in ("length", "context")
         self.response["status"] = "incomplete" if is_cut else "completed"
         lines += self._closed(self.response["status"])
         if is_cut:
@@ -207,7 +208,7 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _usage(ended: Ended) -> dict[str, Any]:
+def _usage(ended: Finished) -> dict[str, Any]:
     return {
         "input_tokens": ended.prompt_tokens,
         "input_tokens_details": {"cached_tokens": ended.reused_tokens},

@@ -1,55 +1,111 @@
-"""The window's switch in the engine process: nothing heavy is imported until another program may ask."""
+"""Other programs' requests in the window's engine process: they share it with chats, and the model is the user's."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.common.errors import EngineError, ErrorCode
+from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
-from engine.protocol import ServeOthers
+from engine.protocol import Ask, ServeOthers
 
 if TYPE_CHECKING:
-    from engine.serving.desk import DeskEngine
-    from engine.serving.in_window import WindowDesk
+    from engine.runtime.engine import Engine
+    from engine.serving.asking import Event, State, Ticket
+    from engine.serving.desk import Desk
+    from engine.serving.link import DeskLink
 
 
 class OtherPrograms:
-    """Does on the engine's thread what the window said on the reader's."""
+    """Lets other programs' requests join the window's chats, with the model that the window has loaded.
+
+    A request to load or free a model, or to tune, ends them.  Nothing heavy is imported until a program may ask.
+    """
 
     def __init__(self, requests: RequestQueue) -> None:
         self._requests, self._lock = requests, threading.Lock()
         self._command: ServeOthers | None = None
-        self._desk: WindowDesk | None = None
+        self._desk: Desk | None = None
+        self._link: DeskLink | None = None
         self._model: Path | None = None
 
     def serve(self, command: ServeOthers) -> None:
-        """Has the engine's thread connect, or end it, soon."""
+        """Has the engine's thread connect to the server behind this link, or hang up, soon."""
         with self._lock:
             self._command = command
         self._requests.look_after_others()
 
+    # --- what the link asks: see `Answerer` -------------------------------------------------------
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        assert self._desk is not None
+        return self._desk.ask(ask, on_event)
+
+    @property
+    def state(self) -> State:
+        assert self._desk is not None
+        return self._desk.state
+
+    def prepare(self, model: Path) -> None:
+        """The window's user loads models."""
+
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """And frees them."""
+
     # --- the engine's thread ----------------------------------------------------------------------
 
-    def admit(self, engine: DeskEngine) -> None:
-        """Lets who waits join those that the engine is answering; see `WindowDesk`."""
-        command = self._command
-        if command is not None:
+    def open(self, engine: Engine) -> None:
+        """From now on programs may ask."""
+        from engine.serving.desk import Desk  # imports torch
+
+        self._desk = Desk(engine, self._requests.look_after_others)
+        self._desk.model_is(self._model)
+
+    def admit(self, engine: Engine) -> None:
+        """Lets who waits join those that the engine is answering, as far as there are places."""
+        if self._command is not None:
             with self._lock:
                 command, self._command = self._command, None
-        if command is not None:
-            if self._desk is None and command.address:
-                from engine.serving.in_window import WindowDesk  # imports torch
-
-                self._desk = WindowDesk(engine, self._requests)
-                self._desk.model_is(self._model)
-            if self._desk is not None:
-                self._desk.connect(command)
-        if self._desk is not None:
-            self._desk.admit()
+            self._connect(engine, command)
+        desk = self._desk
+        if desk is None:
+            return
+        try:
+            while (wanted := desk.next_model) is not None and wanted != self._model:
+                words = "The model was changed in Switchyard's window: ask again."
+                desk.refuse_waiting(EngineError(ErrorCode.MODEL_NOT_FOUND, words), wanted)
+            desk.admit()
+        except BaseException as error:
+            log_failure(error, "answering another program")
+            desk.refuse(as_engine_error(error, "answering another program"))
+            desk.free()
 
     def model_is(self, model: Path | None) -> None:
         """The window has loaded this model, or is about to free the one it had."""
         self._model = model
         if self._desk is not None:
+            if model is None:
+                self._desk.free()
             self._desk.model_is(model)
+        if self._link is not None:
+            self._link.model_is(model)
+
+    def _connect(self, engine: Engine, command: ServeOthers) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        if not command.address:
+            return
+        if self._desk is None:
+            self.open(engine)
+        from engine.serving.link import DeskLink
+
+        try:
+            self._link = DeskLink(command.address, command.secret, self)
+        except EngineError as error:  # it was turned off meanwhile
+            log_failure(error, "reaching the server for other programs")
+            return
+        self._link.model_is(self._model)

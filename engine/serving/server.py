@@ -11,22 +11,23 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
+from engine.protocol import Served
 from engine.serving import anthropic_api, llama_cpp_api, ollama_api, openai_chat, openai_responses
 from engine.serving.door import BACKLOG, Caller, Door
 from engine.serving.exchange import Noted
-from engine.serving.front_messages import Served
 from engine.serving.service import ClientGoneError, Service
 
 DEFAULT_PORT = 8490
@@ -79,13 +80,7 @@ class Address:
 
 def make_app(service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> ASGIApp:
     """The application behind the address; `on_served` is told of each request that is over."""
-    routes = [
-        *openai_chat.routes(service),
-        *openai_responses.routes(service),
-        *anthropic_api.routes(service),
-        *ollama_api.routes(service),
-        *llama_cpp_api.routes(service),
-    ]
+    routes = [route for interface in INTERFACES for route in interface.routes(service)]
     handlers = {EngineError: _failed, BadRequestError: _failed, HTTPException: _failed, Exception: _failed}
     handlers[ClientGoneError] = _failed
     app = Starlette(routes=routes, exception_handlers=handlers)
@@ -99,12 +94,27 @@ class ErrorShape(Protocol):
     def __call__(self, error: EngineError | BadRequestError, status: int | None = None) -> Response: ...
 
 
+class Interface(NamedTuple):
+    """What clients speak: its paths, how it writes errors, and how its paths begin where others do not."""
+
+    routes: Callable[[Service], list[Route]]
+    error: ErrorShape
+    begins: str
+
+
+INTERFACES = [
+    Interface(anthropic_api.routes, anthropic_api.anthropic_error, "/v1/messages"),
+    Interface(ollama_api.routes, ollama_api.ollama_error, "/api"),
+    Interface(openai_responses.routes, openai_chat.openai_error, ""),
+    Interface(llama_cpp_api.routes, openai_chat.openai_error, ""),
+    Interface(openai_chat.routes, openai_chat.openai_error, ""),
+]
+
+
 def _shape_for(scope: Scope) -> ErrorShape:
     """How the interface of a path writes errors."""
     path = str(scope.get("path", ""))
-    if path.startswith("/v1/messages"):
-        return anthropic_api.anthropic_error
-    return ollama_api.ollama_error if path.startswith("/api") else openai_chat.openai_error
+    return next(interface.error for interface in INTERFACES if path.startswith(interface.begins))
 
 
 async def _failed(request: Request, error: Exception) -> Response:

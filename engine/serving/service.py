@@ -25,7 +25,8 @@ from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, sayable
-from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Prompt, PromptRead, Refused
+from engine.protocol import Ask, Began, Failed, Finished, Progress, Prompt
+from engine.serving.asking import Answerer, AnswerEvent, Event
 from engine.serving.embeddings import Embedded, Embeddings, Text
 from engine.serving.exchange import current_exchange
 from engine.serving.tools import ToolUse
@@ -229,21 +230,21 @@ class Service:
         """
         tokens = 0
         async for event in self.events(replace(ask, wants="length")):
-            if isinstance(event, Ended):
+            if isinstance(event, Finished):
                 tokens = event.prompt_tokens
         return tokens
 
-    async def whole(self, ask: Ask, take: Callable[[Progress], object]) -> None:
+    async def whole(self, ask: Ask, take: Callable[[AnswerEvent], object]) -> None:
         """Has `take` take all that happens to a request.
 
         Raises:
             EngineError: as `events`.
         """
         async for event in self.events(ask):
-            if not isinstance(event, PromptRead):
+            if not isinstance(event, Progress):
                 take(event)
 
-    async def events(self, ask: Ask) -> AsyncIterator[Progress | PromptRead]:
+    async def events(self, ask: Ask) -> AsyncIterator[AnswerEvent | Progress]:
         """What happens to a request; if nobody listens any more it is cancelled.
 
         Raises:
@@ -260,15 +261,15 @@ class Service:
         try:
             while True:
                 event = await queue.get()
-                if isinstance(event, Refused):
+                if isinstance(event, Failed):
                     exchange.breaks = "failed"
                     raise event.error
                 if isinstance(event, Began):
                     exchange.read_tokens += event.prompt_tokens
-                elif not isinstance(event, PromptRead):
+                elif not isinstance(event, Progress):
                     exchange.written_tokens += event.generated_tokens - written
                     written = event.generated_tokens
-                is_last = isinstance(event, Ended)
+                is_last = isinstance(event, Finished)
                 yield event
                 if is_last:
                     return

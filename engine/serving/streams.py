@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from engine.common.errors import EngineError
 from engine.common.foreign import json_text
-from engine.serving.asking import Progress, PromptRead
+from engine.protocol import Progress
+from engine.serving.asking import AnswerEvent
 from engine.serving.service import while_connected
 
 PING_S = 10.0
@@ -58,15 +59,15 @@ def event_line(data: Any, name: str = "") -> str:
     return f"{head}data: {json_text(data)}\n\n"
 
 
-def read_comment(read: PromptRead) -> str:
+def read_comment(read: Progress) -> str:
     """How much of a prompt has been read, as a comment."""
     return f": {read.done} of {read.total} tokens of the prompt read\n\n"
 
 
 async def lines_of(
-    events: AsyncIterator[Progress | PromptRead],
-    take: Callable[[Progress], Iterable[str]],
-    read: Callable[[PromptRead], str],
+    events: AsyncIterator[AnswerEvent | Progress],
+    take: Callable[[AnswerEvent], Iterable[str]],
+    read: Callable[[Progress], str],
 ) -> Lines:
     """The lines that each event makes.
 
@@ -75,7 +76,7 @@ async def lines_of(
     """
     try:
         async for event in events:
-            for line in [read(event)] if isinstance(event, PromptRead) else take(event):
+            for line in [read(event)] if isinstance(event, Progress) else take(event):
                 yield line
     finally:
         await _closed(events)

@@ -10,7 +10,8 @@ from engine.batch_files.openai_requests import BadRequestError
 from engine.common.chat import Tool, ToolChoice
 from engine.common.foreign import json_text
 from engine.families.replies.reader import Part, ReplyReader, reply_reader
-from engine.serving.asking import Began, Progress, Said
+from engine.protocol import Began, Token
+from engine.serving.asking import AnswerEvent
 
 MOST_TOOLS = 128
 
@@ -39,7 +40,7 @@ class Reading:
         self._uses = uses
         self._reader: ReplyReader | None = None
 
-    def parts(self, event: Progress) -> list[Part]:
+    def parts(self, event: AnswerEvent) -> list[Part]:
         """What an event adds."""
         if isinstance(event, Began):
             uses = self._uses
@@ -50,7 +51,7 @@ class Reading:
             return []
         if self._reader is None:
             return []
-        return self._reader.feed(event.text) if isinstance(event, Said) else self._reader.end()
+        return self._reader.feed(event.text) if isinstance(event, Token) else self._reader.end()
 
 
 def read_tool(name: Any, description: Any, parameters: Any) -> Tool:

@@ -3462,6 +3462,10 @@ negativ</translation>
             <translation>Die Engine reagiert seit {0} Sekunden nicht: Warten Sie, oder starten Sie sie neu.</translation>
         </message>
         <message>
+            <source>A file of {0} became shorter, or its disk failed, while it was in use. Put the whole file back, then restart the engine.</source>
+            <translation>Eine Datei von {0} wurde während der Benutzung kürzer, oder ihr Laufwerk ist ausgefallen. Stellen Sie die vollständige Datei wieder her und starten Sie dann die Engine neu.</translation>
+        </message>
+        <message>
             <source>The engine exited unexpectedly (code {0}); see its log for details.</source>
             <translation>Die Engine wurde unerwartet beendet (Code {0}); Einzelheiten stehen in ihrem Protokoll.</translation>
         </message>

@@ -3462,6 +3462,10 @@ negativo</translation>
             <translation>El motor no responde desde hace {0} segundos: espere o reinícielo.</translation>
         </message>
         <message>
+            <source>A file of {0} became shorter, or its disk failed, while it was in use. Put the whole file back, then restart the engine.</source>
+            <translation>Un archivo de {0} se acortó, o falló su disco, mientras estaba en uso. Vuelva a poner el archivo completo y reinicie el motor.</translation>
+        </message>
+        <message>
             <source>The engine exited unexpectedly (code {0}); see its log for details.</source>
             <translation>El motor terminó inesperadamente (código {0}); consulte los detalles en su registro.</translation>
         </message>

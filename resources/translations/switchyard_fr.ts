@@ -3462,6 +3462,10 @@ négatif</translation>
             <translation>Le moteur ne répond pas depuis {0} secondes : patientez, ou redémarrez-le.</translation>
         </message>
         <message>
+            <source>A file of {0} became shorter, or its disk failed, while it was in use. Put the whole file back, then restart the engine.</source>
+            <translation>Un fichier de {0} a été raccourci, ou son disque est tombé en panne, pendant son utilisation. Remettez le fichier complet en place, puis redémarrez le moteur.</translation>
+        </message>
+        <message>
             <source>The engine exited unexpectedly (code {0}); see its log for details.</source>
             <translation>Le moteur s’est arrêté de façon inattendue (code {0}) ; voir son journal pour les détails.</translation>
         </message>

@@ -3442,6 +3442,10 @@ negative</source>
             <translation>エンジンが{0}秒間応答していません。待つか、再起動してください。</translation>
         </message>
         <message>
+            <source>A file of {0} became shorter, or its disk failed, while it was in use. Put the whole file back, then restart the engine.</source>
+            <translation>{0} のファイルが使用中に短くなったか、ディスクに障害が発生しました。完全なファイルを元に戻してから、エンジンを再起動してください。</translation>
+        </message>
+        <message>
             <source>The engine exited unexpectedly (code {0}); see its log for details.</source>
             <translation>エンジンが予期せず終了しました（コード{0}）。詳細はログをご覧ください。</translation>
         </message>

@@ -3442,6 +3442,10 @@ negative</source>
             <translation>引擎已有 {0} 秒没有响应：请等待，或重启引擎。</translation>
         </message>
         <message>
+            <source>A file of {0} became shorter, or its disk failed, while it was in use. Put the whole file back, then restart the engine.</source>
+            <translation>{0} 的文件在使用中变短，或其磁盘出现故障。请放回完整的文件，然后重启引擎。</translation>
+        </message>
+        <message>
             <source>The engine exited unexpectedly (code {0}); see its log for details.</source>
             <translation>引擎意外退出（代码 {0}）；详情见其日志。</translation>
         </message>

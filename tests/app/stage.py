@@ -73,9 +73,9 @@ from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.parts.updates import Update
+from engine.protocol import Outcome, Served
 from engine.remote.capabilities import About
 from engine.remote.endpoint import Endpoint, Found, endpoint_at, remote_name, save_endpoint
-from engine.serving.front_messages import Outcome, Served
 from engine.telemetry.lanes import ELSEWHERE as ELSEWHERE_WAITS
 from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING, WRITTEN_ELSEWHERE
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans

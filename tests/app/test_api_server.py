@@ -19,7 +19,7 @@ from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
 from app.views.settings.other_programs import OUTCOME, PROGRAM, OtherProgramsCard, ServedRequests
 from engine.common.paths import log_dir
-from engine.serving.front_messages import Served
+from engine.protocol import Served
 from engine.serving.link import DeskLink
 from engine.serving.link_folder import PREFIX
 from tests.app.scripted_engine import ScriptedEngine

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QLockFile
 from pytestqt.qtbot import QtBot
 
 from app.services.single_instance import LOCK_NAME, Claim, SingleInstance
@@ -93,19 +90,6 @@ def test_what_a_killed_window_left_is_taken_over(qtbot: QtBot, tmp_path: Path, h
 def test_a_window_that_hangs_keeps_its_folder(qtbot: QtBot, tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     holder.send_signal(signal.SIGSTOP)
     assert SingleInstance(tmp_path).claim(answer_ms=0) is Claim.NOT_RESPONDING
-
-
-def test_a_lock_whose_process_id_was_used_again_is_stale(qtbot: QtBot, tmp_path: Path) -> None:
-    lock = QLockFile(str(tmp_path / LOCK_NAME))
-    assert lock.tryLock(0)
-    names_this_process = (tmp_path / LOCK_NAME).read_bytes()
-    lock.unlock()
-    (tmp_path / LOCK_NAME).write_bytes(names_this_process)  # but was written long before it started
-    long_ago = time.time() - 10 * 365 * 86400
-    os.utime(tmp_path / LOCK_NAME, (long_ago, long_ago))
-    instance = SingleInstance(tmp_path)
-    assert instance.claim(answer_ms=0) is Claim.OURS
-    instance.release()
 
 
 def test_a_folder_that_cannot_be_made_is_told(qtbot: QtBot, tmp_path: Path) -> None:

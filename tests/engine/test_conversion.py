@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.disk import load_prepared
 from engine.checkpoint.library import converted_path
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.common.files import try_lock
+from engine.common.files import holding
 from engine.experts.container import ContainerWriter, part_path
 from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
@@ -279,13 +279,8 @@ def test_two_at_once_make_it_once(mixtral: Path, tmp_path: Path) -> None:
 
 def test_while_another_program_makes_it_one_waits_and_can_be_cancelled(mixtral: Path, tmp_path: Path) -> None:
     path, asked = tmp_path / "tiny.gguf", iter(range(100))
-    descriptor = os.open(path.with_name("tiny.gguf.lock"), os.O_RDWR | os.O_CREAT)
-    try:
-        assert try_lock(descriptor)
-        with pytest.raises(RequestCancelled):
-            converted(opened(mixtral), path, cancelled=lambda: next(asked) > 2)
-    finally:
-        os.close(descriptor)
+    with holding(path.with_name("tiny.gguf.lock"), 0.0, "busy"), pytest.raises(RequestCancelled):
+        converted(opened(mixtral), path, cancelled=lambda: next(asked) > 2)
     assert not path.exists()
 
 

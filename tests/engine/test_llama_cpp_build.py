@@ -16,7 +16,7 @@ from benchmarks.peers import build as building
 from benchmarks.peers.build import Builder, PeerBuildError, find_sources
 from benchmarks.peers.editions import EDITIONS, IK_LLAMA_CPP, LLAMA_CPP, Edition
 from benchmarks.peers.instructions import GROUPS, Instructions
-from engine.common.files import try_lock, unlock
+from engine.common.files import take_lock
 
 
 def builder(edition: Edition = LLAMA_CPP, heard: list[str] | None = None, named: Path | None = None) -> Builder:
@@ -62,11 +62,11 @@ def test_what_never_runs_is_not_built(compiled: list[list[str]], monkeypatch: py
 
 def test_two_do_not_build_at_once(compiled: list[list[str]]) -> None:
     LLAMA_CPP.home().mkdir(parents=True)
-    with (LLAMA_CPP.home() / "lock").open("a+b") as lock:
-        assert try_lock(lock.fileno())
-        with pytest.raises(PeerBuildError, match="another process"):
-            builder().build()
-        unlock(lock.fileno())
+    lock = take_lock(LLAMA_CPP.home() / "lock")
+    assert lock is not None
+    with pytest.raises(PeerBuildError, match="another process"):
+        builder().build()
+    lock.release()
     assert not compiled
 
 

@@ -25,13 +25,15 @@ pytestmark = [
         not (shutil.which(_CROSS) and shutil.which(_EMULATOR)), reason=f"{_CROSS} and {_EMULATOR} are not both here"
     ),
 ]
+_COMPILING_S = 1500.0
 _SEED = int.from_bytes(os.urandom(3), "big")
 
 
 @pytest.fixture(scope="module")
 def on_arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arm")
-    return make_program("results", folder, Compiler(_CROSS), link=("-static",), machine="aarch64")
+    compiler = Compiler(_CROSS, within_s=_COMPILING_S)
+    return make_program("results", folder, compiler, link=("-static",), machine="aarch64")
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,12 @@ import pytest
 
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
-from engine.protocol import ChatMessage
+from engine.protocol import Ask, ChatMessage, Failed, Finished, Served
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
 from engine.serving import door
-from engine.serving.asking import Ask, Ended, Refused
 from engine.serving.by_name import DeskByName
-from engine.serving.front_messages import Served
 from engine.serving.link import DeskLink, EngineLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service, together
@@ -669,7 +667,7 @@ def test_closing_ends_everybody() -> None:
 
     def on_event(event: Any) -> None:
         begun.set()
-        if isinstance(event, Ended | Refused):
+        if isinstance(event, Finished | Failed):
             endings.append(event)
 
     hello = (ChatMessage("user", "Hello"),)
@@ -726,7 +724,7 @@ class Watched(list[Any]):
 
     @property
     def ending(self) -> Any:
-        return self[-1] if self and isinstance(self[-1], Ended | Refused) else None
+        return self[-1] if self and isinstance(self[-1], Finished | Failed) else None
 
 
 def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -744,7 +742,7 @@ def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -
     desk.ask(Ask(Path("mixtral"), HI), watched)
     _until(lambda: watched.ending)
     closing.join()
-    assert isinstance(watched.ending, Refused)
+    assert isinstance(watched.ending, Failed)
     assert watched.ending.error.code is ErrorCode.BUSY
 
 
@@ -783,7 +781,7 @@ def test_loading_ends_when_all_who_asked_have_gone() -> None:
     desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
     _until(lambda: here.ending)
     desk.close()
-    assert isinstance(here.ending, Ended)
+    assert isinstance(here.ending, Finished)
 
 
 def test_nothing_is_loaded_for_who_has_gone() -> None:
@@ -795,7 +793,7 @@ def test_nothing_is_loaded_for_who_has_gone() -> None:
     _until(lambda: here.ending)
     desk.close()
     assert engine.loads == ["mixtral"]
-    assert gone.ending.reason == "cancelled"
+    assert gone.ending.finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, BaseException])

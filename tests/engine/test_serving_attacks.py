@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from engine.common.paths import log_dir
 from engine.foreign_text.child import _clearly_more
 from engine.process.lifetime import Seldom
+from engine.protocol import Ask, Failed, Finished, Token
 from engine.runtime.schedule.live import LiveRows
 from engine.serving import door
 from engine.serving import server as server_module
-from engine.serving.asking import Ask, Ended, Refused, Said
 from engine.serving.by_name import DeskByName
 from engine.serving.certificate import own_certificate
 from engine.serving.server import Address, Server
@@ -119,8 +119,8 @@ def test_strangers_keep_nobody_out(number: int, opening: bytes, many_files: None
         for _ in range(3):
             assert httpx2.get(f"{server.url}/v1/models", headers=KEY, timeout=30).status_code == 200
             server.attack(50, opening)
-        server.desk.tickets[0].tell(Said(" there", 2))  # who was being answered still is
-        server.desk.tickets[0].tell(Ended("stop", 3, 2, 0))
+        server.desk.tickets[0].tell(Token("", " there", 2))  # who was being answered still is
+        server.desk.tickets[0].tell(Finished("", "stop", 3, 0, 2))
         assert "there" in "".join(lines)
 
 
@@ -189,7 +189,7 @@ def test_who_finds_all_places_taken_is_told_so(monkeypatch: pytest.MonkeyPatch) 
             assert caller.recv(10_000)
         answer = server.chat()
         assert (answer.status_code, "as many clients as it can" in answer.text) == (503, True)
-        server.desk.tickets[0].tell(Ended("stop", 3, 1, 0))
+        server.desk.tickets[0].tell(Finished("", "stop", 3, 0, 1))
         _until(lambda: httpx2.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
 
 
@@ -326,7 +326,7 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
         return prompt(rows, messages, *given)
 
     def on_stream(event: Any) -> None:
-        if isinstance(event, Said):
+        if isinstance(event, Token):
             with more:
                 written.append(event.generated_tokens)
                 more.notify_all()
@@ -346,10 +346,10 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
     ticket = desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 240}), on_stream)
     try:
         _until(lambda: long and counted)
-        assert isinstance(long[0], Refused)
+        assert isinstance(long[0], Failed)
         assert "about" in long[0].error.message
         assert "tokens long" in long[0].error.message
-        assert isinstance(counted[-1], Ended)
+        assert isinstance(counted[-1], Finished)
     finally:
         ticket.cancel()
         desk.close()
@@ -371,7 +371,7 @@ def test_a_model_that_goes_ends_what_is_becoming_tokens(monkeypatch: pytest.Monk
     desk.ask(Ask(Path("mixtral"), HI), events.append)
     assert at_work.wait(30)
     desk.close()
-    assert isinstance(events[-1], Refused)
+    assert isinstance(events[-1], Failed)
 
 
 @given(st.text(alphabet="ab ", max_size=3000), st.integers(1, 40))

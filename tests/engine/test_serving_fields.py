@@ -16,7 +16,7 @@ import pytest
 from engine.batch_files.openai_requests import NO_LIMIT
 from engine.checkpoint.library import describe
 from engine.common.pictures import pictures_of
-from engine.serving.asking import Ask
+from engine.protocol import Ask
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from tests.engine.test_serving import HELLO, TOOL, Running, _until, made_up_models, serving

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.common.config import EngineConfig
-from engine.common.files import Lock
+from engine.common.files import take_lock
 from engine.common.paths import data_dir
 from engine.formats import LADDER
 from engine.hardware.measured import Measurements, load_measurements, save_measurements
@@ -87,8 +87,8 @@ def test_what_was_measured_while_others_were_busy_holds_for_a_while(model: Path)
 def test_one_process_measures_at_a_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untuned, "_PATIENCE_S", 0.0)
     data_dir().mkdir(parents=True)
-    lock = Lock(data_dir() / "measuring.lock")
-    assert lock.take()
+    lock = take_lock(data_dir() / "measuring.lock")
+    assert lock is not None
     config = EngineConfig(str(model), device="cpu", precision="bf16")
     assert not measure_untuned(config, lambda: None, lambda: False)
     assert load_measurements(probe()) is None

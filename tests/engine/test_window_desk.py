@@ -15,13 +15,12 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.process.chats import ChatService
 from engine.process.requests import AnswerOthers, RequestQueue
-from engine.protocol import Failed, Finished, Generate, LoadModel, ServeOthers, Token
+from engine.protocol import Ask, Failed, Finished, Generate, LoadModel, ServeOthers, Token
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.serving.asking import Ask, Ended, Refused, Said
-from engine.serving.in_window import WindowDesk
 from engine.serving.link import EngineLink
+from engine.serving.other_programs import OtherPrograms
 from tests.engine.test_serving import TinyEngine
 
 HI = (ChatMessage("user", "Hello"),)
@@ -65,11 +64,15 @@ class Window:
         self.engine, self.sent, self._hear = OneScheduler(), list[Any](), hear
         self.engine.load(MODEL, lambda: False)
         self.requests = RequestQueue(self._send)
-        self.desk = WindowDesk(self.engine, self.requests)
+        self.desk = OtherPrograms(self.requests)
+        self.desk.open(self.engine)
         self.desk.model_is(MODEL)
         self.chats = ChatService(
-            self.requests, self._send, self.engine, lambda _name: None, lambda _tokens: None, self.desk.admit
+            self.requests, self._send, self.engine, lambda _name: None, lambda _tokens: None, self._admit
         )
+
+    def _admit(self) -> None:
+        self.desk.admit(self.engine)
 
     def _send(self, event: Any) -> None:
         self.sent.append(event)
@@ -77,12 +80,12 @@ class Window:
 
     def answer(self) -> None:
         """What the engine process does until the window wants something, or nobody anything."""
-        self.desk.admit()
+        self._admit()
         while self.desk.state.waiting:  # until their requests are tokens
             time.sleep(0.001)
-            self.desk.admit()
+            self._admit()
         self.chats.answer()
-        self.desk.admit()
+        self._admit()
 
     def ask(self, on_event: Callable[[Any], None], tokens: int = 8, model: Path = MODEL) -> None:
         self.desk.ask(Ask(model, HI, sampling={"max_tokens": tokens}), on_event)
@@ -98,11 +101,11 @@ def test_those_who_ask_are_answered_together() -> None:
     window, events = Window(), list[Any]()
     for _ in range(3):
         window.ask(events.append)
-    assert isinstance(window.requests.waiting(), AnswerOthers)
+    assert isinstance(window.requests.take(), AnswerOthers)
     window.answer()
-    assert [event.generated_tokens for event in events if isinstance(event, Ended)] == [8, 8, 8]
-    first = [type(event) for event in events].index(Ended)
-    assert len([event for event in events[:first] if isinstance(event, Said)]) > 16  # in the same sweeps
+    assert [event.generated_tokens for event in events if isinstance(event, Finished)] == [8, 8, 8]
+    first = [type(event) for event in events].index(Finished)
+    assert len([event for event in events[:first] if isinstance(event, Token)]) > 16  # in the same sweeps
 
 
 def test_a_chat_and_other_programs_share_sweeps() -> None:
@@ -110,10 +113,10 @@ def test_a_chat_and_other_programs_share_sweeps() -> None:
     window = Window(lambda event: order.extend(["chat"] * isinstance(event, Token)))
 
     def on_event(event: Any) -> None:
-        order.extend(["other"] * isinstance(event, Said))
-        if isinstance(event, Said) and event.generated_tokens == 2:
+        order.extend(["other"] * isinstance(event, Token))
+        if isinstance(event, Token) and event.generated_tokens == 2:
             window.chat("c", tokens=20)
-            window.ask(lambda event: order.extend(["later"] * isinstance(event, Said)), tokens=20)
+            window.ask(lambda event: order.extend(["later"] * isinstance(event, Token)), tokens=20)
 
     window.ask(on_event, tokens=200)
     window.answer()
@@ -131,14 +134,14 @@ def test_another_model_in_the_window_ends_answers_in_a_sentence_once_chats_are_d
 
     def on_event(event: Any) -> None:
         events.append(event)
-        if isinstance(event, Said) and event.generated_tokens == 2:
+        if isinstance(event, Token) and event.generated_tokens == 2:
             window.chat("c", tokens=30)
             window.requests.accept(LoadModel("l", EngineConfig("other")))
 
     window.ask(on_event, tokens=200)
     window.answer()
     assert window.told(Finished)[0].generated_tokens == 30
-    assert not isinstance(events[-1], Refused)
+    assert not isinstance(events[-1], Failed)
     assert isinstance(window.requests.take_if(LoadModel), LoadModel)
     window.desk.model_is(None)
     assert events[-1].error.code is ErrorCode.BUSY
@@ -155,15 +158,15 @@ def test_a_batch_that_comes_does_not_wait_for_other_programs() -> None:
 
     def on_event(event: Any) -> None:
         events.append(event)
-        if isinstance(event, Said) and event.generated_tokens == 2:
+        if isinstance(event, Token) and event.generated_tokens == 2:
             window.requests.accept(SampleBatch("b", BatchJob("in", "out"), 1))
 
     window.ask(on_event, tokens=40)
     window.answer()
-    assert not isinstance(events[-1], Ended)
+    assert not isinstance(events[-1], Finished)
     assert isinstance(window.requests.take_if(SampleBatch), SampleBatch)
     window.chats.give_way()  # as a job does
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], Finished)
 
 
 def test_what_breaks_ends_all_and_the_next_one_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,21 +186,24 @@ def test_what_breaks_ends_all_and_the_next_one_is_answered(monkeypatch: pytest.M
     assert len(window.told(Failed)) == 1
     window.ask(events.append)
     window.answer()
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], Finished)
 
 
 def test_over_the_link() -> None:
     window, events, link = Window(), list[Any](), EngineLink()
     link.start()
-    window.desk.connect(ServeOthers(link.address, link.secret))
+    window.desk.serve(ServeOthers(link.address, link.secret))
+    assert isinstance(window.requests.take(), AnswerOthers)
+    window.answer()
     link.ask(Ask(MODEL, HI, sampling={"max_tokens": 4}), events.append)
     assert isinstance(window.requests.take(), AnswerOthers)
     window.answer()
     for _ in range(1000):
-        if events and isinstance(events[-1], Ended):
+        if events and isinstance(events[-1], Finished):
             break
         time.sleep(0.01)
     assert events[-1].generated_tokens == 4
     assert link.state.model == MODEL
-    window.desk.connect(ServeOthers(""))
+    window.desk.serve(ServeOthers(""))
+    window.answer()
     link.close()

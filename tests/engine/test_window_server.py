@@ -18,11 +18,11 @@ from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.paths import models_dir
+from engine.protocol import Ask, Began, Beside, Failed, Finished, Progress, Rules, Token, Wants
 from engine.serving import streams
-from engine.serving.asking import Ask, Began, Ended, Event, PromptRead, Refused, Said, Ticket
+from engine.serving.asking import Event, Ticket
 from engine.serving.by_name import DeskByName
 from engine.serving.front import BothEngines, WindowModels
-from engine.serving.front_messages import Beside, Rules, Wants
 from engine.serving.link import DeskLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
@@ -50,11 +50,11 @@ class Watched(list[Any]):
 
     @property
     def ending(self) -> Any:
-        return self[-1] if self and isinstance(self[-1], Ended | Refused) else None
+        return self[-1] if self and isinstance(self[-1], Finished | Failed) else None
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self if isinstance(event, Said))
+        return "".join(event.text for event in self if isinstance(event, Token))
 
 
 # --- one engine, many models ------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_twenty_clients_and_three_models_cost_three_loads() -> None:
     desk.start()
     until(lambda: all(watched.ending for watched in all_of_them))
     desk.close()
-    assert {type(watched.ending) for watched in all_of_them} == {Ended}
+    assert {type(watched.ending) for watched in all_of_them} == {Finished}
     assert engine.loads == list(names)
 
 
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_harms_no_other() -> None:
     until(lambda: good.ending and bad.ending)
     desk.close()
     assert bad.ending.error.code is ErrorCode.NOT_ENOUGH_MEMORY
-    assert isinstance(good.ending, Ended)
+    assert isinstance(good.ending, Finished)
 
 
 # --- signs of life ----------------------------------------------------------------------------------
@@ -102,9 +102,9 @@ class SlowDesk(ScriptedDesk):
         def work() -> None:
             self.let.wait(30)
             if self._refusal is not None:
-                ticket.tell(Refused(self._refusal))
+                ticket.tell(Failed.of(self._refusal))
                 return
-            ticket.tell(PromptRead(10, 30))
+            ticket.tell(Progress("", "prefill", 10, 30))
             ScriptedDesk.ask(self, ask, lambda event: ticket.tell(event))
 
         threading.Thread(target=work, daemon=True).start()
@@ -233,7 +233,7 @@ def test_the_windows_model_is_the_windows_and_others_are_loaded_beside_it(fronts
     ours, theirs = fronts.ask(WINDOWS), fronts.ask("mixtral")
     until(lambda: ours.ending and theirs.ending)
     assert ours.text == "from the window"
-    assert isinstance(theirs.ending, Ended)
+    assert isinstance(theirs.ending, Finished)
     assert fronts.engine.loads == ["mixtral"]
     assert Beside("mixtral", is_loading=True) in fronts.said
     until(lambda: fronts.said[-1] == Beside("mixtral"))
@@ -242,7 +242,7 @@ def test_the_windows_model_is_the_windows_and_others_are_loaded_beside_it(fronts
 def test_a_window_that_has_no_engine_keeps_no_program_from_another_model(fronts: Fronts) -> None:
     other = fronts.ask("mixtral")
     until(lambda: other.ending)
-    assert isinstance(other.ending, Ended)
+    assert isinstance(other.ending, Finished)
     with pytest.raises(EngineError, match="busy or not running"):
         fronts.engines.window.ask(Ask(WINDOWS, HI), Watched())
 
@@ -264,7 +264,7 @@ def test_the_windows_model_makes_room_if_its_user_allows_it(fronts: Fronts) -> N
     until(lambda: Wants("room") in fronts.said)
     fronts.window_has(None)
     until(lambda: asked.ending)
-    assert isinstance(asked.ending, Ended)
+    assert isinstance(asked.ending, Finished)
 
 
 def test_a_model_that_the_window_put_aside_is_waited_for(fronts: Fronts) -> None:

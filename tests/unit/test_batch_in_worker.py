@@ -101,8 +101,7 @@ class Process:
         self.batches.start(self._engine, request)
 
     def wait(self) -> None:
-        for thread in list(self.batches._threads):
-            thread.join()
+        self.batches.threads.join()
         assert not self.batches.are_running
 
 
@@ -205,4 +204,4 @@ def test_waiting_jobs_that_are_cancelled_end_at_once(job: BatchJob) -> None:
         process.requests.accept(request)
         process.requests.cancel(request.request_id)
         assert cancelled_event(request) in process.sent
-    assert process.requests.waiting() is None
+    assert not process.requests.window_waits

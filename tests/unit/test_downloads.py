@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from engine.checkpoint.downloads import pace, parts, queue, records, source, transfer
 from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS
@@ -23,7 +24,6 @@ from engine.checkpoint.downloads.records import Progress
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.manifest import damaged_files, read_manifest
 from engine.cli import main
-from engine.common import files
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir
 from engine.verbs.models import pull
@@ -300,7 +300,8 @@ def test_a_look_in_the_same_moment_does_not_keep_a_cancelled_one(
 ) -> None:
     key = queue.add(hub.candidate("org/model")).key
     looks = [False, False]
-    monkeypatch.setattr(files, "try_lock", lambda lock, take=files.try_lock: looks.pop() if looks else take(lock))
+    taken = FileLock._acquire
+    monkeypatch.setattr(FileLock, "_acquire", lambda lock: looks.pop() if looks else taken(lock))
     queue.cancel(key)
     assert not looks
     assert queue.downloads() == []

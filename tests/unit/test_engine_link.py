@@ -14,7 +14,7 @@ import pytest
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.errors import EngineError, ErrorCode
-from engine.serving.asking import Ask, Began, Ended, Refused, Said
+from engine.protocol import Ask, Began, Failed, Finished, Token
 from engine.serving.link import DeskLink, EngineLink
 from tests.scripted_desk import ScriptedDesk
 
@@ -49,7 +49,7 @@ def test_what_is_asked_and_what_happens_arrive_as_they_were(link: EngineLink) ->
     link.ask(ASK, events.append)  # before there is an engine
     engine = DeskLink(link.address, link.secret, desk)
     until(lambda: len(events) == 3)
-    assert events == [Began(3, thinks=False), Said("Hello", 1), Ended("stop", 3, 1, 0)]
+    assert events == [Began("1", 3, thinks=False), Token("1", "Hello", 1), Finished("1", "stop", 3, 0, 1)]
     assert desk.tickets[0].ask == ASK
     engine.model_is(Path("models/m"))
     until(lambda: link.state.model == Path("models/m"))
@@ -79,14 +79,14 @@ def test_a_lost_engine_refuses_all_and_the_next_one_answers(link: EngineLink) ->
     until(lambda: len(events) == 6)
     first.close()
     until(lambda: len(events) == 9)
-    refused = [event for event in events if isinstance(event, Refused)]
+    refused = [event for event in events if isinstance(event, Failed)]
     assert [each.error.code for each in refused] == [ErrorCode.ENGINE_DIED] * 3
     until(lambda: not link.is_connected)
     woken.clear()
     link.ask(ASK, events.append)
     assert woken == ["woken"]
     second = DeskLink(link.address, link.secret, ScriptedDesk(ends=True))
-    until(lambda: isinstance(events[-1], Ended))
+    until(lambda: isinstance(events[-1], Finished))
     second.close()
 
 
@@ -101,7 +101,7 @@ def test_where_no_engine_can_come_nobody_waits_for_it(link: EngineLink) -> None:
     engine = DeskLink(link.address, link.secret, desk)
     until(lambda: link.is_connected)
     link.ask(ASK, events.append)
-    until(lambda: isinstance(events[-1], Ended) if events else False)
+    until(lambda: isinstance(events[-1], Finished) if events else False)
     assert len(desk.tickets) == 1
     engine.close()
 
@@ -110,7 +110,7 @@ def test_an_engine_that_ends_while_somebody_asks_refuses_it(link: EngineLink) ->
     events = list[Any]()
     link.wake = lambda: link.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "It has just ended."))
     link.ask(ASK, events.append)
-    assert [type(event) for event in events] == [Refused]
+    assert [type(event) for event in events] == [Failed]
 
 
 def test_a_lost_server_cancels_what_it_asked() -> None:

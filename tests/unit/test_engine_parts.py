@@ -271,13 +271,8 @@ def test_a_bundle_without_our_own_wheels_is_broken(root: Path) -> None:
 
 def test_a_second_one_waits_for_the_first(root: Path) -> None:
     installed.parts_dir().mkdir(parents=True)
-    lock = files.Lock(installed.parts_dir() / "lock")
-    assert lock.take()
-    try:
-        with pytest.raises(EngineError, match="Another Switchyard"):
-            install(chosen())
-    finally:
-        lock.release()
+    with files.holding(installed.parts_dir() / "lock", 0.0, ""), pytest.raises(EngineError, match="Another Switchyard"):
+        install(chosen())
 
 
 def test_a_build_that_the_list_lacks_is_replaced_and_told(root: Path) -> None:

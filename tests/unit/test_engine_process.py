@@ -12,8 +12,8 @@ import pytest
 
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
+from engine.protocol import Ask, Failed
 from engine.serving import engine_process
-from engine.serving.asking import Ask, Refused
 from engine.serving.engine_process import EngineProcess
 from engine.serving.link import EngineLink
 
@@ -52,7 +52,7 @@ def test_who_asks_after_its_end_starts_it_again(link: EngineLink, monkeypatch: p
     until(lambda: len(ends) == 3)
     engine.stop()
     assert len(pids) == 3
-    assert {type(event) for event in events} == {Refused}
+    assert {type(event) for event in events} == {Failed}
     assert {event.error.code for event in events} == {ErrorCode.ENGINE_DIED}
 
 

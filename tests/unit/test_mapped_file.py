@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.experts import file_image
 from engine.experts.direct_file import DirectFile
 from engine.experts.file_image import FileImage, MappedFile, dropped_note, map_file
 from engine.hardware.surroundings import _IN_USE
+from engine.kernels.native.build import library_path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux alone")
 
@@ -86,6 +88,36 @@ def test_a_file_that_became_shorter_is_told_and_kills_nobody(file: Path) -> None
         mapped.read(0, 2**16)
         with pytest.raises(OSError, match=r"\[Errno"):
             mapped.read(2**17, 2**16)
+
+
+_READS_WHAT_IS_GONE = """
+import os, sys
+from pathlib import Path
+from engine.experts.direct_file import DirectFile
+from engine.experts.file_image import MappedFile
+path = Path(sys.argv[1])
+others = MappedFile(DirectFile(path.with_name("other")))
+del others
+mapped = MappedFile(DirectFile(path))
+os.truncate(path, 2**16)
+mapped.memory[2**17]
+"""
+
+
+@pytest.mark.skipif(not library_path().exists(), reason="needs the native library")
+def test_a_process_that_reads_what_is_gone_ends_with_a_sentence(file: Path) -> None:
+    file.with_name("other").write_bytes(bytes(2**17))
+    done = subprocess.run(
+        [sys.executable, "-c", _READS_WHAT_IS_GONE, str(file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr.split()
+        == (
+            f"{file} became shorter, or its disk failed, while it was in use. "
+            "Switchyard had to end: put the whole file back, then start again."
+        ).split()
+    )
 
 
 def test_what_the_system_dropped_is_told(file: Path) -> None:

@@ -19,7 +19,7 @@ from app.widgets.scaffold import muted_label, push_button, set_message, text_lab
 from app.widgets.setting_controls import setting_words
 from app.widgets.text_table import TextTable
 from engine.common.settings import SERVER_CARD
-from engine.serving.front_messages import Served
+from engine.protocol import Served
 
 TIME, PROGRAM, MODEL, READ, WRITTEN, SECONDS, OUTCOME = range(7)
 MOST_ROWS = 200

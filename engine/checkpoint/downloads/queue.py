@@ -32,7 +32,7 @@ from engine.checkpoint.model_directories import take_model_folder
 from engine.checkpoint.mounts import note_connected
 from engine.checkpoint.names import check_new_name, is_windows_device
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.common.files import Lock, disk_errors_explained, new_folder, require_space
+from engine.common.files import disk_errors_explained, new_folder, require_space, take_lock
 from engine.common.paths import models_dir
 
 __all__ = [
@@ -204,9 +204,10 @@ def cancel(key: str) -> None:
     One that is being run is dropped by whoever runs it, in a moment.
     """
     _want(key, action=records.CANCEL)
-    lock = Lock(records.folder_of(key) / "lock")
-    with disk_errors_explained(lock.path.parent), contextlib.suppress(FileNotFoundError):  # dropped just now
-        if lock.take(_LOOK_PATIENCE_S):
+    folder = records.folder_of(key)
+    with disk_errors_explained(folder), contextlib.suppress(FileNotFoundError):  # dropped just now
+        lock = take_lock(folder / "lock", _LOOK_PATIENCE_S)
+        if lock is not None:
             try:
                 plan = records.read_plan(key)
                 if plan is not None:
@@ -251,9 +252,10 @@ def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: Cancel
         EngineError: `MODEL_NOT_FOUND` (there is no such download), `BUSY` (another process runs it).
     """
     plan = _plan(key)
-    lock = Lock(records.folder_of(key) / "lock")
-    with disk_errors_explained(lock.path.parent):
-        if not lock.take(_PATIENCE_S):
+    folder = records.folder_of(key)
+    with disk_errors_explained(folder):
+        lock = take_lock(folder / "lock", _PATIENCE_S)
+        if lock is None:
             raise EngineError(ErrorCode.BUSY, f"{plan.title} is being downloaded by another Switchyard already.")
     try:
         from engine.checkpoint.downloads.download import fetch  # brings what asks the network

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from engine.checkpoint.hub.repository import RepoFile, Repository
 from engine.common.errors import EngineError
-from engine.common.files import Lock, NewFile, holding, new_folder, private_folder, replace_file
+from engine.common.files import NewFile, holding, is_locked, new_folder, private_folder, replace_file
 from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
@@ -254,7 +254,7 @@ def write_line_speed(bytes_per_s: float) -> None:
 
 def is_run(key: str) -> bool:
     """Whether a process runs it."""
-    return Lock(folder_of(key) / "lock").is_held()
+    return is_locked(folder_of(key) / "lock")
 
 
 def forget(plan: Plan) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import functools
 import re
 import socket
-import ssl
 import threading
 import time
 import urllib.request
@@ -30,6 +28,7 @@ from engine.checkpoint.hub.token import read_token, set_aside
 from engine.checkpoint.mirror import mirrored_package
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over
+from engine.common.http import HEADERS, system_trust
 
 
 @contextlib.contextmanager
@@ -105,7 +104,6 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_STALE = 3
 _LONGEST_ASKED_S = 3600.0
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
-_AGENT = "switchyard"
 _ERRORS = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
 
 
@@ -166,12 +164,6 @@ class Stream:
     abort: Callable[[], None]
 
 
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """What the system trusts; reading it takes a tenth of a second."""
-    return httpx2.create_ssl_context()
-
-
 class Client:
     """The lines of one download.  Proxies and certificates are the system's, as the library reads them."""
 
@@ -183,10 +175,10 @@ class Client:
     def _new(self) -> httpx2.Client:
         timeout = httpx2.Timeout(STALL_S, connect=CONNECT_S)
         limits = httpx2.Limits(max_connections=64, max_keepalive_connections=32, keepalive_expiry=30.0)
-        return httpx2.Client(verify=_certificates(), timeout=timeout, limits=limits, follow_redirects=False)
+        return httpx2.Client(verify=system_trust(), timeout=timeout, limits=limits, follow_redirects=False)
 
     @contextlib.contextmanager
-    def get(self, url: str, headers: dict[str, str]) -> Iterator[httpx2.Response]:
+    def get(self, url: str, headers: dict[str, str] | None = None) -> Iterator[httpx2.Response]:
         """An answer, of which only the head has been read.
 
         Raises:
@@ -196,7 +188,7 @@ class Client:
         client = self._client
         try:
             response = client.send(
-                client.build_request("GET", url, headers={"User-Agent": _AGENT, **headers}), stream=True
+                client.build_request("GET", url, headers={**HEADERS, **(headers or {})}), stream=True
             )
         except _ERRORS as error:
             raise _trouble(error, url) from None
@@ -385,7 +377,7 @@ class Source:
         return following
 
     def _headers(self, url: str, start: int, end: int | None) -> dict[str, str]:
-        headers = {"Accept-Encoding": "identity"}
+        headers: dict[str, str] = {}
         if end is not None:
             headers["Range"] = f"bytes={start}-{end - 1}"
             if self.etag and not self.etag.startswith("W/") and self.etag.isascii():

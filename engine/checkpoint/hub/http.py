@@ -8,7 +8,6 @@ it when an answer leads elsewhere.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import threading
@@ -23,6 +22,7 @@ from engine.checkpoint.headers import MAX_HEADER
 from engine.checkpoint.hub.token import read_token, set_aside
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json
+from engine.common.http import HEADERS
 from engine.common.plain_text import plain_line
 
 ANSWER_S = 120.0
@@ -35,8 +35,6 @@ _AT_ONCE = 8
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 _Result = TypeVar("_Result")
-
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log whole addresses, and signed ones are keys
 
 
 class HubReason(StrEnum):
@@ -86,8 +84,7 @@ class Place:
 
     def headers(self, url: str) -> dict[str, str]:
         """What goes with a request; the token only to the endpoint itself."""
-        # No compression: it could unpack to more than the limit.
-        found = {"Accept-Encoding": "identity", "User-Agent": "switchyard"}
+        found = dict(HEADERS)
         if urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]:
             token = self.token()
             if token:

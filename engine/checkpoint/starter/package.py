@@ -213,7 +213,7 @@ def _download_without_pip(
 
     wheel, got, client = folder / package.wheel, 0, Client()
     try:
-        with client.get(mirrored_package(package.wheel_url), {"Accept-Encoding": "identity"}) as response:
+        with client.get(mirrored_package(package.wheel_url)) as response:
             if response.status_code != 200:
                 raise _download_failed(package, f"status {response.status_code}")
             with wheel.open("wb") as file:

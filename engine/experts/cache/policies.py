@@ -11,12 +11,10 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Key = int
 """layer * experts_per_layer + expert: a single integer because it is hashed on every step."""
-
-POLICY_NAMES = ("lru", "fifo", "lfu", "lfru", "random", "static")
 
 
 class Policy(ABC):
@@ -248,20 +246,28 @@ LFRU_HALF_LIFE_POOLS = 4.0
 """Half-life of LFRU in multiples of the pool's capacity; not tuned to any trace."""
 
 
+def _static(popularity: Mapping[Key, float] | None) -> Policy:
+    if popularity is None:
+        raise ValueError("the static policy needs the popularity from a calibration")
+    return StaticPopularity(popularity)
+
+
+POLICIES: dict[str, Callable[[int, Mapping[Key, float] | None, int], Policy]] = {
+    "lru": lambda _capacity, _popularity, _seed: Lru(),
+    "lfru": lambda capacity, _popularity, _seed: Scored(half_life=LFRU_HALF_LIFE_POOLS * max(capacity, 1)),
+    "lfu": lambda _capacity, _popularity, _seed: Scored(),
+    "fifo": lambda _capacity, _popularity, _seed: Fifo(),
+    "random": lambda _capacity, _popularity, seed: RandomOrder(seed),
+    "static": lambda _capacity, popularity, _seed: _static(popularity),
+}
+"""What makes each policy for a pool of so many slots."""
+POLICY_NAMES = tuple(POLICIES)
+CANDIDATES = tuple(name for name in POLICIES if name != "static")
+"""What `auto` chooses from.  Ties go to the first, which adapts fastest."""
+
+
 def make_policy(name: str, capacity: int, popularity: Mapping[Key, float] | None = None, seed: int = 0) -> Policy:
     """The policy called `name` for a pool of `capacity` slots."""
-    if name == "lru":
-        return Lru()
-    if name == "fifo":
-        return Fifo()
-    if name == "lfu":
-        return Scored()
-    if name == "lfru":
-        return Scored(half_life=LFRU_HALF_LIFE_POOLS * max(capacity, 1))
-    if name == "random":
-        return RandomOrder(seed)
-    if name == "static" and popularity is not None:
-        return StaticPopularity(popularity)
-    if name == "static":
-        raise ValueError("the static policy needs the popularity from a calibration")
-    raise ValueError(f"unknown cache policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")
+    if name not in POLICIES:
+        raise ValueError(f"unknown cache policy {name!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[name](capacity, popularity, seed)

@@ -17,11 +17,8 @@ from dataclasses import dataclass
 
 from engine.common.choice import clearly_least
 from engine.common.clock import read
-from engine.experts.cache.policies import Key, Policy, make_policy
+from engine.experts.cache.policies import CANDIDATES, Key, Policy, make_policy
 from engine.experts.cache.pool import Pool
-
-CANDIDATES = ("lru", "lfru", "lfu", "fifo", "random")
-"""Ties go to the first, which adapts fastest."""
 
 SAMPLED_LAYERS = 4
 """At most, and one in `LAYERS_PER_SAMPLE`, but always one."""

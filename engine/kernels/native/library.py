@@ -13,9 +13,10 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from engine.common.files import write_whole
@@ -23,7 +24,7 @@ from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 24
+_ABI = 25
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -168,6 +169,24 @@ def usable_isas() -> list[Isa]:
         return []
     isas = proven(path)
     return [isa for isa in isas if isa <= Isa[_wanted()]] if is_forced() else isas
+
+
+def watch_file(address: int, nbytes: int, sentence: str) -> Callable[[], None]:
+    """Where the file mapped there loses data while it is read, the process ends with this sentence and exit code 2.
+
+    Without the kernels, or on Windows, it ends as the system has it.
+
+    Returns:
+        What ends that.
+    """
+    path = library_path()
+    with suppress(OSError, AttributeError):
+        library = _open(path)
+        if library.switchyard_abi() == _ABI:
+            library.switchyard_watch_file.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int32]
+            number = library.switchyard_watch_file(address, nbytes, f"\n{sentence}\n".encode(), 2)
+            return partial(library.switchyard_unwatch_file, number)
+    return lambda: None
 
 
 def is_forced() -> bool:

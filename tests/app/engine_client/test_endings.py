@@ -109,6 +109,14 @@ def test_a_worker_that_exits_at_start_does_not_spin(make: Make, qtbot: QtBot) ->
     qtbot.waitUntil(lambda: client.state == EngineState.DIED, timeout=WAIT_MS)
 
 
+def test_a_worker_that_lost_a_file_says_of_which_model(make: Make, qtbot: QtBot) -> None:
+    client, watch = make(worker_saying(READY, then="sys.stdin.readline(); sys.exit(2)"))
+    client.start()
+    load = watch.load("some/model.gguf")
+    qtbot.waitUntil(lambda: watch.ended(load), timeout=WAIT_MS)
+    assert client.last_error.startswith("A file of some/model.gguf became shorter, or its disk failed")
+
+
 def test_a_program_that_is_not_there(make: Make, qtbot: QtBot) -> None:
     client, watch = make(["/nowhere/python"])
     client.start()

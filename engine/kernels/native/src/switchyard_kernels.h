@@ -207,6 +207,12 @@ typedef struct {
 // Incremented whenever a signature or a struct above changes: a library with another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
 
+// From now on a process that reads where the file mapped to these bytes has no data any more (it became shorter, or its
+// disk failed) writes the sentence to stderr and exits with the code, instead of a dump.  The sentence is copied.  Returns
+// the number to stop with, or -1 where that cannot be: too many files, or Windows.
+SWITCHYARD_API int32_t switchyard_watch_file(const void *begin, int64_t bytes, const char *sentence, int32_t code);
+SWITCHYARD_API void switchyard_unwatch_file(int32_t number);
+
 // Instruction sets, best last: 0 portable; on x86 1 AVX2 + FMA + F16C, 2 plus AVX-VNNI, 3 AVX-512 (F, BW, VL), 4 plus AVX-512
 // VNNI, 5 plus AVX-512 BF16, 6 plus AMX BF16 (which the operating system must permit); on Arm 16 NEON, 17 plus its dot
 // products, 18 plus products of matrices of bytes (i8mm).  Returns those that the processor advertises and this library was built for, as a set of bits.
