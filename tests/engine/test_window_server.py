@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.paths import models_dir
 from engine.protocol import Ask, Began, Beside, Failed, Finished, Progress, Rules, Token, Wants
+from engine.runtime.engine import Engine
 from engine.serving import streams
 from engine.serving.asking import Event, Ticket
 from engine.serving.by_name import DeskByName
@@ -27,6 +29,7 @@ from engine.serving.link import DeskLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests.engine.test_serving import HELLO, TinyEngine, made_up_models
+from tests.engine.tiny_families import tiny_checkpoint
 from tests.scripted_desk import ScriptedDesk
 
 HI = (ChatMessage("user", "Hello"),)
@@ -456,3 +459,38 @@ def test_a_model_that_gives_way_comes_back_and_no_client_is_lost() -> None:
         assert pressed.memory.most <= BUDGET
     finally:
         pressed.close()
+
+
+def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(switchyard_home: Path) -> None:
+    """Real files and a real engine: too large, damaged, and removed since it was listed."""
+    for name in ("good", "large", "cut", "gone"):
+        tiny_checkpoint("mixtral", models_dir() / name)
+    (weights,) = (models_dir() / "cut").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    engine = Engine()
+
+    def load(path: Path, cancelled: CancelCheck) -> None:
+        budget = 1000 if path.name == "large" else None
+        engine.load(EngineConfig(str(path), ram_bytes=budget), on_progress=lambda *_: None, cancelled=cancelled)
+
+    desk = DeskByName(engine, load)
+    server = Server(Service(desk, LibraryModels()), Address(port=0))
+    url = f"http://127.0.0.1:{server.start()}"
+    desk.start()
+    try:
+        listed = [each["id"] for each in httpx2.get(f"{url}/v1/models", timeout=60).json()["data"]]
+        assert {"good", "large", "gone"} <= set(listed)
+        shutil.rmtree(models_dir() / "gone")
+        for name, status, words in (
+            ("large", 503, "memory"),
+            ("cut", 400, "download or copy the model again"),
+            ("gone", 404, "gone"),
+            ("good", 200, "choices"),
+        ):
+            body = {"model": name, "messages": HELLO, "max_tokens": 3}
+            got = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+            assert (name, got.status_code, words in got.text) == (name, status, True), got.text
+            assert "Traceback" not in got.text
+    finally:
+        server.stop()
+        desk.close()

@@ -111,7 +111,7 @@ LATEST, ALL, FAILED, CUT_OFF = range(4)
 _ENDED: dict[int, Ended] = {FAILED: "failed", CUT_OFF: "cut_off"}
 READ_AGAIN_MS = 1500
 NEAR_END_PX = 400
-_PROMPT_SHARE = 0.3
+_PROMPT_SHARE = 0.24
 
 
 class RowsCard(Card):
