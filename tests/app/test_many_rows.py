@@ -108,7 +108,7 @@ def test_only_rows_in_sight_cost_anything(
     assert len(view.findChildren(QWidget)) < MOST_WIDGETS
 
 
-def test_speeds_that_are_known_are_shown_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_that_are_known_are_shown_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot) -> None:
     shown = list[int]()
     show = LibraryTable.show
     monkeypatch.setattr(LibraryTable, "show", lambda *args, **named: (shown.append(1), show(*args, **named))[1])
@@ -116,5 +116,5 @@ def test_speeds_that_are_known_are_shown_at_once(scene: Scene, monkeypatch: pyte
     before = len(shown)
     for number in range(ROWS):
         scene.speeds.found.emit(f"/m/{number}", 5.0, False)
-    scene.qtbot.waitUntil(lambda: len(shown) > before)
+    qtbot.waitUntil(lambda: len(shown) > before)
     assert len(shown) < before + 20

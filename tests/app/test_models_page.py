@@ -158,13 +158,13 @@ def scene(settings: Settings, qtbot: QtBot) -> Iterator[Scene]:
 # --- on this PC -------------------------------------------------------------------------------------
 
 
-def test_models_are_listed_with_what_is_known_of_them(scene: Scene) -> None:
+def test_models_are_listed_with_what_is_known_of_them(scene: Scene, qtbot: QtBot) -> None:
     here = scene.page.here
     assert not here.table.isVisible()
     scene.library.show(*parts.MODELS)
     scene.speeds.found.emit(str(parts.MODELS[2].path), 24.6, False)
     speeds = ["38.4", "31.2", "≈ 25", "–", "–"]
-    scene.qtbot.waitUntil(lambda: [here.rows.index(row, Column.SPEED).data() for row in range(5)] == speeds)
+    qtbot.waitUntil(lambda: [here.rows.index(row, Column.SPEED).data() for row in range(5)] == speeds)
     assert [here.rows.rows[row].is_default for row in range(2)] == [True, False]
     asked = list(scene.speeds.calls.ask.call_args.args[0])
     assert asked == [str(parts.MODELS[2].path), str(parts.MODELS[3].path)]  # not what was measured, nor what is damaged

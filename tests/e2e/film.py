@@ -25,7 +25,6 @@ from tests.e2e.window_process import RealWindow, real_window
 from tests.starter import starter_for_tests
 
 ANSWERED_WELL = "What is the capital of France? Answer in one sentence."
-_ASKED = ("the capital of", "the largest city of", "the language of")
 _COUNTRIES = (
     "Belgium Brazil Canada Chile China Cuba Cyprus Denmark Egypt Finland France Germany Greece Hungary Iceland India "
     "Ireland Italy Japan Jordan Kenya Latvia Malta Mexico Morocco Nepal Norway Peru Poland Portugal Romania Spain "
@@ -118,13 +117,17 @@ def _film(args: argparse.Namespace, screen: Screen, home: Path, frames: Path) ->
 
 def _answer_rows(window: RealWindow, file: Path) -> None:
     """Returns when most of the rows of a file have been answered."""
-    lines = [f'"What is {of} {country}? Answer in one sentence."' for of in _ASKED for country in _COUNTRIES.split()]
-    file.write_text("\n".join(["question", *lines, ""]), encoding="utf-8")
+    countries = 3 * _COUNTRIES.split()
+    file.write_text("\n".join(["country", *countries, ""]), encoding="utf-8")
     window.click("Batch")
     choose_file(window, file)
+    eventually(lambda: window.shows("Start"), "the form showed")
+    window.screen.type("What is the capital of ")  # before the column, which is in the prompt already
+    window.screen.press("End")
+    window.screen.type("? Answer in one sentence.")
     limit_answers(window, 60)
     window.click("Start")
-    enough = len(lines) * 6 // 10
+    enough = len(countries) * 6 // 10
     eventually(lambda: any(job.done >= enough for job in known_jobs()), "rows were answered", _PATIENCE_S)
 
 

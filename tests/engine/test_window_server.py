@@ -320,16 +320,16 @@ class Memory:
         self.most = 0
         self._lock = threading.Lock()
 
-    def take(self, name: str) -> None:
+    def take(self, who: str, name: str) -> None:
         with self._lock:
             if sum(self.held.values()) + SIZES[name] > BUDGET:
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, f"There is no room for {name}.")
-            self.held[name] = SIZES[name]
+            self.held[who] = SIZES[name]
             self.most = max(self.most, sum(self.held.values()))
 
-    def give(self, name: str) -> None:
+    def give(self, who: str) -> None:
         with self._lock:
-            self.held.pop(name, None)
+            self.held.pop(who, None)
 
 
 class Budgeted(TinyEngine):
@@ -337,16 +337,15 @@ class Budgeted(TinyEngine):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
-        self.memory, self.name = memory, ""
+        self.memory = memory
 
     def load(self, path: Path, cancelled: CancelCheck) -> None:
-        self.memory.take(path.name)
-        self.name = path.name
-        super().load(path, cancelled)
+        self.memory.take("beside", path.name)
+        super().load(Path("olmoe") if path == WINDOWS else path, cancelled)
 
     def unload(self) -> None:
         super().unload()
-        self.memory.give(self.name)
+        self.memory.give("beside")
 
 
 class Pressed(Fronts):
@@ -362,7 +361,7 @@ class Pressed(Fronts):
         self.engines.ask = self._watched  # type: ignore[method-assign]
         self.engines._say = lambda message: self.asked.put(message)
         self._follow(aside=False)
-        self.memory.take("windows")
+        self.memory.take("window", "windows")
         self.window_has(WINDOWS)
         models = WindowModels(self.engines)
         library = models._library
@@ -381,10 +380,10 @@ class Pressed(Fronts):
     def _live(self) -> None:
         """The window: puts its model aside, and loads it again once the one beside it could be freed."""
         while (message := self.asked.get()) is not None:
-            has = "windows" in self.memory.held
+            has = "window" in self.memory.held
             if message == Wants("room") and has:
                 self.window_has(None)
-                self.memory.give("windows")
+                self.memory.give("window")
                 self._follow(aside=True)
             elif message == Wants("model") and not has:
                 self._wake()
@@ -396,7 +395,7 @@ class Pressed(Fronts):
             desk.release(model)
         until(lambda: desk.state.model is None or desk.state.waiting)
         try:
-            self.memory.take("windows")
+            self.memory.take("window", "windows")
         except EngineError:  # a program was faster
             self.asked.put(Wants("model"))
             return
@@ -442,7 +441,7 @@ def test_a_pinned_model_stays_while_twenty_clients_make_the_others_come_and_go()
         assert (status, "There is no room for qwen2_moe." in text) == (503, True)
         assert pressed.answer("windows")[0] == 200
         assert pressed.memory.most <= BUDGET
-        assert "windows" in pressed.memory.held
+        assert "window" in pressed.memory.held
     finally:
         pressed.close()
 
@@ -482,7 +481,7 @@ def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(s
         assert {"good", "large", "gone"} <= set(listed)
         shutil.rmtree(models_dir() / "gone")
         for name, status, words in (
-            ("large", 503, "memory"),
+            ("large", 503, "raise the budget or choose a smaller model"),
             ("cut", 400, "download or copy the model again"),
             ("gone", 404, "gone"),
             ("good", 200, "choices"),
