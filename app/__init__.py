@@ -1,1 +1,0 @@
-"""The window: Qt front end of Switchyard.  Never imports torch or transformers."""

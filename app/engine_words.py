@@ -213,7 +213,6 @@ def _known(words: str) -> str | None:
 
 
 def _put_in(words: str) -> str:
-    """A number as the language writes it, a known part of a sentence, or what is a name."""
     number = _ALONE.fullmatch(words)
     if number is not None:
         whole, decimals, percent = number.groups()

@@ -15,25 +15,15 @@ from engine.common.paths import resources_dir
 
 
 def icon(name: str, colour: ColourName = "text", checked: ColourName | None = None) -> QIcon:
-    """The icon `resources/icons/NAME.svg`, in the theme's colours.
-
-    Args:
-        checked: its colour while the button is checked (`QIcon.State.On`).
-
-    Raises:
-        FileNotFoundError: there is no such icon.
-    """
+    """The icon `resources/icons/NAME.svg`, in the theme's colours."""
     return QIcon(_LineIconEngine(name, colour, checked or colour))
 
 
 def logo() -> QIcon:
-    """The logo: a track that forks, in the colours of GPU, CPU and PCIe."""
     return icon("logo")
 
 
 class IconMark(QWidget):
-    """A standalone icon, `px` high and wide."""
-
     def __init__(self, name: str, colour: ColourName, px: int, parent: QWidget) -> None:
         super().__init__(parent)
         self._icon, self._px = icon(name, colour), px
@@ -115,7 +105,6 @@ class IconButton(QToolButton):
         self.setIcon(icon(name, "muted"))
 
     def set_icon(self, name: str, words: str) -> None:
-        """Change icon and text, such as to a tick after copying."""
         self.setToolTip(words)
         self.setAccessibleName(words)
         self.setIcon(icon(name, "muted"))

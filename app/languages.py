@@ -26,7 +26,6 @@ _COMPILING_S = 60.0
 
 
 def translations_dir() -> Path:
-    """The folder of `switchyard_<language>` files; its README says how to make one."""
     return resources_dir() / "translations"
 
 
@@ -82,7 +81,6 @@ def compile_translation(source: Path, target: Path) -> bool:
 
 
 def _compiled(language: str, folder: Path) -> Path | None:
-    """The compiled translation of a language; None for English, and where there is none."""
     source, ready = folder / f"switchyard_{language}.ts", folder / f"switchyard_{language}.qm"
     if ready.is_file() or not source.is_file():
         return ready if ready.is_file() else None
@@ -116,29 +114,21 @@ class Languages(QObject):
         self._system = system or QLocale.system()
         self._folder = folder or translations_dir()
         self._installed: list[QTranslator] = []
-        self._language = self._wanted(choice)
+        self.language = self._wanted(choice)
         self._install()
 
     @property
-    def language(self) -> str:
-        """The one in use: a key of `LANGUAGES`."""
-        return self._language
-
-    @property
     def missing(self) -> str:
-        """The system's language, by its own name, if there is no translation into it; else empty."""
         return self._system.nativeLanguageName() if language_for(self._system) is None else ""
 
     def set_choice(self, choice: str) -> None:
-        """Uses this language from now on; `system` is the system's."""
         wanted = self._wanted(choice)
-        if wanted != self._language:
-            self._language = wanted
+        if wanted != self.language:
+            self.language = wanted
             self._install()
             self.changed.emit()
 
     def uninstall(self) -> None:
-        """Leaves the application as it was before."""
         for translator in self._installed:
             self._app.removeTranslator(translator)
             translator.deleteLater()
@@ -150,10 +140,10 @@ class Languages(QObject):
 
     def _install(self) -> None:
         self.uninstall()
-        unknown = self._language == ENGLISH and self.missing
-        QLocale.setDefault(self._system if unknown else locale_for(self._language, self._system))
-        ours = _compiled(self._language, self._folder)
-        of_qt = Path(QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)) / f"qtbase_{self._language}.qm"
+        unknown = self.language == ENGLISH and self.missing
+        QLocale.setDefault(self._system if unknown else locale_for(self.language, self._system))
+        ours = _compiled(self.language, self._folder)
+        of_qt = Path(QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)) / f"qtbase_{self.language}.qm"
         for file in filter(None, (of_qt, ours)):  # ours is asked first: it was installed last
             translator = QTranslator(self)
             if translator.load(str(file)) and self._app.installTranslator(translator):
@@ -163,6 +153,5 @@ class Languages(QObject):
 
 
 def missing_words(language: str) -> str:
-    """Why the window is in English, for people whose system speaks another language, by its own name."""
     text = translate("Languages", "Switchyard does not speak {0} yet, so it is in English. Settings has its languages.")
     return text.format(language)

@@ -27,13 +27,12 @@ from app.icons import logo
 from app.languages import Languages, missing_words
 from app.services.background import timer
 from app.services.crash_reports import CrashReports, close_window_log, open_window_log
-from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
+from app.services.data_folder import Claim, SingleInstance, holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
-from app.services.single_instance import Claim, SingleInstance
 from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
-from app.views.main_window import MainWindow
+from app.views.main_window.window import MainWindow
 from app.widgets.charts_ready import when_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from app.widgets.scaffold import vbox
@@ -55,9 +54,6 @@ STREAMING_REPORT_VARIABLE = "SWITCHYARD_STREAMING_REPORT"
 
 TRAY_AFTER_MS = 400
 """Not while the window is opening."""
-
-MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
-"""Names a file: the window sends prompts and writes what the Monitor costs (`bench monitor`)."""
 
 
 _EVERY_MS = 500
@@ -82,10 +78,11 @@ def collect_if_due() -> None:
             return
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, begun: Callable[[MainWindow], object] = lambda _window: None) -> int:
     """Opens the window, and the files that are named; returns the exit code.
 
     A second start on one data folder raises the first window, which opens the files, and returns 0.
+    `begun` gets the window before it is shown.
     """
     reached("process and imports")
     words = argv or sys.argv
@@ -102,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     begin_with_proxy()
     files = [os.path.abspath(word) for word in words[1:] if not word.startswith("-")]
     try:
-        return _run(_application(words), reports, files)
+        return _run(_application(words), reports, files, begun)
     finally:
         close_window_log()
         reports.uninstall()
@@ -120,7 +117,7 @@ def _application(argv: list[str]) -> Application:
     return app
 
 
-def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
+def _run(app: Application, reports: CrashReports, files: list[str], begun: Callable[[MainWindow], object]) -> int:
     reached("application")
     settings = Settings()
     app.languages.set_choice(settings.language)
@@ -147,7 +144,12 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     instance.raise_requested.connect(window.come_forward)
     instance.raise_requested.connect(window.open_files)
     instance.other_version.connect(lambda other: window.notice_banner.show_text(_two_versions(other)))
-    _report_if_asked(window)
+    report_if_asked(window)
+    if path := os.environ.get(STREAMING_REPORT_VARIABLE):
+        from app.streaming_report import StreamingReport
+
+        StreamingReport(window, Path(path))
+    begun(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
         signal.signal(ending, lambda *_: app.quit())
     speak_as_set(app.languages, settings, window)
@@ -171,8 +173,6 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
 
 
 def speak_as_set(languages: Languages, settings: Settings, window: MainWindow) -> None:
-    """Has the window say everything in another language as soon as people choose one."""
-
     def choose(key: str) -> None:
         if key == "language":  # later: what it was chosen with is replaced, too
             QTimer.singleShot(0, window, lambda: languages.set_choice(settings.language))
@@ -182,7 +182,6 @@ def speak_as_set(languages: Languages, settings: Settings, window: MainWindow) -
 
 
 def _tray(window: MainWindow, services: Services, app: Application) -> None:
-    """The icon in the tray, if people want one."""
     from app.views.tray import QuickPrompt, Tray
 
     def make() -> QuickPrompt:
@@ -305,7 +304,6 @@ def _connect_picker(picker: ModelPicker, page: Page, services: Services) -> None
 def _connect_loading(
     load_wanted: SignalInstance, unload_wanted: SignalInstance, page: Page, services: Services
 ) -> Callable[[object], None]:
-    """Loads and unloads models when a page wants it, after asking if a job runs; returns what loads one."""
     from app.widgets.asking import before_loading
 
     start = services.model_start
@@ -319,7 +317,7 @@ def _connect_loading(
 
 
 def _batch(services: Services) -> Page:
-    from app.views.batch import BatchPage
+    from app.views.batch.page import BatchPage
 
     page = BatchPage(services.client, services.jobs, services.sample)
     page.add_strip(_strip_for(page, services))
@@ -327,7 +325,7 @@ def _batch(services: Services) -> Page:
 
 
 def _monitor(services: Services) -> Page:
-    from app.views.monitor import MonitorPage
+    from app.views.monitor.page import MonitorPage
 
     return MonitorPage(
         services.client, services.telemetry, services.settings, first_words=services.store.first_words_after
@@ -335,7 +333,7 @@ def _monitor(services: Services) -> Page:
 
 
 def _tune(services: Services) -> Page:
-    from app.views.tune import TunePage
+    from app.views.tune.page import TunePage
 
     page = TunePage(services.client, services.settings, services.tuning, services.jobs)
     services.tuning_outrun.noticed.connect(page.on_outrun)
@@ -344,7 +342,7 @@ def _tune(services: Services) -> Page:
 
 
 def _models(services: Services) -> Page:
-    from app.views.models import ModelsPage
+    from app.views.models.page import ModelsPage
 
     the = services
     page = ModelsPage(the.client, the.settings, the.library, the.downloads, the.hub, the.speeds)
@@ -355,7 +353,7 @@ def _models(services: Services) -> Page:
 
 def _settings(services: Services) -> Page:
     from app.services.updates import can_update
-    from app.views.settings import SettingsPage
+    from app.views.settings.page import SettingsPage
     from app.widgets.asking import before_loading
 
     updates = services.updates if can_update() else None
@@ -378,8 +376,6 @@ def _starter_for(page: QWidget, services: Services) -> StarterOffer:
 
 
 def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
-    """Creates the miniature timeline for a page about something else."""
-
     def make(parent: QWidget) -> QWidget:
         place = QWidget(parent)
         room = vbox(into=place, gap=-1)
@@ -397,24 +393,10 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
     return make
 
 
-def _report_if_asked(window: MainWindow) -> None:
-    """Runs the benchmark's measurement if the environment asks for one."""
-    report_if_asked(window)
-    if path := os.environ.get(STREAMING_REPORT_VARIABLE):
-        from app.streaming_report import StreamingReport
-
-        StreamingReport(window, Path(path))
-    if path := os.environ.get(MONITOR_REPORT_VARIABLE):
-        from app.streaming_report import MonitorReport
-
-        MonitorReport(window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
-
-
 # --- the data folder --------------------------------------------------------------------------------
 
 
 def _claim_data_folder(files: Sequence[str] = ()) -> SingleInstance | int:
-    """The claim to the data folder, or the exit code if the program cannot start."""
     from app.views import data_folder_start as dialogs  # rarely needed
 
     if dialogs.chosen_folder_is_missing() and not dialogs.ask_about_missing_folder():

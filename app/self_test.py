@@ -13,7 +13,6 @@ import sys
 
 
 def main() -> int:
-    """Tests without a display, and reports; returns the exit code."""
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
     problem, version = "", ""
     try:
@@ -36,7 +35,6 @@ def main() -> int:
 
 
 def _version() -> str:
-    """Of the packages that this runs from; empty where they do not say it."""
     import importlib.metadata
 
     try:

@@ -23,7 +23,6 @@ _reached_s: dict[str, float] = {}
 
 
 def reached(phase: str) -> None:
-    """This phase of the start ends now."""
     _reached_s.setdefault(phase, time.time())
 
 
@@ -65,7 +64,6 @@ def _phases_since(begun_s: float) -> dict[str, float]:
 
 
 def report_if_asked(window: QWidget) -> None:
-    """Measures if `SWITCHYARD_STARTUP_REPORT` names a file."""
     path = os.environ.get(REPORT_VARIABLE)
     if path:
         StartupReport(window, Path(path))

@@ -127,8 +127,6 @@ DARK = Theme(
 
 @dataclass(slots=True)
 class _InUse:
-    """The theme in use: one per process, like the application's palette and style sheet."""
-
     theme: Theme = LIGHT
     font_px: int = BODY_PX
 
@@ -141,17 +139,14 @@ def colours() -> Theme:
 
 
 def themed(name: ColourName) -> QColor:
-    """One of them, as a `QColor`."""
     return QColor(getattr(_in_use.theme, name))
 
 
 def body_px() -> int:
-    """Size of body text in device-independent pixels."""
     return _in_use.font_px
 
 
 def scaled(px: float) -> int:
-    """A length that scales with the text; `px` at its default size."""
     return round(px * _in_use.font_px / BODY_PX)
 
 
@@ -184,7 +179,6 @@ def style_sheet(theme: Theme, font_px: int, dpi: float = 96.0) -> str:
 
 
 def palette(theme: Theme) -> QPalette:
-    """The same colours for what the style sheet does not reach: selections, links, placeholders, native dialogs."""
     result = QPalette()
     role = QPalette.ColorRole
     for name, colour in {
@@ -215,14 +209,12 @@ def palette(theme: Theme) -> QPalette:
 
 
 def load_fonts() -> None:
-    """Registers the bundled Inter with Qt.  If a file is missing, the platform's font is used instead."""
     if FAMILY not in QFontDatabase.families():
         for path in sorted((resources_dir() / "fonts").glob("*.otf")):
             QFontDatabase.addApplicationFont(str(path))
 
 
 def tabular(font: QFont) -> QFont:
-    """`font` with tabular digits."""
     result = QFont(font)
     result.setFeature(QFont.Tag("tnum"), 1)
     return result
@@ -235,7 +227,6 @@ def use_tabular_figures(widget: QWidget) -> None:
 
 
 def set_look(widget: QWidget, name: str, value: str) -> None:
-    """Sets one of the style sheet's properties, and restyles the widget."""
     if widget.property(name) != value:
         widget.setProperty(name, value)
         widget.style().unpolish(widget)
@@ -244,8 +235,6 @@ def set_look(widget: QWidget, name: str, value: str) -> None:
 
 
 class _TabularFigures(QObject):
-    """Sets tabular digits again whenever a new style sheet has reset the widget's font."""
-
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
         if event.type() == QEvent.Type.StyleChange and isinstance(watched, QWidget):
             watched.setFont(tabular(watched.font()))
@@ -267,8 +256,6 @@ class PlainTextStyle(QProxyStyle):
 
 
 class ThemeController(QObject):
-    """Chooses the theme, applies it to the application, and follows the system while the choice is `system`."""
-
     def __init__(self, choice: Choice = "system", font_px: int = BODY_PX, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._choice: Choice = choice
@@ -288,7 +275,6 @@ class ThemeController(QObject):
 
     @property
     def font_px(self) -> int:
-        """Size of body text in device-independent pixels."""
         return _in_use.font_px
 
     def set_choice(self, choice: Choice) -> None:
@@ -298,7 +284,6 @@ class ThemeController(QObject):
             self._show(self._wanted(QGuiApplication.styleHints().colorScheme()))
 
     def set_font_px(self, font_px: int) -> None:
-        """Sets the size of body text, held within `MIN_FONT_PX` and `MAX_FONT_PX`."""
         font_px = _clamp(font_px)
         if font_px != _in_use.font_px:
             self._apply(_in_use.theme, font_px)

@@ -34,7 +34,9 @@ def bench_monitor(seconds: int, repeats: int, report: Report, say: Callable[[str
     def run(_repeat: int) -> dict[str, float]:
         with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as home:
             variables = {"SWITCHYARD_MONITOR_SECONDS": str(seconds)}
-            document = run_window(home_with(starter, Path(home)), "SWITCHYARD_MONITOR_REPORT", variables)
+            document = run_window(
+                home_with(starter, Path(home)), "SWITCHYARD_MONITOR_REPORT", variables, "benchmarks.monitor_window"
+            )
         if document["error"]:
             raise EngineError(ErrorCode.INTERNAL, f"Nothing was decoded in the window: {document['error']}")
         return {name: float(str(document[name])) for name in _FIGURES}

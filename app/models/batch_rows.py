@@ -1,4 +1,4 @@
-"""Rows of a batch: a job's finished ones, and the first ones of an input."""
+"""Jobs, and rows of a batch: a job's finished ones, and the first ones of an input."""
 
 from __future__ import annotations
 
@@ -9,8 +9,34 @@ from typing import Any
 from PySide6.QtCore import QModelIndex, QObject, Qt
 
 from app.models.headed_table import ROW_ROLE, HeadedTable, Index
+from app.services.batch_job import JobEntry
 from engine.batch_files.messages import BatchRow
 from engine.common.plain_text import few_marks
+
+JOB_ROLE = ROW_ROLE
+
+
+class JobListModel(HeadedTable):
+    """Jobs, newest first; `JOB_ROLE` gives a `JobEntry`."""
+
+    def __init__(self, describe: Callable[[JobEntry], str], parent: QObject | None = None) -> None:
+        super().__init__(
+            parent=parent, cell=lambda job, _column: str(job.input.name), describe=describe, key=lambda job: job.key
+        )
+
+    def put(self, job: JobEntry) -> None:
+        row = self.row_of(job.key)
+        if row >= 0:
+            self._rows[row] = job
+            self.dataChanged.emit(self.index(row, 0), self.index(row, 0))
+        else:
+            self.insert_row(sum(other.created_s > job.created_s for other in self._rows), job)
+
+    def remove(self, key: str) -> None:
+        row = self.row_of(key)
+        if row >= 0:
+            self.drop_rows(row, row)
+
 
 __all__ = ["ROW_ROLE", "AnsweredRowsModel", "Column", "InputRowsModel", "one_line"]
 
@@ -19,8 +45,6 @@ LEAST_LEFT_OUT = 12
 
 
 class Column(IntEnum):
-    """Columns of `AnsweredRowsModel`."""
-
     ROW = 0
     PROMPT = 1
     ANSWER = 2
@@ -29,13 +53,7 @@ class Column(IntEnum):
 
 
 class AnsweredRowsModel(HeadedTable):
-    """Finished rows; `ROW_ROLE` gives a `BatchRow`.
-
-    Args:
-        headings: of the columns, in their order.
-        end_text: how a row ended, in words.
-        count_text: a number, formatted for display.
-    """
+    """Finished rows; `ROW_ROLE` gives a `BatchRow`."""
 
     def __init__(
         self,
@@ -49,7 +67,6 @@ class AnsweredRowsModel(HeadedTable):
         self._beginning = ""
 
     def set_beginning(self, text: str) -> None:
-        """Sets the prefix that all prompts share: it is left out where a prompt is shown as one line."""
         self._beginning = text if len(one_line(text)) >= LEAST_LEFT_OUT else ""
 
     def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
@@ -93,13 +110,10 @@ class AnsweredRowsModel(HeadedTable):
 
     @property
     def last_row(self) -> int:
-        """Index in the input of the row at the end; -1 if there is none."""
         return self._rows[-1].row if self._rows else -1
 
 
 class InputRowsModel(HeadedTable):
-    """The first rows of an input, as text."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__((), parent=parent)
 
@@ -112,7 +126,6 @@ class InputRowsModel(HeadedTable):
         return text if role == Qt.ItemDataRole.ToolTipRole else None
 
     def set_rows(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Shows these rows; each has one text per column."""
         self.beginResetModel()
         self._headings = tuple(columns)
         self._rows = [tuple(row) for row in rows]
@@ -120,5 +133,4 @@ class InputRowsModel(HeadedTable):
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, for a table cell."""
     return few_marks(" ".join(text.split()))

@@ -42,7 +42,6 @@ class TokenFigures:
 
     @property
     def used(self) -> float:
-        """Experts used, however they were served."""
         return sum(self.experts.values())
 
 
@@ -98,11 +97,9 @@ class CacheForecast:
     gains_nothing: bool = False
 
     def hit_rate_at(self, slots: float) -> float | None:
-        """Expected with this many experts; None while no curve is known."""
         return float(np.interp(slots, self.slots, self.hit_rates)) if len(self.slots) else None
 
     def tokens_per_s_at(self, slots: float) -> float | None:
-        """Predicted; None if unknown."""
         return float(np.interp(slots, self.slots, self.tokens_per_s)) if len(self.tokens_per_s) else None
 
 
@@ -189,12 +186,10 @@ def _expected(
 
 
 def hit_rate(tier: TierReport) -> float | None:
-    """Since the model was loaded; None if nothing was looked up."""
     return tier.hits / tier.lookups if tier.lookups else None
 
 
 def policies(tier: TierReport) -> tuple[PolicyRate, ...]:
-    """The active policy and its shadows, best first; -1 for one that was not simulated."""
     known = {each.name: each for each in tier.shadows}
     own = known.get(tier.policy, PolicyRate(tier.policy, tier.recent_hit_rate))
     others = [each for each in tier.shadows if each.name != tier.policy]

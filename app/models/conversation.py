@@ -1,9 +1,10 @@
-"""The conversation on screen: the visible path of its tree, one row per turn."""
+"""The conversation on screen: the visible path of its tree, one row per turn, and how full its context is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from PySide6.QtCore import QAbstractListModel, QModelIndex, QObject, QPersistentModelIndex, Qt
@@ -12,6 +13,52 @@ from app.services.chat_store import Conversation, Fold, Message, MessageTree
 from app.services.chat_store.records import digest_of
 from engine.common.chat import Picture
 
+NEAR_SHARE, FULL_SHARE = 0.75, 0.9
+KEPT_SHARE = 0.5
+"""Of the context, that turns which stay as they are may take after folding."""
+
+
+class Level(Enum):
+    FREE = "free"
+    NEAR = "near"
+    FULL = "full"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextUse:
+    used: int
+    limit: int
+    is_about: bool = True
+
+    @property
+    def share(self) -> float:
+        return self.used / max(self.limit, 1)
+
+    @property
+    def level(self) -> Level:
+        if self.used >= self.limit:
+            return Level.OVER
+        return Level.FULL if self.share >= FULL_SHARE else Level.NEAR if self.share >= NEAR_SHARE else Level.FREE
+
+
+def turns_to_fold(tokens: Sequence[int], ends: Sequence[bool], room: int) -> int:
+    """How many of the first turns to fold, so that at most `room` tokens of turns are left; 0 if none can be.
+
+    Args:
+        tokens: of each turn.
+        ends: whether a turn is an answer, after which a question can follow.
+    """
+    left, last = sum(tokens), 0
+    for number, (size, is_end) in enumerate(zip(tokens, ends, strict=True), 1):
+        left -= size
+        if is_end:
+            last = number
+            if left <= room:
+                break
+    return last
+
+
 ROW_ROLE = Qt.ItemDataRole.UserRole + 1
 
 Index = QModelIndex | QPersistentModelIndex
@@ -19,14 +66,7 @@ Index = QModelIndex | QPersistentModelIndex
 
 @dataclass(frozen=True, slots=True)
 class FoldCard:
-    """What is sent instead of the first `turns` turns.
-
-    Attributes:
-        fold: that of the row's message.
-        turns: how many turns it stands for.
-        is_open: whether these are shown below it.
-        is_outdated: whether they were changed since it was made.
-    """
+    """What is sent instead of the first `turns` turns."""
 
     fold: Fold
     turns: int
@@ -36,12 +76,7 @@ class FoldCard:
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """One turn as shown: the message, which is version `version` of `versions`, counted from 1.
-
-    Attributes:
-        card: set where the row is no turn: the card of the earlier ones.
-        is_folded: whether the card is sent instead of it.
-    """
+    """One turn as shown: the message, which is version `version` of `versions`, counted from 1."""
 
     message: Message
     version: int = 1
@@ -51,27 +86,18 @@ class MessageRow:
 
     @property
     def key(self) -> tuple[str, bool]:
-        """Whose row it is, whatever has become of it."""
         return self.message.id, self.card is not None
 
 
 class ConversationModel(QAbstractListModel):
-    """Rows of one conversation.  `ROW_ROLE` gives a `MessageRow`; independent of the store and the engine."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
-        self._conversation: Conversation | None = None
+        self.conversation: Conversation | None = None
         self._tree = MessageTree()
         self._rows: list[MessageRow] = []
         self._numbers: dict[str, int] = {}
-        """Of rows, by the ids of their messages."""
         self._pictures: tuple[Picture, ...] | None = None
-        """Found when they are asked for."""
-        self._shows_folded = False
-
-    @property
-    def conversation(self) -> Conversation | None:
-        return self._conversation
+        self.shows_folded = False
 
     @property
     def tree(self) -> MessageTree:
@@ -83,7 +109,6 @@ class ConversationModel(QAbstractListModel):
 
     @property
     def last(self) -> Message | None:
-        """The end of the visible path."""
         if self._rows and self._rows[-1].card is not None:
             path = self._tree.path()
             return path[-1] if path else None
@@ -91,14 +116,12 @@ class ConversationModel(QAbstractListModel):
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Those of the visible path that are not folded."""
         if self._pictures is None:
             sent = (row for row in self._rows if row.card is None and not row.is_folded)
             self._pictures = tuple(picture for row in sent for picture in row.message.pictures)
         return self._pictures
 
     def row(self, number: int) -> MessageRow:
-        """The turn at a place, from 0."""
         return self._rows[number]
 
     def rowCount(self, parent: Index | None = None) -> int:
@@ -115,19 +138,17 @@ class ConversationModel(QAbstractListModel):
     def show(self, conversation: Conversation, tree: MessageTree) -> None:
         """Show another conversation.  The tree is shared, not copied."""
         self.beginResetModel()
-        self._conversation = conversation
+        self.conversation = conversation
         self._tree = tree
-        self._shows_folded = False
+        self.shows_folded = False
         self._rows = self._visible()
         self._note_rows()
         self.endResetModel()
 
     def set_conversation(self, conversation: Conversation) -> None:
-        """Update the fields of the same conversation."""
-        self._conversation = conversation
+        self.conversation = conversation
 
     def add(self, message: Message) -> None:
-        """Put a new message on the visible path."""
         self._tree.add(message)
         self.refresh()
 
@@ -138,7 +159,6 @@ class ConversationModel(QAbstractListModel):
         self.refresh()
 
     def update(self, message: Message) -> None:
-        """Update a message's text, state and stats; its pictures stay."""
         self._tree.update(message)
         number = self.row_of(message.id)
         if number is not None:
@@ -151,18 +171,12 @@ class ConversationModel(QAbstractListModel):
         self.refresh()
         return chosen
 
-    @property
-    def shows_folded(self) -> bool:
-        return self._shows_folded
-
     def show_folded(self, shown: bool) -> None:
-        """Show the turns that the card stands for, or the card alone."""
-        if shown != self._shows_folded:
-            self._shows_folded = shown
+        if shown != self.shows_folded:
+            self.shows_folded = shown
             self.refresh()
 
     def row_of(self, message_id: str) -> int | None:
-        """A message's row; None if it is not on the visible path."""
         return self._numbers.get(message_id)
 
     def _visible(self) -> list[MessageRow]:
@@ -172,8 +186,8 @@ class ConversationModel(QAbstractListModel):
             return rows
         turns = [replace(MessageRow(m, *self._tree.versions(m.id)), is_folded=True) for m in earlier]
         outdated = bool(at.fold.summary) and at.fold.turns != digest_of(earlier)
-        card = MessageRow(at, card=FoldCard(at.fold, len(turns), self._shows_folded, outdated))
-        return [card, *(turns if self._shows_folded else ()), *rows]
+        card = MessageRow(at, card=FoldCard(at.fold, len(turns), self.shows_folded, outdated))
+        return [card, *(turns if self.shows_folded else ()), *rows]
 
     def refresh(self) -> None:
         """Follow the tree.  Emits only the difference: rows that still show the same turn stay."""

@@ -20,8 +20,6 @@ Index = QModelIndex | QPersistentModelIndex
 
 
 class Group(Enum):
-    """Section headings, in their order."""
-
     SCRATCH = "scratch"
     PINNED = "pinned"
     FOLDER = "folder"
@@ -49,7 +47,6 @@ class Entry:
 
 
 def group_of(conversation: Conversation, now: datetime) -> Group:
-    """A conversation's section, by local calendar days."""
     if conversation.pinned:
         return Group.PINNED
     days = (now.date() - datetime.fromtimestamp(conversation.updated_at).date()).days
@@ -123,7 +120,6 @@ class ConversationListModel(QAbstractListModel):
 
     @property
     def folders(self) -> tuple[Folder, ...]:
-        """All of them, in the order that they are shown in."""
         return tuple(sorted(self._folders.values(), key=lambda folder: (folder.name.casefold(), folder.id)))
 
     def folder(self, folder_id: str) -> Folder | None:
@@ -146,7 +142,6 @@ class ConversationListModel(QAbstractListModel):
         self._rebuild()
 
     def row_of_folder(self, folder_id: str) -> int | None:
-        """A folder's own row; None if it is not shown."""
         for number, entry in enumerate(self._entries):
             if entry.conversation is None and entry.folder is not None and entry.folder.id == folder_id:
                 return number
@@ -184,7 +179,6 @@ class ConversationListModel(QAbstractListModel):
         return tuple(self._entries)
 
     def conversation(self, conversation_id: str) -> Conversation | None:
-        """A conversation in the list; None if it is not there."""
         return self._conversations.get(conversation_id)
 
     @property
@@ -194,30 +188,25 @@ class ConversationListModel(QAbstractListModel):
 
     @property
     def kept(self) -> tuple[Conversation, ...]:
-        """All that are stored, shown or not."""
         return tuple(each for each in self.known if not self.is_scratch(each.id))
 
     def first(self) -> Conversation | None:
         return next((entry.conversation for entry in self._entries if entry.conversation is not None), None)
 
     def row_of(self, conversation_id: str) -> int | None:
-        """A conversation's row; None if it is not shown."""
         for number, entry in enumerate(self._entries):
             if entry.conversation is not None and entry.conversation.id == conversation_id:
                 return number
         return None
 
     def snippet_of(self, message_id: str) -> str:
-        """The lines around what a search found in a message; empty if it found none there."""
         return next((entry.snippet for entry in self._entries if entry.message_id == message_id), "")
 
     def set_conversations(self, conversations: Iterable[Conversation]) -> None:
-        """Replace the whole list."""
         self._conversations = {conversation.id: conversation for conversation in conversations}
         self._rebuild()
 
     def put(self, conversation: Conversation) -> None:
-        """Add a conversation, or update its fields."""
         old = self._conversations.get(conversation.id)
         self._conversations[conversation.id] = conversation
         if self._hits is not None:
@@ -234,7 +223,6 @@ class ConversationListModel(QAbstractListModel):
             self._rebuild()
 
     def put_all(self, conversations: Iterable[Conversation]) -> None:
-        """As `put`, for many that are new or have moved."""
         self._conversations.update({conversation.id: conversation for conversation in conversations})
         self._rebuild()
 
@@ -310,5 +298,4 @@ def _key(entry: Entry) -> tuple[Group, str, str]:
 
 
 def _place(conversation: Conversation) -> tuple[float, bool, str]:
-    """What says where it stands."""
     return conversation.updated_at, conversation.pinned, conversation.folder_id

@@ -10,19 +10,10 @@ from PySide6.QtCore import QAbstractTableModel, QModelIndex, QObject, QPersisten
 Index = QModelIndex | QPersistentModelIndex
 _NOWHERE = QModelIndex()
 ROW_ROLE = Qt.ItemDataRole.UserRole + 1
-"""Gives what a row is of."""
 
 
 class HeadedTable(QAbstractTableModel):
-    """Keeps its rows in `_rows`, one after another.
-
-    Args:
-        headings: of the columns, in their order; a list has one.
-        numbers: the columns that are aligned at the right.
-        cell: the text of a row in a column.
-        describe: a row in words, for screen readers and as its tooltip.
-        key: what tells a row from all others.
-    """
+    """Keeps its rows in `_rows`, one after another."""
 
     def __init__(
         self,
@@ -44,7 +35,6 @@ class HeadedTable(QAbstractTableModel):
         return tuple(self._rows)
 
     def row_of(self, key: object) -> int:
-        """Where the row of this key is; -1 if it is not there."""
         return next((at for at, row in enumerate(self._rows) if self._key(row) == key), -1)
 
     def show_rows(self, rows: Sequence[Any]) -> None:

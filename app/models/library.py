@@ -28,13 +28,7 @@ class Column(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model as the table shows it.
-
-    Attributes:
-        predicted: decode tokens/s as the planner sees it; None if that is unknown yet.
-        remote: `endpoint:NAME/MODEL` for a model of a server elsewhere; `place` is then where text goes.
-        heading: of the section that begins with it; empty for all others.
-    """
+    """A model as the table shows it."""
 
     entry: LibraryEntry
     is_loaded: bool = False
@@ -46,7 +40,6 @@ class ModelRow:
 
     @property
     def key(self) -> str:
-        """What tells it from all others."""
         return self.remote or str(self.entry.path)
 
 
@@ -82,14 +75,6 @@ class LibraryTable(HeadedTable):
         predicted: Mapping[str, float],
         elsewhere: tuple[ModelRow, ...] = (),
     ) -> None:
-        """Shows these models.
-
-        Args:
-            loaded: path of the loaded model; empty if there is none.
-            default: name or path of the default model.
-            predicted: path -> decode tokens/s.
-            elsewhere: rows of servers elsewhere, behind them.
-        """
         here = tuple(
             ModelRow(
                 entry,
@@ -102,11 +87,9 @@ class LibraryTable(HeadedTable):
         self.show_rows((*here, *elsewhere))
 
     def row_of(self, key: object) -> int:
-        """The row of the model at a path, or of a server's; -1 if it is not there."""
         rows = enumerate(self._rows)
         return next((at for at, row in rows if key == row.key or (not row.remote and key in _places(row.entry))), -1)
 
 
 def _places(entry: LibraryEntry) -> tuple[str, ...]:
-    """Wherever the model lies."""
     return str(entry.path), *(str(path) for _origin, path in entry.also)

@@ -15,13 +15,7 @@ NAME, PREDICTED, TIMED, BAR = range(4)
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A candidate plan as the table shows it.
-
-    Attributes:
-        doing: its current step, in words; empty if it is idle.
-        live: tokens/s of the run being timed; 0 if none is.
-        is_winner: whether the model runs with it from now on.
-    """
+    """A candidate plan as the table shows it."""
 
     contestant: Contestant
     timed: Timed | None = None
@@ -31,7 +25,6 @@ class PlanRow:
 
     @property
     def tokens_per_s(self) -> float:
-        """Measured, final or so far; 0 if unknown."""
         return (self.timed.tokens_per_s if self.timed is not None else 0.0) or self.live
 
     @property
@@ -40,10 +33,7 @@ class PlanRow:
 
 
 class PlanTable(HeadedTable):
-    """Rows in the order they are timed; fastest first once there is a result."""
-
     MOST = ROW_ROLE + 1
-    """Gives the highest number shown, for bars."""
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(
@@ -54,11 +44,9 @@ class PlanTable(HeadedTable):
     # --- progress ---------------------------------------------------------------------------------
 
     def show_contestants(self, contestants: tuple[Contestant, ...]) -> None:
-        """Starts a new comparison."""
         self._reset([PlanRow(one) for one in contestants])
 
     def show_doing(self, name: str, doing: str, live: float = 0.0) -> None:
-        """Sets a candidate's current step; all others become idle."""
         for at, row in enumerate(self._rows):
             mine = row.contestant.name == name
             self._set(at, replace(row, doing=doing if mine else "", live=live if mine else 0.0))
@@ -74,12 +62,10 @@ class PlanTable(HeadedTable):
         )
 
     def show_winner(self, name: str) -> None:
-        """Marks the plan in use."""
         for at, row in enumerate(self._rows):
             self._set(at, replace(row, is_winner=row.contestant.name == name))
 
     def stop(self) -> None:
-        """Makes every row idle: tuning was cancelled, or the engine ended."""
         for at, row in enumerate(self._rows):
             self._set(at, replace(row, doing="", live=0.0))
 
@@ -108,7 +94,6 @@ class PlanTable(HeadedTable):
         return (row.contestant.name, self._predicted(row), self._timed(row), "")[column]
 
     def spoken(self, row: PlanRow) -> str:
-        """A row in words, for screen readers."""
         one = row.contestant
         said = [one.name, *self.marks(row)]
         if one.predicted_tokens_per_s:

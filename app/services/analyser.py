@@ -36,8 +36,6 @@ _SAMPLED_NS, _SAMPLES = 2_000_000_000, 40
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What else advice depends on: the loaded model, its requested configuration, its caches, and the machine."""
-
     model: ModelInfo | None = None
     config: EngineConfig | None = None
     report: CacheReport | None = None
@@ -46,8 +44,6 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the last tokens waited for, and the change that would help most; None while no model is loaded."""
-
     waiting: Waiting
     advice: Advice | None
 
@@ -87,11 +83,9 @@ class Analyser(QObject):
         self._working.close()
 
     def note_news(self) -> None:
-        """Tokens have been decoded since the last analysis."""
         self._is_news = True
 
     def hurry(self) -> None:
-        """A page was opened: analyse what there is at once."""
         self._is_news = self._is_hurried = True
         self._due_s = 0.0
 
@@ -179,7 +173,6 @@ def _waiting_in(stretch: Stretch) -> Waiting:
 
 
 def _advice(waited: Waiting, machine: Machine) -> Advice | None:
-    """The change that would help most; None while no model is loaded."""
     from engine.planner.predict import running_config
     from engine.telemetry.advice import Running, advise
 

@@ -16,7 +16,7 @@ from app.services.chat_store import AnswerStats, Attachment, ChatStore, Fold, Me
 from app.services.chat_store.records import clean_text
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
-from app.services.sampling_presets import THINKING_TOKENS, own_sampling
+from app.services.kept import THINKING_TOKENS, own_sampling
 from engine.common.chat import Picture, Role, Tool, ToolCall, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
@@ -44,8 +44,6 @@ CANCELLED = "cancelled"
 
 
 class Stage(Enum):
-    """What an answer is waiting for or doing."""
-
     LOOKING_UP = "looking into documents"
     STARTING_TOOLS = "starting tools"
     ALLOWING = "waiting to be allowed to call a tool"
@@ -62,16 +60,12 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stage, with its progress (0 to 1, None if unknown) or the token rate."""
-
     stage: Stage
     fraction: float | None = None
     tokens_per_s: float = 0.0
 
 
 class ToolRunner(Protocol):
-    """What may be called, and how; see `app.services.tools`."""
-
     @property
     def always_allowed(self) -> tuple[str, ...]: ...
 
@@ -86,12 +80,7 @@ class ToolRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolOffer:
-    """The tools of a chat.
-
-    Attributes:
-        in_chat: keys of those that may run unasked in it.
-        attachments: the chat's documents, for tools that read them.
-    """
+    """The tools of a chat."""
 
     runner: ToolRunner
     offered: tuple[OfferedTool, ...]
@@ -128,7 +117,6 @@ class _Turn:
 
     @property
     def uses(self) -> tuple[ToolUse, ...]:
-        """The calls of its last step."""
         return self.answer.steps[-1].calls if self.answer.steps else ()
 
 
@@ -141,7 +129,6 @@ _SUMMARY = "Earlier in this conversation, in short:"
 
 
 def instructions_with(system_prompt: str, fold: Fold | None) -> str:
-    """The system prompt, and the summary that stands for the earlier turns."""
     summary = f"{_SUMMARY}\n\n{fold.summary.strip()}" if fold is not None and fold.summary.strip() else ""
     return "\n\n".join(filter(None, (system_prompt.strip() and system_prompt, summary)))
 
@@ -254,7 +241,6 @@ class AnswerQueue(QObject):
         self._set_phase(_Turn(answer, (), None), Phase(stage))
 
     def is_held(self, message_id: str) -> bool:
-        """Whether an answer still waits for its prompt."""
         return message_id in self._held
 
     def ask(
@@ -283,7 +269,6 @@ class AnswerQueue(QObject):
         self._end(_Turn(answer, (), None), MessageState.FAILED, reason, ErrorCode.ENDPOINT_FAILED.value, None)
 
     def stop(self, message_id: str) -> None:
-        """Stop an answer now, running or waiting; the text so far is kept."""
         if message_id in self._held:
             self._end(_Turn(self._held.pop(message_id), (), None), MessageState.PARTIAL, "", CANCELLED, None)
             return
@@ -306,12 +291,10 @@ class AnswerQueue(QObject):
                 return
 
     def stop_all(self, message_ids: Iterable[str]) -> None:
-        """`stop` for several, such as all of a deleted conversation."""
         for message_id in list(message_ids):
             self.stop(message_id)
 
     def phase(self, message_id: str) -> Phase | None:
-        """The phase of an answer that has not ended."""
         return self._phases.get(message_id)
 
     @property
@@ -469,7 +452,6 @@ class AnswerQueue(QObject):
     # --- tools ---
 
     def decide(self, message_id: str, call_id: str, *, allowed: bool) -> None:
-        """Lets a call that waits for it run, or not."""
         turn = self._calling.get(message_id)
         if turn is None or not any(use.id == call_id and use.state == "asked" for use in turn.uses):
             return
@@ -480,13 +462,11 @@ class AnswerQueue(QObject):
             self._go_on(turn)
 
     def allow_in_chat(self, message_id: str, key: str) -> None:
-        """Lets further calls of a tool in this answer run unasked."""
         turn = self._calling.get(message_id)
         if turn is not None and turn.offer is not None:
             turn.offer = replace(turn.offer, in_chat=(*turn.offer.in_chat, key))
 
     def waiting_calls(self, message_id: str) -> tuple[str, ...]:
-        """Ids of the calls of an answer that wait to be allowed."""
         turn = self._calling.get(message_id)
         return tuple(use.id for use in turn.uses if use.state == "asked") if turn is not None else ()
 
@@ -539,7 +519,6 @@ class AnswerQueue(QObject):
         turn.answer = replace(turn.answer, steps=(*before, step))
 
     def _go_on(self, turn: _Turn) -> None:
-        """Shows where the calls are; once all have ended the model reads what they returned."""
         if self._calling.get(turn.answer.id) is not turn:
             return
         states = {use.state for use in turn.uses}

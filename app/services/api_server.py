@@ -48,8 +48,6 @@ LOCAL, ANYWHERE = "127.0.0.1", "0.0.0.0"
 
 
 class ServerState(Enum):
-    """What the switch has brought about so far."""
-
     OFF = "off"
     STARTING = "starting"
     ON = "on"
@@ -85,7 +83,7 @@ class ApiServer(QObject):
         self._process: QProcess | None = None
         self._lines = LineReader()
         self._asked_for: Listen | None = None
-        self._state, self._problem = ServerState.OFF, ""
+        self.state, self.problem = ServerState.OFF, ""
         self._is_ending = False
         self._key = ""
         self._key_stays = False
@@ -107,32 +105,19 @@ class ApiServer(QObject):
     # --- what there is ----------------------------------------------------------------------------
 
     @property
-    def state(self) -> ServerState:
-        return self._state
-
-    @property
-    def problem(self) -> str:
-        """Why it failed, in one sentence; empty otherwise."""
-        return self._problem
-
-    @property
     def beside(self) -> Beside:
-        """The model that programs asked for by name, beside the window's."""
         return self._beside
 
     @property
     def key(self) -> str:
-        """What programs must send; empty while it is not known yet, or not needed."""
         return self._key if self._settings.serves != "pc" else ""
 
     @property
     def key_stays(self) -> bool:
-        """Whether the key is kept after this run."""
         return self._key_stays
 
     @property
     def url(self) -> str:
-        """Where programs find it, as far as the settings say."""
         host = LOCAL
         if self._settings.serves == "network":
             host = self._address = self._address or _network_address()
@@ -141,21 +126,17 @@ class ApiServer(QObject):
     # --- what people do ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """At the start of the window: goes on with what the settings say."""
         if self._settings.serves_others:
             self._apply()
 
     def make_key(self) -> None:
-        """A new key; the one before is good for nothing any more."""
         self._keys.ask(_new_key, self._on_key)
 
     def look_for_key(self) -> None:
-        """Finds the key, or makes the first one, if one is needed and it is not known yet."""
         if self._settings.serves != "pc" and not self._key and not self._keys.is_busy:
             self._keys.ask(_kept_key, self._on_key)
 
     def free_others(self) -> None:
-        """Frees the model beside the window's, unless it is answering."""
         self._tell(FreeOthers())
 
     def make_room(self, then: Callable[[], None]) -> None:
@@ -173,7 +154,6 @@ class ApiServer(QObject):
             then()
 
     def close(self) -> None:
-        """Ends the server, and waits for it."""
         self._keys.close()
         process, self._process, self._asked_for = self._process, None, None
         if process is not None:
@@ -195,7 +175,6 @@ class ApiServer(QObject):
         self._apply()
 
     def _apply(self) -> None:
-        """Has a server as the settings want it: one with other settings ends first."""
         settings = self._settings
         wanted: Listen | None = None
         if settings.serves_others:
@@ -203,7 +182,7 @@ class ApiServer(QObject):
             if settings.serves == "pc" or self._key:
                 host = ANYWHERE if settings.serves == "network" else LOCAL
                 wanted = Listen(host, settings.server_port, self.key)
-        if wanted != self._asked_for or (self._state is ServerState.FAILED and self._process is None):
+        if wanted != self._asked_for or (self.state is ServerState.FAILED and self._process is None):
             self._asked_for = wanted
             self._client.serve_others("", "")
             if self._process is not None:
@@ -212,7 +191,7 @@ class ApiServer(QObject):
                 self._start(wanted)
         if not settings.serves_others:
             self._become(ServerState.OFF)
-        elif self._state is ServerState.OFF or wanted is None:
+        elif self.state is ServerState.OFF or wanted is None:
             self._become(ServerState.STARTING)
         else:
             self.changed.emit()
@@ -310,7 +289,7 @@ class ApiServer(QObject):
             return
         if self._is_ending:
             self._start(self._asked_for)  # the one before it had other settings
-        elif self._state is not ServerState.FAILED:
+        elif self.state is not ServerState.FAILED:
             self._fail(self.tr("The server stopped unexpectedly. Turn it off and on again."))
 
     def _clear_after_killed(self) -> None:
@@ -335,7 +314,7 @@ class ApiServer(QObject):
         self._become(ServerState.FAILED, problem)
 
     def _become(self, state: ServerState, problem: str = "") -> None:
-        self._state, self._problem = state, problem
+        self.state, self.problem = state, problem
         self.changed.emit()
 
 
@@ -352,7 +331,6 @@ def _new_key() -> tuple[str, bool]:
 
 
 def _network_address() -> str:
-    """By which other PCs most likely find this one."""
     for address in QNetworkInterface.allAddresses():
         is_v4 = address.protocol() == QAbstractSocket.NetworkLayerProtocol.IPv4Protocol
         if is_v4 and not address.isLoopback() and not address.isLinkLocal():

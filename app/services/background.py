@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
+from engine.common.errors import EngineError
+
 _log = logging.getLogger("switchyard.background")
 
 WAIT_S = 5.0
@@ -37,8 +39,6 @@ class _Job:
 
 
 class _Background(QObject):
-    """One thread at a time; results are delivered on this object's thread, and dropped once it is deleted."""
-
     _ended = Signal(object, object, object)
 
     def __init__(self, parent: QObject | None = None) -> None:
@@ -135,7 +135,6 @@ class LatestTask(_Background):
             self._running.is_wanted = False
 
     def close(self) -> None:
-        """As `forget`, and waits for the running function."""
         self.forget()
         super().close()
 
@@ -145,8 +144,6 @@ class LatestTask(_Background):
 
 
 class TaskQueue(_Background):
-    """Runs all functions, one at a time, in order."""
-
     def add(
         self,
         function: Callable[[], T],
@@ -159,6 +156,13 @@ class TaskQueue(_Background):
         """
         self._waiting.append(_Job(function, done, failed or _log_failure(function)))
         self._begin()
+
+
+def sentence_of(error: Exception) -> str:
+    """What people are told of an error of ours; any other is raised again."""
+    if isinstance(error, EngineError):
+        return error.message
+    raise error
 
 
 def _log_failure(function: Callable[[], Any]) -> Callable[[Exception], None]:

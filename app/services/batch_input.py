@@ -96,7 +96,6 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
 
 
 def _image_column(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """The first column of which most cells are named like pictures."""
     for name in columns:
         cells = [as_text(row.fields.get(name)).strip()[:4096] for row in rows]
         named = sum(cell.lower().endswith(SUFFIXES) or cell[:11].lower() == "data:image/" for cell in cells)
@@ -119,7 +118,6 @@ def count_rows(path: Path, form: InputForm, cancelled: Callable[[], bool]) -> in
 
 
 def can_be_read(path: Path) -> bool:
-    """Whether this is a folder, or a file with a supported extension."""
     return path.is_dir() or path.suffix.lower() in INPUT_SUFFIXES
 
 
@@ -135,6 +133,5 @@ def free_output(source: Path, suffix: str) -> Path:
 
 
 def usual_suffix(source: Path) -> str:
-    """The result's file type for an input: the same if it can be written."""
     suffix = source.suffix.lower()
     return suffix if source.is_file() and suffix in (".csv", ".tsv", ".parquet", ".xlsx") else ".jsonl"

@@ -43,13 +43,11 @@ class JobAnswers:
         self._next = -1
 
     def page(self, after: int, *, ended: Ended = "any", limit: int = PAGE_ROWS) -> list[BatchRow]:
-        """The answers after `row`, with shortened texts."""
         with self._lock:
             answers = read_answers(self._entry.journal, after=after, limit=limit, ended=ended)
             return [_row(answer, self._prompt(answer.row), _MOST_CHARACTERS) for answer in answers]
 
     def whole(self, row: int) -> BatchRow | None:
-        """One answer with its full text; None if it does not exist (any more)."""
         with self._lock:
             answers = read_answers(self._entry.journal, after=row - 1, limit=1)
             if not answers or answers[0].row != row:
@@ -82,11 +80,7 @@ def _row(answer: Answer, prompt: str, most: int | None = None) -> BatchRow:
 
 
 def save_jobs(entries: Iterable[JobEntry]) -> None:
-    """Saves what journals do not contain.
-
-    Raises:
-        OSError: the file is unchanged.
-    """
+    """Saves what journals do not contain."""
     content = [
         {
             "job": asdict(entry.job),
@@ -115,7 +109,6 @@ def load_jobs() -> list[JobEntry]:
 
 
 def job_of(values: Any) -> BatchJob | None:
-    """A job from its JSON; None if it is invalid."""
     if not isinstance(values, Mapping):
         return None
     try:
@@ -200,8 +193,6 @@ def _path() -> Path:
 
 
 class JobState(Enum):
-    """A job's state."""
-
     QUEUED = "queued"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -279,7 +270,6 @@ class JobEntry:
 
     @property
     def needs_model(self) -> bool:
-        """Whether this PC's model answers its rows, or some of them."""
         return not self.job.is_remote or HERE in self.job.endpoints
 
     @property
@@ -301,7 +291,6 @@ class JobEntry:
 
     @property
     def share(self) -> float | None:
-        """Its progress, 0 to 1; None while unknown."""
         if self.state is JobState.FINISHED:
             return 1.0
         return min(1.0, self.done / self.total) if self.total else None

@@ -77,7 +77,6 @@ class BatchJobs(QObject):
 
     @property
     def entries(self) -> list[JobEntry]:
-        """All jobs, newest first."""
         return sorted(self._entries.values(), key=lambda entry: -entry.created_s)
 
     def entry(self, key: str) -> JobEntry | None:
@@ -85,7 +84,6 @@ class BatchJobs(QObject):
 
     @property
     def running(self) -> list[JobEntry]:
-        """The jobs that the engine works on, in the order in which they began."""
         return [self._entries[key] for key in self._runs]
 
     def list_again(self) -> None:
@@ -99,7 +97,6 @@ class BatchJobs(QObject):
     # --- actions ----------------------------------------------------------------------------------
 
     def add(self, job: BatchJob, total: int | None = None) -> str:
-        """Adds a job at the end of the queue; returns its key."""
         key = key_of(job.output)
         self._bin.pop(key, None)
         self._turns.append(key)
@@ -108,7 +105,6 @@ class BatchJobs(QObject):
         return key
 
     def resume(self, key: str, start: BatchStart = "resume") -> None:
-        """Queues a job to be resumed, retried or restarted."""
         entry = self._entries[key]
         if entry.state in RESUMABLE or (entry.state is JobState.FINISHED and start != "resume"):
             again = {"restart": entry.done, "retry_failed": entry.failed, "redo_cut_off": entry.cut_off}.get(start, 0)
@@ -140,15 +136,12 @@ class BatchJobs(QObject):
         return replace(config, model=config.model if same_model else entry.begun_model, precision=precision)
 
     def pause(self, key: str) -> None:
-        """Pauses a job, or takes it out of the queue."""
         self._end_by_wish(key, JobState.PAUSED)
 
     def stop(self, key: str) -> None:
-        """Ends a job early; the result file then holds the answered rows."""
         self._end_by_wish(key, JobState.STOPPED)
 
     def move(self, key: str, places: int) -> None:
-        """Moves a waiting job this many places down the queue, or up if negative."""
         if key in self._turns:
             place = self._turns.index(key)
             self._turns.remove(key)
@@ -156,7 +149,6 @@ class BatchJobs(QObject):
             self._update_turns()
 
     def remove(self, key: str) -> None:
-        """Removes a job from the list, keeping its answers until `empty_bin`; its result file is not touched."""
         entry = self._entries[key]
         if entry.state not in UNDER_WAY and entry.state is not JobState.ELSEWHERE:
             self._bin[key] = self._entries.pop(key)
@@ -167,14 +159,12 @@ class BatchJobs(QObject):
             self._update_turns()
 
     def restore(self, key: str) -> None:
-        """Undoes `remove`."""
         entry = self._bin.pop(key, None)
         if entry is not None:
             paused = entry.state is JobState.QUEUED
             self._put(replace(entry, state=JobState.PAUSED) if paused else entry)
 
     def empty_bin(self) -> None:
-        """Deletes the journals of removed jobs."""
         for entry in self._bin.values():
             self._discarding.add(
                 partial(discard, entry.journal),
@@ -185,7 +175,6 @@ class BatchJobs(QObject):
     # --- holding the queue ------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Pauses the queue until `release`: running jobs wait for their next turn."""
         self._held, self._were_running = True, list(self._runs)
         for entry in self.running:
             if entry.state is JobState.RUNNING and entry.needs_model:
@@ -193,12 +182,10 @@ class BatchJobs(QObject):
                 self._runs[entry.key].cancel()
 
     def release(self) -> None:
-        """Ends `hold`."""
         self._held = False
         self.start_more()
 
     def close_down(self) -> None:
-        """Saves the state; jobs are listed as paused at the next start."""
         self._watch.stop()
         self.empty_bin()
         for task in (self._saving, self._listing, self._discarding):
@@ -213,7 +200,6 @@ class BatchJobs(QObject):
     # --- the queue --------------------------------------------------------------------------------
 
     def start_more(self, *_: object) -> None:
-        """Starts waiting jobs as far as more may run now."""
         if any(self._entries[key].needs_model or self._entries[key].job.ray for key in self._turns):
             self.model_wanted.emit()  # the nodes of a cluster run the model that is loaded here
         for key in list(self._turns):
@@ -226,7 +212,6 @@ class BatchJobs(QObject):
                 self._put(replace(entry, beside_jobs=others), to_file=False)
 
     def _can_start(self, key: str) -> bool:
-        """Whether a waiting job may start now: one that needs this PC's model takes one of the places there."""
         state, needs_model = self._client.state, self._entries[key].needs_model
         if self._entries[key].job.ray and self._client.config is None:
             return False  # nobody has said which model
@@ -349,7 +334,6 @@ class BatchJobs(QObject):
         return self._turns.index(key) + 1 if key in self._turns else 0
 
     def _update_turns(self) -> None:
-        """Updates the queue position of every waiting job."""
         for key in list(self._turns):
             entry = self._entries.get(key)
             if entry is not None and entry.turn != self._turn(key):

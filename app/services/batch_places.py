@@ -12,7 +12,6 @@ from engine.remote.keys import key_of_this_run
 
 
 def has_ray() -> bool:
-    """Whether jobs can be given to a Ray cluster: it is installed if somebody wanted that."""
     return importlib.util.find_spec("ray") is not None
 
 

@@ -1,11 +1,13 @@
-"""A sample: the first rows of a job, answered before the whole job."""
+"""Before a whole job: forecasts for its form, and a sample, its first rows answered."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from PySide6.QtCore import QObject, Signal
 
+from app.services.background import LatestTask
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
 from app.services.engine_request import BatchRun
@@ -13,14 +15,51 @@ from engine.batch_files.messages import BatchFinished, BatchRows
 from engine.common.config import BatchJob
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed
+from engine.tuning.batch_forecast import Forecast, ForecastQuestion, forecast_of
+
+_DEBOUNCE_MS = 250
+
+
+class BatchForecasts(QObject):
+    """Answers the latest question; superseded ones are dropped.
+
+    Signals:
+        answered: a `Forecast`, or None if none is possible.
+    """
+
+    answered = Signal(object)
+
+    def __init__(
+        self,
+        parent: QObject | None = None,
+        *,
+        forecast: Callable[[ForecastQuestion], Forecast | None] | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._forecast = forecast or forecast_of
+        self._asked: ForecastQuestion | None = None
+        self._task = LatestTask(self, after_ms=_DEBOUNCE_MS)
+
+    def ask(self, question: ForecastQuestion) -> None:
+        if question != self._asked:
+            self._asked = question
+            answered = self.answered.emit
+            self._task.ask(lambda: self._forecast(question), answered, lambda _error: answered(None))
+
+    def forget(self) -> None:
+        self._asked = None
+        self._task.forget()
+
+    def close(self) -> None:
+        self._asked = None
+        self._task.close()
+
 
 SAMPLE_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRate:
-    """A sample's rows, tokens and seconds."""
-
     rows: int
     tokens: int
     seconds: float
@@ -53,7 +92,6 @@ class BatchSample(QObject):
         return self._run is not None
 
     def start(self, job: BatchJob) -> None:
-        """Answers the first rows of this job; no effect while a sample is running."""
         if self._run is None:
             if not job.is_remote:  # which takes nothing from jobs on this PC
                 self._jobs.hold()
@@ -64,7 +102,6 @@ class BatchSample(QObject):
             run.finished.connect(self._on_finished)
 
     def stop(self) -> None:
-        """Stops the sample; its finished answers stay visible."""
         if self._run is not None:
             self._run.cancel()
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from PySide6.QtCore import QCoreApplication, QObject, Qt, Signal
 
-from app.services.background import TaskQueue
+from app.services.background import TaskQueue, sentence_of
 from app.services.chat_store import ChatStore, Conversation, Folder, Message, MessageTree
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.json_format import Merged, Whole, merge, to_export, to_json
@@ -47,12 +47,7 @@ _NO_NAME = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f]+')
 
 @dataclass(slots=True)
 class ImportReport:
-    """What became of an import.
-
-    Attributes:
-        added, grown, known: chats that are new, that have more messages now, and that were there already.
-        first: the first of them all, to be shown.
-    """
+    """What became of an import."""
 
     added: int = 0
     grown: int = 0
@@ -63,7 +58,6 @@ class ImportReport:
     is_cancelled: bool = False
 
     def note(self, merged: Merged) -> None:
-        """What became of some of the chats."""
         self.added += len(merged.added)
         self.grown += len(merged.grown)
         self.known += len(merged.known)
@@ -92,7 +86,6 @@ class ChatFiles(QObject):
     def __init__(
         self, store: ChatStore, writers: Mapping[str, Writer] | None = None, parent: QObject | None = None
     ) -> None:
-        """`writers`: of further formats, by suffix."""
         super().__init__(parent)
         self._store = store
         self._writers: dict[str, Writer] = {".md": _write_markdown, **(writers or {})}
@@ -106,19 +99,16 @@ class ChatFiles(QObject):
         return self._doing.is_busy
 
     def import_files(self, paths: Sequence[Path]) -> None:
-        """Adds the chats of these files: `imported`."""
         some, cancel = tuple(paths), self._begin()
         self._doing.add(lambda: self._import(some, cancel.is_set), self.imported.emit, self._on_failed)
 
     def export(self, conversation_ids: Sequence[str], path: Path) -> None:
-        """Writes one chat in the format of the path's suffix, or all of them to a .zip: `exported` or `failed`."""
         ids, cancel = tuple(conversation_ids), self._begin()
         self._doing.add(lambda: self._export(ids, path, cancel.is_set), self.exported.emit, self._on_failed)
 
     def with_chat(
         self, conversation_id: str, do: Callable[[Conversation, Sequence[Message], CancelCheck], object]
     ) -> None:
-        """Does something slow with a chat and all its messages, such as printing it."""
         cancel = self._begin()
 
         def run() -> None:
@@ -129,11 +119,9 @@ class ChatFiles(QObject):
         self._doing.add(run, failed=self._on_failed)
 
     def cancel(self) -> None:
-        """Ends what is being done; chats that were imported by then stay."""
         self._cancel.set()
 
     def close(self) -> None:
-        """Cancels, and waits for the end."""
         self.cancel()
         self._doing.close()
 
@@ -143,12 +131,10 @@ class ChatFiles(QObject):
         return self._cancel
 
     def _on_failed(self, error: Exception) -> None:
-        if isinstance(error, EngineError):
-            self.failed.emit(error.message)
-        elif isinstance(error, RequestCancelled):
+        if isinstance(error, RequestCancelled):
             self.failed.emit(translate("ChatFiles", "The export was cancelled; no file was written."))
         else:
-            raise error
+            self.failed.emit(sentence_of(error))
 
     # --- on the thread ---
 
@@ -230,7 +216,6 @@ class ChatFiles(QObject):
 
 
 def file_name(conversation: Conversation) -> str:
-    """A chat's date and title, as every system can call a file."""
     day = time.strftime("%Y-%m-%d ", time.localtime(conversation.created_at)) if conversation.created_at else ""
     title = _NO_NAME.sub("-", conversation.title).strip(". ")[:60].strip(". ")
     return f"{day}{title or translate('ChatFiles', 'Chat')}"
@@ -244,7 +229,6 @@ def _free(name: str, taken: Counter[str]) -> str:
 
 
 def _batches(chats: Iterator[Whole]) -> Iterator[list[Whole]]:
-    """Some at a time: each takes one write to the disk."""
     batch: list[Whole] = []
     characters = 0
     for chat in chats:
@@ -259,8 +243,6 @@ def _batches(chats: Iterator[Whole]) -> Iterator[list[Whole]]:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """One to be written, with the folder that it lies in, if any."""
-
     conversation: Conversation
     messages: tuple[Message, ...]
     folders: tuple[Folder, ...]

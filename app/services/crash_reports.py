@@ -33,7 +33,6 @@ _LEVELS = {
 
 
 def open_window_log(folder: Path) -> None:
-    """Logs to `folder`/window.log, up to half a megabyte plus one older file; does without if that fails."""
     with contextlib.suppress(OSError):
         private_folder(folder)
         handler = PrivateLog(folder / "window.log", max_bytes=2**19, older=1)
@@ -46,7 +45,6 @@ def open_window_log(folder: Path) -> None:
 
 
 def close_window_log() -> None:
-    """Undoes `open_window_log`."""
     qInstallMessageHandler(None)
     root = logging.getLogger("switchyard")
     for handler in root.handlers[:]:
@@ -65,15 +63,12 @@ _MAX_REPORTS = 5
 
 
 class CrashReports:
-    """Writes unhandled errors to `folder`, and finds reports there of earlier processes."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fault_file: TextIO | None = None
         self._previous_hooks = (sys.excepthook, threading.excepthook)
 
     def install(self) -> None:
-        """Installs the hooks.  If the folder cannot be written to, they still log."""
         sys.excepthook = self._on_exception
         threading.excepthook = lambda args: self._on_exception(
             args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
@@ -88,7 +83,6 @@ class CrashReports:
             faulthandler.enable(self._fault_file)
 
     def uninstall(self) -> None:
-        """Undoes `install` at a clean exit."""
         sys.excepthook, threading.excepthook = self._previous_hooks
         if self._fault_file is not None:
             faulthandler.disable()
@@ -98,7 +92,6 @@ class CrashReports:
             self._fault_file = None
 
     def pending(self) -> str:
-        """Reports of earlier processes, newest last and ready to be copied; empty if there are none."""
         texts: list[str] = []
         for path in self._left_behind():
             with contextlib.suppress(OSError):
@@ -111,7 +104,6 @@ class CrashReports:
         return "\n".join(texts[-_MAX_REPORTS:])
 
     def dismiss(self) -> None:
-        """Deletes what `pending` returns."""
         for path in self._left_behind():
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -157,7 +149,6 @@ def _header(what: str) -> str:
 
 
 def _is_running(path: Path) -> bool:
-    """Whether a fault file belongs to a window that is still open."""
     if not path.name.startswith(_FAULT_PREFIX):
         return False
     try:

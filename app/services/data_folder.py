@@ -1,4 +1,4 @@
-"""Moving the data folder.
+"""The data folder: whose it is, and moving it.
 
 A change is scheduled and carried out at the next start, before any file in the folder is open.  Data is copied, never
 moved: the old folder stays in use until the copy is complete, and is not changed afterwards.
@@ -7,18 +7,30 @@ moved: the old folder stays in use until the copy is complete, and is not change
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication
+from PySide6.QtCore import QCoreApplication, QElapsedTimer, QObject, QThread, Signal
+from PySide6.QtNetwork import QLocalServer, QLocalSocket
 
-from app.services.single_instance import LOCK_NAME
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import is_no_file, new_folder, private_file, write_private
+from engine.common.files import (
+    is_no_file,
+    new_folder,
+    private_file,
+    private_folder,
+    restrict_files,
+    take_lock,
+    write_private,
+)
+from engine.common.installed import version
 from engine.common.paths import (
     cache_dir,
     chosen_data_dir_file,
@@ -30,6 +42,149 @@ from engine.common.paths import (
     standard_data_dir,
 )
 from engine.common.sizes import rounded_down, rounded_up
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+
+LOCK_NAME = "window.lock"
+ANSWER_MS = 3000
+_RAISE = b"raise"
+_RAISED = b"raised\n"
+
+
+class Claim(Enum):
+    """The outcome of claiming a data folder."""
+
+    OURS = "ours"
+    RAISED_OTHER = "raised other"
+    NOT_RESPONDING = "not responding"
+    NOT_WRITABLE = "not writable"
+
+
+class SingleInstance(QObject):
+    """This process's claim to a data folder.
+
+    The lock file decides; the local socket only carries requests to be raised.
+
+    Signals:
+        raise_requested: another start on the same folder asks this window to come to the front, and to open these
+            files (a list of paths).
+        other_version: what asked was of this version, and not of ours.
+    """
+
+    raise_requested = Signal(list)
+    other_version = Signal(str)
+
+    def __init__(self, folder: Path, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._folder = folder
+        self._lock: FileLock | None = None
+        self._server: QLocalServer | None = None
+
+    def claim(self, answer_ms: int = ANSWER_MS, files: Sequence[str] = ()) -> Claim:
+        """Claims the folder, or raises the window that has it, waiting up to `answer_ms` for its answer.
+
+        Args:
+            files: absolute paths that the other window is to open.
+        """
+        try:
+            private_folder(self._folder)
+        except OSError:
+            return Claim.NOT_WRITABLE
+        path = self._folder / LOCK_NAME
+        waited = QElapsedTimer()
+        waited.start()
+        while True:
+            try:
+                self._lock = take_lock(path)
+            except OSError:
+                return Claim.NOT_WRITABLE
+            if self._lock is not None:
+                break
+            if self._raise_other(files):
+                return Claim.RAISED_OTHER
+            if waited.elapsed() > answer_ms:
+                return Claim.NOT_RESPONDING
+            QThread.msleep(50)  # the other process may be starting or ending
+        restrict_files([path])
+        self._listen()
+        return Claim.OURS
+
+    def release(self) -> None:
+        """Releases the folder; no effect if it is not ours."""
+        if self._server is not None:
+            self._server.close()
+            self._server.deleteLater()
+            self._server = None
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / LOCK_NAME).unlink()
+            self._lock.release()
+            self._lock = None
+
+    @property
+    def _address(self) -> str:
+        user = str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
+        key = f"{user}:{os.path.normcase(self._folder.resolve())}"
+        return "switchyard-" + hashlib.sha256(key.encode()).hexdigest()[:24]
+
+    def _listen(self) -> None:
+        server = QLocalServer(self)
+        server.setSocketOptions(QLocalServer.SocketOption.UserAccessOption)
+        server.newConnection.connect(self._on_connection)
+        if not server.listen(self._address):
+            QLocalServer.removeServer(self._address)  # left by a killed process: we hold the lock
+            server.listen(self._address)
+        self._server = server
+
+    def _on_connection(self) -> None:
+        while self._server is not None and (socket := self._server.nextPendingConnection()) is not None:
+            # Closing deletes it; a connection to a function that holds it would outlive it.
+            socket.readyRead.connect(self._on_ready)
+            socket.disconnected.connect(socket.deleteLater)
+            if socket.bytesAvailable():
+                self._on_wish(socket)
+
+    def _on_ready(self) -> None:
+        socket = self.sender()
+        if isinstance(socket, QLocalSocket):
+            self._on_wish(socket)
+
+    def _on_wish(self, socket: QLocalSocket) -> None:
+        if not socket.canReadLine():
+            return  # the rest is on its way
+        wish, _, files = bytes(socket.readAll().data()).partition(b" ")
+        word, _, theirs = wish.strip().partition(b"@")
+        if word == _RAISE:
+            socket.write(_RAISED)
+            socket.flush()
+            self.raise_requested.emit(_paths(files))
+            asked = theirs.decode("utf-8", errors="replace")
+            if asked and asked != version():
+                self.other_version.emit(asked)
+
+    def _raise_other(self, files: Sequence[str]) -> bool:
+        socket = QLocalSocket()
+        socket.connectToServer(self._address)
+        try:
+            if not socket.waitForConnected(500):
+                return False
+            wish = _RAISE + b"@" + version().encode()
+            socket.write(wish + (b" " + json.dumps(list(files)).encode() if files else b"") + b"\n")
+            socket.waitForBytesWritten(500)
+            return socket.waitForReadyRead(1000) and bytes(socket.readAll().data()) == _RAISED
+        finally:
+            socket.abort()
+
+
+def _paths(said: bytes) -> list[str]:
+    try:
+        paths = json.loads(said or b"[]")
+    except ValueError:
+        return []
+    return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
+
 
 translate = QCoreApplication.translate
 
@@ -71,7 +226,6 @@ def _no_files_in(folder: Path) -> Iterator[Path]:
 
 
 def holds_our_data(folder: Path) -> bool:
-    """Whether the folder already holds Switchyard's data, which is then simply used."""
     return any((folder / name).exists() for name in _OURS) and not (folder / _UNFINISHED).exists()
 
 
@@ -104,7 +258,6 @@ def plan_change(change: FolderChange) -> None:
 
 
 def planned_change() -> FolderChange | None:
-    """The change scheduled for the next start, if any."""
     try:
         plan = json.loads(_plan_file().read_text(encoding="utf-8"))
         return FolderChange(Path(plan["target"]), bool(plan["copy"]))
@@ -113,7 +266,6 @@ def planned_change() -> FolderChange | None:
 
 
 def cancel_change() -> None:
-    """Cancels the scheduled change."""
     _plan_file().unlink(missing_ok=True)
 
 
@@ -144,7 +296,6 @@ def carry_out(change: FolderChange, on_progress: Callable[[int, int], None], can
 
 
 def use_folder(folder: Path) -> None:
-    """Switches to `folder` as the data folder."""
     if folder == standard_data_dir():
         chosen_data_dir_file().unlink(missing_ok=True)
     else:

@@ -45,8 +45,6 @@ class OwnProcesses:
 
 
 class Sensors(Protocol):
-    """The source of samples; `engine.hardware.sensors.DeviceSensors` is the real one."""
-
     def sample(self) -> SensorSample: ...
     def close(self) -> None: ...
 
@@ -84,7 +82,6 @@ class DeviceMonitor(QObject):
         self._hardware_found_there.connect(self.hardware_found)
 
     def start(self) -> None:
-        """Starts the thread; no effect if it runs, or after `stop`."""
         if self._thread is None and not self._stopping.is_set():
             self._thread = threading.Thread(target=self._run, name="device-monitor", daemon=True)
             self._thread.start()
@@ -109,7 +106,6 @@ class DeviceMonitor(QObject):
             sensors.close()
 
     def _sample(self, sensors: Sensors | None) -> Sensors | None:
-        """Takes one sample; returns the sensors for the next one."""
         try:
             sensors = sensors or self._make_sensors()
             self._emit(self._sampled_there, sensors.sample())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QObject, QProcess, Signal
 
-from app.services.background import LatestTask, TaskQueue, timer
+from app.services.background import LatestTask, TaskQueue, sentence_of, timer
 from app.services.child_process import ask_to_end, child, delete_child
 from app.services.settings import Settings
 from engine.common.errors import EngineError
@@ -50,7 +50,6 @@ class Downloads(QObject):
     problem = Signal(str)
 
     def __init__(self, settings: Settings, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
-        """`command` replaces the installed command line."""
         super().__init__(parent)
         own, self._variables = python_module("engine.cli")
         self._command = command or [*own, "models", "pull", "--queue", "--json"]
@@ -68,30 +67,24 @@ class Downloads(QObject):
 
     @property
     def entries(self) -> tuple[Download, ...]:
-        """All downloads of models that are not done, in their order."""
         return tuple(one for one in self._entries or () if not one.is_part)
 
     @property
     def part(self) -> Download | None:
-        """The download of the engine's part, while it is not done."""
         return next((one for one in self._entries or () if one.is_part), None)
 
     @property
     def limit(self) -> int:
-        """Bytes a second for each download, kept in the settings; 0 for no limit."""
         return max(0, self._settings.get(LIMIT_KEY, 0))
 
     @property
     def is_running(self) -> bool:
-        """Whether our process runs."""
         return self._process is not None
 
     def begin(self) -> None:
-        """Goes on with the downloads that an earlier window left."""
         self._look()
 
     def watch(self, *, on: bool) -> None:
-        """Looks for downloads that others begin, such as a terminal, as long as somebody sees them."""
         self._is_watched = on
         if on:
             self._look()
@@ -102,8 +95,6 @@ class Downloads(QObject):
     # --- what people want -----------------------------------------------------------------------------
 
     def add(self, candidate: Candidate, then: Callable[[Download], object] = lambda _download: None) -> None:
-        """Puts a candidate into the queue; `then` gets its download."""
-
         def doing() -> Download:
             from engine.checkpoint.downloads.queue import add
 
@@ -126,13 +117,10 @@ class Downloads(QObject):
         self._ask(doing, then)
 
     def add_part(self, adding: Callable[[], Download]) -> None:
-        """Has `adding`, called in the background, put the engine's part into the queue."""
         self._starts, limit = 0, self.limit
         self._ask(lambda: _limited(adding(), limit))
 
     def pause(self, key: str) -> None:
-        """Stops a download, which keeps what it has."""
-
         def doing() -> None:
             from engine.checkpoint.downloads.queue import pause
 
@@ -141,8 +129,6 @@ class Downloads(QObject):
         self._ask(doing)
 
     def resume(self, key: str) -> None:
-        """Goes on with a download that was paused or has failed."""
-
         def doing() -> None:
             from engine.checkpoint.downloads.queue import resume
 
@@ -152,8 +138,6 @@ class Downloads(QObject):
         self._ask(doing)
 
     def cancel(self, key: str) -> None:
-        """Gives a download up, with everything that was fetched of it."""
-
         def doing() -> None:
             from engine.checkpoint.downloads.queue import cancel
 
@@ -162,13 +146,11 @@ class Downloads(QObject):
         self._ask(doing)
 
     def forget(self, key: str) -> None:
-        """Drops the record of a download that is done; its model stays."""
         if key not in self._forgotten:
             self._forgotten.add(key)
             self.cancel(key)
 
     def move(self, key: str, place: int) -> None:
-        """Puts a download at this place of `entries`."""
         if not 0 <= place < len(self.entries):
             return
         among_all = self.entries[place].order  # of all, the engine's part with them
@@ -181,7 +163,6 @@ class Downloads(QObject):
         self._ask(doing)
 
     def set_limit(self, bytes_per_s: int) -> None:
-        """Limits every download, also those that are added later, to so many bytes a second; 0 for no limit."""
         self._settings.set(LIMIT_KEY, bytes_per_s)
         keys = [one.key for one in self._entries or ()]
         if not keys:
@@ -206,8 +187,6 @@ class Downloads(QObject):
         self._tokens.ask(doing, then)
 
     def save_token(self, host: str, token: str, then: Callable[[bool], object]) -> None:
-        """Keeps a hub's token, with which all downloads go on; `then` gets whether it stays after this run."""
-
         def doing() -> bool:
             from engine.checkpoint.hub.token import save_token
 
@@ -220,13 +199,11 @@ class Downloads(QObject):
         self._ask(doing, done)
 
     def use_new_tokens(self) -> None:
-        """Has what runs go on with the tokens as they are now."""
         if self._process is not None:
             self._starts = 0
             ask_to_end(self._process)  # it has the old ones; another is started
 
     def close(self) -> None:
-        """Stops our process; the downloads go on at the next start."""
         self._closing.set()
         self._timer.stop()
         self._again.stop()
@@ -249,9 +226,7 @@ class Downloads(QObject):
         self._asking.add(doing, done, self._on_failed)
 
     def _on_failed(self, error: Exception) -> None:
-        if not isinstance(error, EngineError):
-            raise error
-        self.problem.emit(error.message)
+        self.problem.emit(sentence_of(error))
         self._look()
 
     def _look(self) -> None:
@@ -324,7 +299,6 @@ class Downloads(QObject):
 
 
 def read_downloads() -> tuple[Download, ...]:
-    """All downloads, from the files on disk."""
     from engine.checkpoint.downloads.queue import downloads
 
     return tuple(downloads())

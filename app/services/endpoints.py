@@ -53,11 +53,9 @@ class Endpoints(QObject):
 
     @property
     def entries(self) -> tuple[Endpoint, ...]:
-        """In the order of their names."""
         return self._entries
 
     def look_again(self) -> None:
-        """Reads the list, which the command line changes too."""
         before = self._entries, self.problem
         self._read()
         if before != (self._entries, self.problem):
@@ -72,7 +70,6 @@ class Endpoints(QObject):
         return None
 
     def models(self) -> tuple[tuple[Endpoint, str, int], ...]:
-        """All models of all servers: each with its server and the length of its context, 0 if unknown."""
         found: list[tuple[Endpoint, str, int]] = []
         for each in self._entries:
             contexts = dict(zip(each.found.models, each.found.contexts, strict=False))
@@ -101,19 +98,15 @@ class Endpoints(QObject):
         self._testing.ask(lambda: _look(endpoint, key, self._closing.is_set), done, failed)
 
     def look_around(self, done: Callable[[tuple[Nearby, ...]], object], failed: Failed) -> None:
-        """Asks the local network, once, for Switchyards that want to be found."""
         self._looking.ask(lambda: _nearby(self._closing.is_set), done, failed)
 
     def offered(self, endpoint: Endpoint, done: Callable[[tuple[bytes, str]], object], failed: Failed) -> None:
-        """The certificate that a server shows, and its fingerprint, for people to compare."""
         self._testing.ask(lambda: _offered(endpoint), done, failed)
 
     def trust(self, endpoint: Endpoint, pem: bytes, done: Callable[[str], object], failed: Failed) -> None:
-        """Keeps a server's certificate; `done` is told where."""
         self._doing.add(lambda: _kept(endpoint, pem), done, failed)
 
     def stop_testing(self) -> None:
-        """Its result is no longer wanted."""
         self._testing.forget()
 
     def keep(
@@ -151,7 +144,6 @@ class Endpoints(QObject):
         self._doing.add(doing, lambda _nothing: self.look_again(), failed)
 
     def close(self) -> None:
-        """Waits for what is being done."""
         self._closing.set()
         self._testing.close()
         self._looking.close()

@@ -17,8 +17,7 @@ from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.background import LatestTask
 from app.services.batch_places import keys_for, on_each_node
-from app.services.engine_request import BatchRun, ChatAnswer, Request, TuningRun
-from app.services.loading_pace import LoadingPace
+from app.services.engine_request import BatchRun, ChatAnswer, LoadingPace, Request, TuningRun
 from app.services.worker_process import WorkerProcess, engine_damage, is_packaged
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.chat import Tool
@@ -114,14 +113,14 @@ class EngineClient(QObject):
         self._patience_ticks = max(2, round(not_responding_s / HEARTBEAT_S))
         self._worker: WorkerProcess | None = None
         self._ready = self._lacks_engine = False
-        self._responding = True
-        self._state = EngineState.STOPPED
+        self.is_responding = True
+        self.state = EngineState.STOPPED
         self._open: dict[str, Request] = {}
         self._outbox: deque[Command] = deque()
         self._model: ModelInfo | None = None
         self.loading_pace = LoadingPace()
-        self._last_config: EngineConfig | None = None
-        self._last_error = self._why_none = self._damage = ""
+        self.config: EngineConfig | None = None
+        self.last_error = self._why_none = self._damage = ""
         self._watched = WatchTelemetry(on=False)
         self._others = ServeOthers("")
         self._doubts = LatestTask(self)
@@ -132,42 +131,19 @@ class EngineClient(QObject):
     # --- state ------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
     def model(self) -> ModelInfo | None:
-        """The loaded model and where it runs; None if there is none."""
         return self._model
 
     @property
-    def config(self) -> EngineConfig | None:
-        """The requested configuration of the model that is loaded or loading; None if there is none."""
-        return self._last_config
-
-    @property
     def loading(self) -> float | None:
-        """Progress of loading the model, 0 to 1; None if none is loading, or if unknown."""
         return self.loading_pace.share
 
     @property
-    def last_error(self) -> str:
-        """Why the engine died or does not respond, in one sentence; empty otherwise."""
-        return self._last_error
-
-    @property
-    def is_responding(self) -> bool:
-        """False while a running worker has missed several heartbeats: offer `restart()`."""
-        return self._responding
-
-    @property
     def answering(self) -> tuple[ChatAnswer, ...]:
-        """Answers that are being written or queued."""
         return tuple(request for request in self._open.values() if isinstance(request, ChatAnswer))
 
     @property
     def worker_pid(self) -> int:
-        """The worker's process id; 0 if none is running."""
         return self._worker.pid if self._worker is not None else 0
 
     # --- the process ------------------------------------------------------------------------------
@@ -189,24 +165,22 @@ class EngineClient(QObject):
         worker.responding_changed.connect(self._on_responding)
         worker.ended.connect(self._on_ended)
         self._worker = worker
-        self._last_error = self._why_none = ""
+        self.last_error = self._why_none = ""
         self._update_state()
         worker.start()
 
     def restart(self) -> Request | None:
         """Kill the worker, start another and reload the last model; returns that load, if there is one."""
-        config = self._last_config
+        config = self.config
         self._drop_worker("", self.tr("The engine was restarted before this request was done."))
         self.start(at_once=config is not None)
         return self.load(config) if config is not None else None
 
     def shutdown(self) -> None:
-        """Ask the worker to exit, and kill it after a timeout; `state` becomes STOPPED."""
         if self._worker is not None:
             self._worker.shutdown()
 
     def close_now(self) -> None:
-        """A blocking `shutdown`, for when the event loop is about to end."""
         self.shutdown()
         self._doubts.close()
         for worker in self.findChildren(WorkerProcess):  # including replaced ones that were killed
@@ -219,14 +193,13 @@ class EngineClient(QObject):
         if not self._open and self._wants_another():
             self._drop_worker("", "")
             self.start()
-        self._last_config = config
+        self.config = config
         request = Request(LoadModel(_new_id(), config), self._cancel, self)
         request.progress.connect(self._on_loading)
         return self._accept(request)
 
     def unload(self) -> Request:
-        """Free the model's memory."""
-        self._last_config = None
+        self.config = None
         return self._accept(Request(UnloadModel(_new_id()), self._cancel, self))
 
     def generate(
@@ -244,11 +217,9 @@ class EngineClient(QObject):
         return self._accept(ChatAnswer(command, self._cancel, self))
 
     def start_batch(self, job: BatchJob) -> BatchRun:
-        """Answer a file of rows with the loaded model, or at the endpoints that the job names.  Chats have priority."""
         return self._begin_batch(StartBatch(_new_id(), job, keys_for(job), on_each_node(self.config, job)))
 
     def sample_batch(self, job: BatchJob, rows: int) -> BatchRun:
-        """Answer a job's first rows without saving anything."""
         return self._begin_batch(SampleBatch(_new_id(), job, rows, keys_for(job)))
 
     def start_tuning(
@@ -259,7 +230,6 @@ class EngineClient(QObject):
         *,
         measure_again: bool = False,
     ) -> TuningRun:
-        """Measure, plan and time.  The present model is reloaded at the end."""
         return self._accept(TuningRun(StartTuning(_new_id(), config, kind, until, measure_again), self._cancel, self))
 
     # --- telemetry --------------------------------------------------------------------------------
@@ -291,7 +261,7 @@ class EngineClient(QObject):
     def _accept(self, request: _R) -> _R:
         self._open[request.id] = request
         if self._worker is None or self._worker.is_stopping:
-            reason = self._last_error or self._why_none or self.tr("The engine is not running; start it first.")
+            reason = self.last_error or self._why_none or self.tr("The engine is not running; start it first.")
             # Deferred: the caller has not connected to the request yet.
             QTimer.singleShot(0, self, lambda: self._fail(request, reason))
         else:
@@ -385,11 +355,10 @@ class EngineClient(QObject):
     def _tell_damage(self, sentence: str) -> None:
         self._damage = sentence or self._damage  # told once only, and another worker may be starting meanwhile
         if self._damage and self._worker is None:
-            self._last_error = self._damage
-            self.state_changed.emit(self._state)
+            self.last_error = self._damage
+            self.state_changed.emit(self.state)
 
     def _drop_worker(self, error: str, reason: str) -> None:
-        """Kill the worker, whatever it is doing."""
         if self._worker is not None:
             self._worker.kill()
             self._forget_worker(error, reason)
@@ -400,7 +369,7 @@ class EngineClient(QObject):
         self._ready = False
         self._outbox.clear()
         self._model = None
-        self._last_error = error
+        self.last_error = error
         ended = list(self._open.values())
         self._update_state()
         self._set_responding(True)
@@ -408,7 +377,7 @@ class EngineClient(QObject):
             self._fail(request, reason)
 
     def _on_responding(self, responding: bool) -> None:
-        self._last_error = (
+        self.last_error = (
             ""
             if responding
             else self.tr("The engine has not responded for {0} seconds: wait, or restart it.").format(
@@ -419,33 +388,32 @@ class EngineClient(QObject):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is ready, and all that was asked of it is done."""
-        return self._state is EngineState.READY and not self._open
+        return self.state is EngineState.READY and not self._open
 
     @property
     def takes_chats(self) -> bool:
         """Whether a chat would be answered at once: beside others, and beside a job, but not while a model is loaded,
         freed or tuned."""
-        return self._state in (EngineState.READY, EngineState.BUSY) and all(
+        return self.state in (EngineState.READY, EngineState.BUSY) and all(
             isinstance(request.command, Generate | StartBatch | SampleBatch) for request in self._open.values()
         )
 
     def _set_responding(self, responding: bool) -> None:
-        if responding != self._responding:
-            self._responding = responding
+        if responding != self.is_responding:
+            self.is_responding = responding
             self.responding_changed.emit(responding)
 
     def _update_state(self) -> None:
         state = self._state_now()
-        if state != self._state:
-            self._state = state
+        if state != self.state:
+            self.state = state
             if state is not EngineState.LOADING:
                 self.loading_pace.note(None)
             self.state_changed.emit(state)
 
     def _state_now(self) -> EngineState:
         if self._worker is None:
-            return EngineState.DIED if self._last_error else EngineState.STOPPED
+            return EngineState.DIED if self.last_error else EngineState.STOPPED
         if not self._ready:
             return EngineState.STARTING
         if any(isinstance(request.command, LoadModel) for request in self._open.values()):
@@ -456,7 +424,6 @@ class EngineClient(QObject):
 
 
 def _keeps_busy(request: Request) -> bool:
-    """Whether the engine itself works on it, and others wait for that."""
     command = request.command
     if isinstance(command, SampleBatch):
         return not command.job.is_remote

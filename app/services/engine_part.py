@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class PartStage(Enum):
-    """How far it is; `THERE` where nothing is needed."""
-
     THERE = "there"
     LOOKING = "looking"
     OFFERED = "offered"
@@ -47,7 +45,6 @@ class EnginePart(QObject):
     def __init__(
         self, downloads: Downloads, parent: QObject | None = None, *, command: list[str] | None = None
     ) -> None:
-        """`command` replaces what installs."""
         super().__init__(parent)
         self._installation = Installation("engine.parts.install", self, command=command)
         self._installation.step_changed.connect(self.changed)
@@ -70,24 +67,20 @@ class EnginePart(QObject):
 
     @property
     def step(self) -> str:
-        """Of the installation, while it runs."""
         return self._installation.step
 
     @property
     def is_needed(self) -> bool:
-        """Whether nothing can be answered before it is there."""
         return self.stage is not PartStage.THERE
 
     # --- what people want -----------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Finds out what suits this PC, and goes on with what was begun."""
         if self.stage in (PartStage.LOOKING, PartStage.FAILED) and not self._looking.is_busy:
             self._set(PartStage.LOOKING)
             self._looking.ask(_look, self._on_looked, self._on_failed)
 
     def fetch(self, *, starter: bool = False) -> None:
-        """Fetches it, or tries again; `starter`: people want the starter model as well."""
         self.wants_starter = self.wants_starter or starter
         choice = self.choice
         if choice is None or (self.stage is PartStage.FAILED and self.download is None):
@@ -103,12 +96,10 @@ class EnginePart(QObject):
         self._downloads.add_part(lambda: _begun(choice))
 
     def pause(self) -> None:
-        """Lets the download rest; what it has stays."""
         if self.download is not None:
             self._downloads.pause(self.download.key)
 
     def cancel(self) -> None:
-        """Gives up what was fetched, or stops the installation, which keeps it."""
         self.wants_starter = False
         if self._installation.is_running:
             self._installation.stop()
@@ -121,7 +112,6 @@ class EnginePart(QObject):
             self._install(str(path.parent if path.suffix == ".whl" else path))
 
     def close(self) -> None:
-        """Stops the installation, which the next window begins again."""
         self._looking.close()
         self._installation.close()
 

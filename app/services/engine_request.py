@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from PySide6.QtCore import QObject, Signal
@@ -9,6 +10,41 @@ from PySide6.QtCore import QObject, Signal
 from engine.batch_files.messages import BatchPlanned, BatchProgress, BatchRows, BatchSampled, SampleBatch, StartBatch
 from engine.protocol import Called, Generate, LoadModel, Message, Progress, TerminalEvent, Token, UnloadModel
 from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
+
+_LEAST_S = 1.0
+"""Of a phase, before its rate is believed."""
+
+
+class LoadingPace:
+    """The progress that was told last, and the rate of its phase.
+
+    Attributes:
+        progress: None if nothing is loading, or it is not known how much there is.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = (0.0, 0)
+        self.progress: Progress | None = None
+
+    def note(self, progress: Progress | None) -> None:
+        before, self.progress = self.progress, progress if progress is not None and progress.total > 0 else None
+        if self.progress is not None and (before is None or before.phase != self.progress.phase):
+            self._since = self._clock(), self.progress.done
+
+    @property
+    def share(self) -> float | None:
+        return None if self.progress is None else min(self.progress.done / self.progress.total, 1.0)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left at the rate of this phase; None while it is too young to tell."""
+        begun_s, begun = self._since
+        if self.progress is None or self._clock() - begun_s < _LEAST_S or self.progress.done <= begun:
+            return None
+        rate = (self.progress.done - begun) / (self._clock() - begun_s)
+        return max(0.0, (self.progress.total - self.progress.done) / rate)
+
 
 RequestCommand = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning
 
@@ -43,7 +79,6 @@ class Request(QObject):
     def __init__(
         self, command: RequestCommand, cancel: Callable[[Request], None], parent: QObject | None = None
     ) -> None:
-        """`cancel` asks the engine to stop."""
         super().__init__(parent)
         self.command = command
         self._cancel = cancel

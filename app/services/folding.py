@@ -12,7 +12,7 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import Fold, Message
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
-from app.services.sampling_presets import THINKING_TOKENS, own_sampling
+from app.services.kept import THINKING_TOKENS, own_sampling
 from engine.common.config import SamplingParams
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
 from engine.remote.endpoint import RemoteModel
@@ -20,12 +20,10 @@ from engine.remote.endpoint import RemoteModel
 translate = QCoreApplication.translate
 
 LEAST_TOKENS, MOST_TOKENS = 128, 1024
-"""Of a summary."""
 _SPARE_TOKENS = 200
 """For the instruction, and what a chat template adds."""
 _LEAST_PIECE = 64
 _CHARACTERS_PER_TOKEN = 3
-"""Fewer than on average: a piece that is cut by characters has to fit."""
 _READING_SHARE = 0.6
 """Of the time that a piece takes."""
 _INSTRUCTION = (
@@ -40,12 +38,10 @@ _NAMES = {"user": "User", "assistant": "Assistant", "system": "System"}
 
 
 def summary_tokens(limit: int) -> int:
-    """How long a summary may be in a context of `limit` tokens."""
     return max(LEAST_TOKENS, min(MOST_TOKENS, limit // 8))
 
 
 def pieces_of(turns: Iterable[Message], room: int, count: Callable[[str], int]) -> list[str]:
-    """What was said, in pieces of about `room` tokens each; a turn that is longer is cut."""
     pieces: list[str] = []
     piece, size = "", 0
     for text in _cut(turns, room, count):
@@ -94,14 +90,12 @@ class Wish:
     model: str = ""
     pieces: list[str] = field(default_factory=list)
     number: int = 0
-    """Of the piece that is being read."""
     read: float = 0.0
     written: str = ""
     tokens: int = 0
 
     @property
     def share(self) -> float:
-        """How much of it is done, from 0 to 1."""
         writing = min(self.tokens / summary_tokens(self.limit), 1.0) if self.tokens else 0.0
         now = _READING_SHARE * (1.0 if self.tokens else self.read) + (1 - _READING_SHARE) * writing
         return min((self.number + now) / max(len(self.pieces), 1), 1.0)
@@ -136,15 +130,12 @@ class Folding(QObject):
         client.model_loaded.connect(self._look)
 
     def of(self, chat: str) -> Wish | None:
-        """What is being folded in a chat."""
         return next((wish for wish in self._wishes if wish.chat == chat), None)
 
     def is_writing(self, wish: Wish) -> bool:
-        """Whether it is this one's turn, and the model is at it."""
         return self._request is not None and wish is self._wishes[0]
 
     def ask(self, wish: Wish) -> None:
-        """Write this summary when the model is idle; one that the chat already waits for is given up."""
         self.cancel(wish.chat)
         room = max(wish.limit - 2 * summary_tokens(wish.limit) - _SPARE_TOKENS, _LEAST_PIECE)
         wish.summary = wish.before.summary if wish.before is not None else ""
@@ -156,7 +147,6 @@ class Folding(QObject):
         self._look()
 
     def cancel(self, chat: str) -> None:
-        """Give a chat's summary up."""
         wish = self.of(chat)
         if wish is not None:
             if self.is_writing(wish):
@@ -166,14 +156,12 @@ class Folding(QObject):
             self._look()
 
     def close(self) -> None:
-        """Give all of them up."""
         self._drop_request()
         self._wishes.clear()
 
     # --- one piece after the other ---
 
     def _look(self, *_: object) -> None:
-        """Begins when the model is idle, and makes room when somebody asks something."""
         if not self._wishes or self._is_beginning:
             return
         wish = self._wishes[0]

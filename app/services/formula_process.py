@@ -43,8 +43,6 @@ _LOOK_S = 0.02
 
 
 class _Watch:
-    """Ends the process when one formula takes longer than it may."""
-
     def __init__(self) -> None:
         self._until: float | None = None
         threading.Thread(target=self._look, daemon=True).start()

@@ -48,15 +48,11 @@ _STEPS = {"{": 1, "\\left": 1, "\\begin": 1, "}": -1, "\\right": -1, "\\end": -1
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """TeX without its delimiters, as part of a line or displayed by itself."""
-
     tex: str
     display: bool = False
 
 
 class Picture:
-    """A drawn formula.  Lengths are in ems of its own text; `ascent` and `descent` are from the baseline."""
-
     def __init__(self, svg: str) -> None:
         self.svg = svg
         self._renderers: dict[str, QSvgRenderer] = {}
@@ -66,7 +62,6 @@ class Picture:
         self.descent = box.bottom() / SIZE
 
     def paint(self, painter: QPainter, target: QRectF, colour: QColor) -> None:
-        """Draws it, lines and not pixels, so that paper and any screen get it sharp."""
         self._renderer(colour.name()).render(painter, target)
 
     def _renderer(self, colour: str) -> QSvgRenderer:
@@ -80,7 +75,6 @@ class Picture:
 
 
 def nesting(tex: str) -> int:
-    """How deep the groups of a formula lie within each other."""
     depth = deepest = 0
     for match in _NESTING.finditer(tex):
         depth += _STEPS.get(match.group(), 0)
@@ -90,8 +84,6 @@ def nesting(tex: str) -> int:
 
 @dataclass(slots=True)
 class _Errand:
-    """Formulas that another thread waits for."""
-
     waiting: set[Formula]
     result: Future[dict[Formula, str]]
     drawn: dict[Formula, str] = field(default_factory=dict)
@@ -124,12 +116,10 @@ class Formulas(QObject):
 
     @property
     def is_busy(self) -> bool:
-        """Whether pictures are still to come."""
         return bool(self._waiting)
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process now."""
         return self._process is not None
 
     def picture(self, formula: Formula) -> Picture | None:
@@ -193,13 +183,11 @@ class Formulas(QObject):
             errand.result.set_result(errand.drawn)
 
     def forget(self) -> None:
-        """Ends the process, and draws all anew from then on."""
         self.close()
         self._known.clear()
         self._cannot_start = False
 
     def close(self) -> None:
-        """Ends the process; a later `ask` starts another."""
         self._clock.stop()
         self._idle.stop()
         self._waiting.clear()

@@ -50,8 +50,6 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class SearchAnswer:
-    """What a search for `text` found."""
-
     text: str
     results: tuple[Found, ...] = ()
     trouble: Trouble | None = None
@@ -78,7 +76,6 @@ class RepositoryAnswer:
 
     @property
     def context_tokens(self) -> int:
-        """The longest context of its models; 0 if nothing can run."""
         return max((shape.context_tokens for _candidate, shape in self.shaped if shape is not None), default=0)
 
 
@@ -100,7 +97,7 @@ class Hub(QObject):
         self._judging = LatestTask(self, after_ms=_JUDGE_MS)
         self._looking = LatestTask(self)
         self._look: MachineLook | None = None
-        self._offers: tuple[Recommendation, ...] = ()
+        self.offers: tuple[Recommendation, ...] = ()
         self._opened_last: object = None
         self._device = ""
         self._download_free: int | None = None
@@ -109,18 +106,11 @@ class Hub(QObject):
 
     @property
     def look(self) -> MachineLook | None:
-        """This machine when it was last looked at; None before."""
         return self._look
 
     @property
-    def offers(self) -> tuple[Recommendation, ...]:
-        """All models of the catalogue on this machine; empty before it was looked at."""
-        return self._offers
-
-    @property
     def recommendations(self) -> tuple[Recommendation, ...]:
-        """Those to take first: the fastest, the best in balance, the best that fits."""
-        return tuple(one for role in ("fast", "balanced", "best") for one in self._offers if one.role == role)
+        return tuple(one for role in ("fast", "balanced", "best") for one in self.offers if one.role == role)
 
     def look_at_machine(self, device: str = "auto") -> None:
         """Looks at the machine, and what of the catalogue suits it, unless it has just done so; `looked` follows.
@@ -147,7 +137,6 @@ class Hub(QObject):
             self.look_again(self._device)
 
     def search(self, text: str) -> None:
-        """Searches the hub; `found` follows."""
         self._searching.ask(
             lambda cancelled: SearchAnswer(text, search_hub(text, cancelled)),
             self.found.emit,
@@ -155,7 +144,6 @@ class Hub(QObject):
         )
 
     def open(self, reference: str) -> None:
-        """Reads what a repository holds; `opened` follows."""
         token = object()
         self._opened_last = token
         self._opening.ask(
@@ -171,12 +159,10 @@ class Hub(QObject):
             self._judging.ask(lambda: judge_candidates(tuple(shaped), look, limits), self.judged.emit)
 
     def limits(self, kv_precision: KvPrecision = "auto") -> Limits | None:
-        """What other programs leave, with keys and values held so; None before the machine was looked at."""
         look = self._look
         return look.limits(EngineConfig("", kv_precision=kv_precision)) if look is not None else None
 
     def close(self) -> None:
-        """Cancels everything, and waits for what runs."""
         for task in (self._searching, self._opening, self._judging, self._looking):
             task.close()
 
@@ -185,14 +171,12 @@ class Hub(QObject):
             self.opened.emit(so_far)
 
     def _on_looked(self, found: tuple[MachineLook, tuple[Recommendation, ...]]) -> None:
-        self._look, self._offers = found
+        self._look, self.offers = found
         self._fresh.start()
         self.looked.emit()
 
 
 class _Question(QObject):
-    """A question to the hub; the next one cancels it."""
-
     def __init__(self, parent: QObject) -> None:
         super().__init__(parent)
         self._task = LatestTask(self)
@@ -229,7 +213,6 @@ def _trouble(error: Exception) -> Trouble:
 
 
 def search_hub(text: str, cancelled: CancelCheck) -> tuple[Found, ...]:
-    """What the hub finds for these words."""
     from engine.checkpoint.hub import search
 
     return search(text, cancelled=cancelled)
@@ -238,7 +221,6 @@ def search_hub(text: str, cancelled: CancelCheck) -> tuple[Found, ...]:
 def read_candidates(
     reference: str, cancelled: CancelCheck, say: Callable[[RepositoryAnswer], object]
 ) -> RepositoryAnswer:
-    """All candidates of a repository; `say` is given those read so far."""
     from engine.checkpoint.hub import candidates, read_repository
 
     found = candidates(read_repository(reference, cancelled=cancelled), cancelled=cancelled)
@@ -271,7 +253,6 @@ def judge_candidates(shaped: tuple[Shaped, ...], look: MachineLook, limits: Limi
 
 
 def catalogue_here(device: str, download_free: int | None = None) -> tuple[MachineLook, tuple[Recommendation, ...]]:
-    """This machine, and the catalogue on it; `download_free` as in `MachineLook`."""
     from engine.checkpoint.catalogue import read_catalogue
     from engine.tuning.fit import offers
     from engine.tuning.machine_state import look_at_machine

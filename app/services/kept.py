@@ -9,7 +9,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,10 +18,58 @@ from PySide6.QtCore import QCoreApplication, QObject, Signal
 
 from app.services.background import TaskQueue
 from app.services.chat_store.records import clean_text, sampling_from_dict
+from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.config import SamplingParams
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign
+from engine.common.model_info import ModelInfo
 from engine.common.paths import data_dir
+
+ANSWER_TOKENS = 1024
+"""Longest answer, unless the chat says otherwise."""
+THINKING_TOKENS = 8192
+"""The same of a model that thinks before it answers, which counts as well."""
+
+
+class Preset(Enum):
+    """Named sampling settings, all with a mild repetition penalty.  Values are in saved chats: never change one."""
+
+    PRECISE = SamplingParams(temperature=0.2, top_p=0.9, repetition_penalty=1.1, max_tokens=ANSWER_TOKENS)
+    BALANCED = SamplingParams(temperature=0.4, top_p=0.95, repetition_penalty=1.1, max_tokens=ANSWER_TOKENS)
+    CREATIVE = SamplingParams(temperature=0.7, top_p=0.95, min_p=0.05, repetition_penalty=1.1, max_tokens=ANSWER_TOKENS)
+
+    def beside(self, own: SamplingParams) -> SamplingParams:
+        """The preset with the loop guard and the longest answer of a model's own sampling, which it needs in every
+        style."""
+        return replace(
+            self.value,
+            max_tokens=own.max_tokens,
+            dry_multiplier=own.dry_multiplier,
+            dry_base=own.dry_base,
+            dry_allowed_length=own.dry_allowed_length,
+            dry_range=own.dry_range,
+            dry_breakers=own.dry_breakers,
+        )
+
+
+def own_sampling(model: ModelInfo | None) -> SamplingParams:
+    """What a model's makers suggest.
+
+    Balanced if no model is known, or if none is suggested: greedy answers of small models loop.
+    """
+    suggested = suggested_sampling(Path(model.path)) if model is not None and model.path else SamplingParams()
+    sampling = Preset.BALANCED.value if suggested.temperature == 0 else suggested
+    return replace(sampling, max_tokens=THINKING_TOKENS if model is not None and model.thinks else ANSWER_TOKENS)
+
+
+def suggests_nothing(own: SamplingParams) -> bool:
+    """Whether a model's own sampling is ours, because its makers suggest none."""
+    return replace(own, max_tokens=ANSWER_TOKENS) == Preset.BALANCED.value
+
+
+def preset_of(sampling: SamplingParams, own: SamplingParams) -> Preset | None:
+    return next((preset for preset in Preset if sampling in (preset.value, preset.beside(own))), None)
+
 
 translate = QCoreApplication.translate
 
@@ -42,15 +91,12 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def name_for(text: str) -> str:
-    """What a text may be called: how it begins."""
     words = " ".join(text.split())
     return words if len(words) <= 40 else f"{words[:39].rstrip()}…"
 
 
 @dataclass(frozen=True, slots=True)
 class Named(Generic[T]):
-    """What is kept under a name."""
-
     name: str
     value: T
 
@@ -75,7 +121,6 @@ class Kept(QObject, Generic[T]):
         *,
         path: Path | None = None,
     ) -> None:
-        """`from_json` returns None for what is no value of this kind."""
         super().__init__(parent)
         self._path = path or data_dir() / file
         self._to_json, self._from_json = to_json, from_json
@@ -92,7 +137,6 @@ class Kept(QObject, Generic[T]):
         return self._entries.get(name.casefold())
 
     def put(self, name: str, value: T, *, instead_of: str = "") -> None:
-        """Keeps a value, in place of any of that name, and of the one that is called so now."""
         name = self.clean_name(name)
         if not name:
             return
@@ -106,11 +150,9 @@ class Kept(QObject, Generic[T]):
 
     @staticmethod
     def clean_name(name: str) -> str:
-        """On one line, and not too long."""
         return " ".join(clean_text(name).split())[:LONGEST_NAME]
 
     def close(self) -> None:
-        """Waits until all is written."""
         self._doing.close()
 
     # --- the file ---
@@ -172,8 +214,6 @@ class _DamagedError(Exception):
 
 
 class SavedPrompts(Kept[str]):
-    """Prompts, with variables in double braces."""
-
     def __init__(self, parent: QObject | None = None, *, path: Path | None = None) -> None:
         super().__init__("prompts.json", lambda text: text, _prompt, parent, path=path)
 
@@ -183,8 +223,6 @@ def _prompt(value: Any) -> str | None:
 
 
 class SavedPresets(Kept[SamplingParams]):
-    """Sampling settings."""
-
     def __init__(self, parent: QObject | None = None, *, path: Path | None = None) -> None:
         super().__init__("presets.json", _fields, sampling_from_dict, parent, path=path)
 

@@ -1,21 +1,82 @@
-"""The models on this PC: listed, and worked on (verify, move, export, import, remove) off the GUI thread."""
+"""The models on this PC: listed, worked on off the GUI thread (verify, move, import, remove), and their speeds."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from PySide6.QtCore import QObject, Signal
 
-from app.services.background import LatestTask, timer
+from app.services.background import LatestTask, sentence_of, timer
+from app.services.settings import Settings
 from engine.common.errors import EngineError, RequestCancelled
+from engine.common.settings import kept_settings
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry, Listing
+
+
+SOON_MS = 50
+"""What shows speeds waits so long for further ones: those that are known come all at once."""
+
+
+class ModelSpeeds(QObject):
+    """Predicts each model once; what was timed here by Tune is taken as it is.
+
+    Signals: `found(str, float, bool)`: a checkpoint's path, decode tokens per second, whether they were measured.
+    """
+
+    found = Signal(str, float, bool)
+
+    def __init__(self, settings: Settings, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._settings = settings
+        self._task = LatestTask(self)
+        self._stopping = threading.Event()
+        self._known: dict[str, tuple[float, bool]] = {}
+        self.found.connect(self._keep)
+        settings.changed.connect(self._on_setting)
+
+    def ask(self, paths: Iterable[str]) -> None:
+        """Emits the speeds of these models as they become known; nothing for those that cannot be planned."""
+        wanted = list(paths)
+        for path in wanted:
+            if path in self._known:
+                self.found.emit(path, *self._known[path])
+        missing = [path for path in wanted if path not in self._known]
+        if missing:
+            self._stopping.set()  # an older request ends after the model that it is at
+            self._stopping = stopping = threading.Event()
+            self._task.ask(lambda: self._predict(missing, stopping))
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._task.close()
+
+    def _on_setting(self, key: str) -> None:
+        setting = kept_settings().get(key)
+        if setting is not None and setting.applies == "load":
+            self._known.clear()
+
+    def _keep(self, path: str, tokens_per_s: float, is_measured: bool) -> None:
+        self._known[path] = (tokens_per_s, is_measured)
+
+    def _predict(self, paths: list[str], stopping: threading.Event) -> None:
+        from app.services.planning import PlanQuestion, answer  # imports the planner, too slow for start-up
+        from engine.tuning.machine_state import look_at_machine
+
+        look = look_at_machine(self._settings.engine("").device)
+        for path in paths:
+            if stopping.is_set():
+                return
+            plan = answer(PlanQuestion(look, self._settings.engine(path))).plan
+            if plan is not None:
+                self.found.emit(path, plan.speed.decode_tokens_per_s, bool(plan.speed.timed_at))
+
 
 PROGRESS_MS = 200
 
@@ -62,12 +123,12 @@ class Library(QObject):
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._entries: tuple[LibraryEntry, ...] | None = None
-        self._problems: tuple[str, ...] = ()
+        self.problems: tuple[str, ...] = ()
         self._closing = threading.Event()
         self._listing = LatestTask(self)
         self._working = LatestTask(self)  # given its next function only when it is idle
         self._waiting: deque[tuple[Work, Doing]] = deque()
-        self._work: Work | None = None
+        self.work: Work | None = None
         self._so_far = (0, 0)
         self._cancelled = threading.Event()
         self._timer = timer(self, self._on_timer, PROGRESS_MS)
@@ -78,19 +139,9 @@ class Library(QObject):
         return self._entries or ()
 
     @property
-    def problems(self) -> tuple[str, ...]:
-        """Sentences about folders that could not be read."""
-        return self._problems
-
-    @property
     def was_listed(self) -> bool:
         """Whether `entries` says anything yet."""
         return self._entries is not None
-
-    @property
-    def work(self) -> Work | None:
-        """What is being done now."""
-        return self._work
 
     def entry(self, name: str) -> LibraryEntry | None:
         return next((one for one in self.entries if name in (one.name, str(one.path))), None)
@@ -100,14 +151,11 @@ class Library(QObject):
         return next((one for one in self.entries if one.source.startswith(f"{reference}@")), None)
 
     def look(self) -> None:
-        """Lists the models; `listed` follows."""
         self._listing.ask(lambda: _look_around(self._closing.is_set), self._on_listed, self._on_not_listed)
 
     # --- work ---------------------------------------------------------------------------------------
 
     def verify(self, model: LibraryEntry) -> None:
-        """Compares every file with what it should be; the result is a `Verification`."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.library import verify
 
@@ -116,8 +164,6 @@ class Library(QObject):
         self._ask("verify", model.name, doing)
 
     def bring_in(self, path: Path) -> None:
-        """Imports a file or a folder; the result is its `LibraryEntry`."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.importing import import_model
 
@@ -126,8 +172,6 @@ class Library(QObject):
         self._ask("import", path.name, doing)
 
     def move(self, model: LibraryEntry, folder: Path) -> None:
-        """Moves a model into another model folder; the result is its new `LibraryEntry`."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.moving import move
 
@@ -136,8 +180,6 @@ class Library(QObject):
         self._ask("move", model.name, doing)
 
     def export(self, model: LibraryEntry, folder: Path) -> None:
-        """Copies a model's files into a new folder inside `folder`; the result is that folder."""
-
         def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.moving import export
 
@@ -146,8 +188,6 @@ class Library(QObject):
         self._ask("export", model.name, doing)
 
     def remove(self, model: LibraryEntry) -> None:
-        """Moves a model to the trash; the result is a `Removed`."""
-
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.removing import remove
 
@@ -156,8 +196,6 @@ class Library(QObject):
         self._ask("remove", model.name, doing)
 
     def remove_converted(self, model: LibraryEntry) -> None:
-        """Deletes what was converted of a model, which the next load does again; the result is the bytes."""
-
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.library import converted_of, remove_converted
 
@@ -166,11 +204,9 @@ class Library(QObject):
         self._ask("converted", model.name, doing)
 
     def cancel(self) -> None:
-        """Cancels what is being done now."""
         self._cancelled.set()
 
     def close(self) -> None:
-        """Cancels everything, and waits for it."""
         self._waiting.clear()
         self._closing.set()
         self._cancelled.set()
@@ -182,12 +218,12 @@ class Library(QObject):
 
     def _ask(self, kind: WorkKind, name: str, doing: Doing) -> None:
         self._waiting.append((Work(kind, name), doing))
-        if self._work is None:
+        if self.work is None:
             self._begin()
 
     def _begin(self) -> None:
-        self._work, doing = self._waiting.popleft()
-        work = self._work
+        self.work, doing = self._waiting.popleft()
+        work = self.work
         self._so_far = (0, 0)
         self._cancelled = cancelled = threading.Event()
 
@@ -210,7 +246,7 @@ class Library(QObject):
             raise error
 
     def _end(self, work: Work) -> None:
-        self._work = None
+        self.work = None
         self._timer.stop()
         if self._waiting:
             self._begin()
@@ -221,18 +257,16 @@ class Library(QObject):
 
     def _on_timer(self) -> None:
         done, total = self._so_far
-        if self._work is not None and (done, total) != (self._work.done, self._work.total):
-            self._work = replace(self._work, done=done, total=total)
+        if self.work is not None and (done, total) != (self.work.done, self.work.total):
+            self.work = replace(self.work, done=done, total=total)
             self.work_changed.emit()
 
     def _on_listed(self, listing: Listing) -> None:
-        self._entries, self._problems = listing.entries, listing.problems
+        self._entries, self.problems = listing.entries, listing.problems
         self.listed.emit()
 
     def _on_not_listed(self, error: Exception) -> None:
-        if not isinstance(error, EngineError):
-            raise error
-        self._entries, self._problems = (), (error.message,)
+        self._entries, self.problems = (), (sentence_of(error),)
         self.listed.emit()
 
 

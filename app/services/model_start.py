@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
-from app.services.background import LatestTask, timer
+from app.services.background import LatestTask, sentence_of, timer
 from app.services.engine_client import EngineClient
 from app.services.engine_part import is_needed
 from app.services.engine_request import Request
@@ -46,7 +46,7 @@ class ModelStart(QObject):
         self._looking = LatestTask(self)
         self._load: Request | None = None
         self._is_put_off = self._gives_way = False
-        self._aside = ""
+        self.aside = ""
         self.make_room: Callable[[Callable[[], None]], None] = lambda then: then()
         self._unused = timer(self, self._on_unused, once=True)
         settings.changed.connect(self._on_setting)
@@ -67,20 +67,15 @@ class ModelStart(QObject):
         self._client.start(at_once=False)
 
     @property
-    def aside(self) -> str:
-        """The path of the model that was put aside; empty if none was."""
-        return self._aside
-
-    @property
     def is_aside(self) -> bool:
         """Whether `need` would load a model."""
-        return self._is_put_off or bool(self._aside)
+        return self._is_put_off or bool(self.aside)
 
     def need(self) -> None:
         """Somebody waits for a model on this PC: loads the one that was put aside, or the default one that was put
         off."""
-        if self._aside:
-            self.open(self._aside)
+        if self.aside:
+            self.open(self.aside)
             return
         if not self._is_put_off:
             return
@@ -94,7 +89,6 @@ class ModelStart(QObject):
         self._looking.ask(lambda: _checked(model), self._begin_load, lambda error: self._on_not_found(model, error))
 
     def reload(self) -> None:
-        """Loads the model again, as it is set now."""
         config = self._client.config
         if config is not None:
             self.open(config.model)
@@ -143,8 +137,8 @@ class ModelStart(QObject):
             self._set_aside(config.model)
 
     def _set_aside(self, model: str) -> None:
-        if model != self._aside:
-            self._aside = model
+        if model != self.aside:
+            self.aside = model
             self.aside_changed.emit()
 
     def restart(self) -> None:
@@ -180,10 +174,8 @@ class ModelStart(QObject):
     def _on_not_found(self, model: str, error: Exception) -> None:
         if model == STARTER and isinstance(error, EngineError) and error.code is ErrorCode.MODEL_NOT_FOUND:
             self.starter_missing.emit()
-        elif isinstance(error, EngineError):
-            self.problem.emit(error.message)
         else:
-            raise error
+            self.problem.emit(sentence_of(error))
 
     def _on_finished(self, event: TerminalEvent) -> None:
         if self._load is not None and self._load.id == event.request_id:  # else another was requested meanwhile

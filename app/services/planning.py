@@ -35,8 +35,6 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """A plan, or a sentence why there is none."""
-
     question: PlanQuestion
     plan: Plan | None
     problem: str = ""
@@ -59,17 +57,14 @@ class Planning(QObject):
         return self._task.is_busy
 
     def ask(self, question: PlanQuestion) -> None:
-        """Plans after a short delay, so that typing or dragging asks only once."""
         planned = self.planned.emit
         self._task.ask(lambda: answer(question), planned, lambda error: planned(PlanAnswer(question, None, str(error))))
 
     def close(self) -> None:
-        """Cancels waiting questions, and waits for a running one."""
         self._task.close()
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    """The plan that the engine would choose, as `engine.tuning.machine_state.plan_here`."""
     look, config = question.look, question.config
     try:
         plan = plan_here(look, _shape(config.model), config, look.limits(config), question.change)

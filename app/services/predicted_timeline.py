@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """A request, and how it was run.
-
-    Attributes:
-        config: the requested one, with the values actually in use.
-        name: of the model, in case its folder is missing.
-        prompt_tokens, tokens: read, and decoded.
-    """
+    """A request, and how it was run."""
 
     config: EngineConfig
     name: str

@@ -76,11 +76,9 @@ class HistoryRecorder(QObject):
 
     @property
     def waiting(self) -> int:
-        """Messages in the queue."""
         return self._inbox.qsize()
 
     def start(self) -> None:
-        """Starts the thread, which first handles what is queued; call once."""
         self._thread.start()
 
     def close(self) -> None:
@@ -97,7 +95,6 @@ class HistoryRecorder(QObject):
             self._inbox.put(lambda state: state.take(message, at_ns))
 
     def take_sample(self, sample: SensorSample, at_ns: int) -> None:
-        """Queues a sensor sample."""
         self._inbox.put(lambda state: state.take_sample(sample, at_ns))
 
     def begin_session(self, model: ModelInfo | None, config: EngineConfig | None = None) -> None:
@@ -106,7 +103,6 @@ class HistoryRecorder(QObject):
         self._inbox.put(lambda state: state.session.begin(about))
 
     def write_sessions(self, on: bool) -> None:
-        """Turns writing sessions to disk on or off."""
         self._inbox.put(lambda state: state.write_sessions(on))
 
     def _count_lost(self) -> None:
@@ -136,8 +132,6 @@ class HistoryRecorder(QObject):
 
 
 class _ThreadState:
-    """The state of the recorder's thread."""
-
     def __init__(self, recorded: Callable[[Recorded], None], failed: Callable[[str], None]) -> None:
         from app.services.history.history import ClockAlignment
         from app.services.session_recording import SessionRecording

@@ -10,9 +10,9 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
+from app.services.installation import StarterDownload
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
-from app.services.starter_download import StarterDownload
 from app.services.telemetry_hub import TelemetryHub
 from app.services.token_counter import TokenCounter
 from app.services.tuning_outrun import HardwareChange, TuningOutrun
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from app.services.engine_part import EnginePart
     from app.services.hub import Hub
     from app.services.kept import SavedPresets, SavedPrompts
-    from app.services.library import Library
-    from app.services.model_speeds import ModelSpeeds
+    from app.services.library import Library, ModelSpeeds
     from app.services.tools import Tools
     from app.services.tuning import SpeedTest, Tuning
     from app.services.updates import Updates
@@ -61,7 +60,6 @@ class Services:
         theme: ThemeController,
         devices: DeviceMonitor | None = None,
     ) -> Services:
-        """The services of an engine and a store, not started yet."""
         devices = devices or DeviceMonitor()
         start, answers = ModelStart(client, settings), AnswerQueue(client, store)
         answers.model_wanted.connect(start.need)
@@ -91,14 +89,12 @@ class Services:
 
     @cached_property
     def prompts(self) -> SavedPrompts:
-        """Messages to use again."""
         from app.services.kept import SavedPrompts
 
         return SavedPrompts()
 
     @cached_property
     def presets(self) -> SavedPresets:
-        """People's own sampling settings."""
         from app.services.kept import SavedPresets
 
         return SavedPresets()
@@ -123,7 +119,6 @@ class Services:
 
     @cached_property
     def hub(self) -> Hub:
-        """What can be downloaded, and how it would run here."""
         from app.services.hub import Hub
 
         return Hub()
@@ -136,28 +131,24 @@ class Services:
 
     @cached_property
     def engine_part(self) -> EnginePart:
-        """The engine of an installed package, where it is not there yet."""
         from app.services.engine_part import EnginePart
 
         return EnginePart(self.downloads)
 
     @cached_property
     def updates(self) -> Updates:
-        """Newer versions of an installed package."""
         from app.services.updates import Updates
 
         return Updates(self.settings, self.downloads, lambda: bool(self.client.answering or self.jobs.running))
 
     @cached_property
     def speeds(self) -> ModelSpeeds:
-        """How fast the models on this PC would answer."""
-        from app.services.model_speeds import ModelSpeeds
+        from app.services.library import ModelSpeeds
 
         return ModelSpeeds(self.settings)
 
     @cached_property
     def speed_test(self) -> SpeedTest:
-        """Times the model as it is set."""
         from app.services.tuning import SpeedTest
 
         return SpeedTest(self.client, self.model_start)
@@ -176,20 +167,17 @@ class Services:
 
     @cached_property
     def tools(self) -> Tools:
-        """Tools that chats may offer to models."""
         from app.services.tools import Tools
 
         return Tools(self.settings, lambda: self.documents, lambda job, rows: self.jobs.add(job, rows))
 
     @cached_property
     def api_server(self) -> ApiServer:
-        """Other programs' way to the model."""
         from app.services.api_server import ApiServer
 
         return ApiServer(self.client, self.settings, self.model_start)
 
     def close(self) -> None:
-        """Stops background work, before the engine ends; the engine and the store are closed by their owner."""
         made = vars(self)
         if "jobs" in made:
             self.jobs.close_down()

@@ -25,22 +25,14 @@ PATIENCE_NS = 3_600_000_000_000
 
 
 def export_trace(history: History, path: Path, about: dict[str, str]) -> int:
-    """All spans that are kept singly, as Chrome trace JSON; returns how many.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """All spans that are kept singly, as Chrome trace JSON; returns how many."""
     spans, steps = _all(history)
     write_trace(spans, steps, path, about)
     return len(spans)
 
 
 def export_tables(history: History, path: Path) -> int:
-    """Spans to `path`, steps to a file beside it, as CSV; returns the number of spans.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Spans to `path`, steps to a file beside it, as CSV; returns the number of spans."""
     spans, steps = _all(history)
     with NewFile(path) as new_spans, NewFile(path.with_name(f"{path.stem}-steps{path.suffix}")) as new_steps:
         with new_spans.path.open("w", encoding="utf-8", newline="") as file:
@@ -67,13 +59,7 @@ OPENED_SPANS = 2**21
 
 @dataclass(frozen=True)
 class SessionEntry:
-    """A session in the list.
-
-    Attributes:
-        name: of its files: the time it began, in UTC.
-        nbytes: of all its files.
-        model: its name; empty if none was loaded, or it cannot be read.
-    """
+    """A session in the list."""
 
     name: str
     paths: tuple[Path, ...]
@@ -84,11 +70,7 @@ class SessionEntry:
 
 @dataclass
 class OpenedSession:
-    """A session that has been read.
-
-    Attributes:
-        history: all of it; maps, reports: (time in nanoseconds, event), in order.
-    """
+    """A session that has been read."""
 
     name: str
     about: dict[str, Any]
@@ -99,7 +81,6 @@ class OpenedSession:
 
 
 def sessions_in(folder: Path) -> list[SessionEntry]:
-    """Newest first."""
     entries = []
     for name, paths in list_sessions(folder).items():
         try:
@@ -141,7 +122,6 @@ def open_session(entry: SessionEntry) -> OpenedSession:
 
 
 def _pieces(records: Records) -> list[Records]:
-    """Valid records in chunks, sorted by start, each without long gaps."""
     sound = (records["end_ns"] >= records["start_ns"]) & (records["start_ns"] >= 0)
     sound &= records["end_ns"] - np.maximum(records["start_ns"], 0) < MOST_SPAN_NS
     records = records[sound]
@@ -152,7 +132,6 @@ def _pieces(records: Records) -> list[Records]:
 
 
 def _message(name: str, content: dict[str, Any]) -> object:
-    """A stored event, validated like one from an engine; None if it is unknown."""
     try:
         return decode(json.dumps({"type": name, **content}).encode())
     except (EngineError, ValueError):

@@ -37,22 +37,18 @@ class SessionRecording:
 
     @property
     def name(self) -> str:
-        """The name of the session being written; empty if there is none."""
         return self._writer.name if self._writer is not None else ""
 
     def begin(self, about: dict[str, Any]) -> None:
-        """Starts a new session."""
         self.end()
         self._about, self._failed = about, False
 
     def end(self) -> None:
-        """Ends the session, if there is one."""
         if self._writer is not None:
             self._writer.close()
         self._writer, self._clock, self._due_ns = None, None, {}
 
     def clock(self, clock_ns: int, wall_s: float) -> None:
-        """The wall time at a moment of the records' clock."""
         if self._clock is None or abs((clock_ns - self._clock[0]) / 1e9 - (wall_s - self._clock[1])) > 0.5:
             self._clock = clock_ns, wall_s
             if self._writer is not None:
@@ -67,7 +63,6 @@ class SessionRecording:
             self._do(lambda writer: writer.steps(steps))
 
     def sample(self, at_ns: int, gauges: dict[str, float | None]) -> None:
-        """The machine's gauges, once per second; they do not start a session on their own."""
         if self._writer is not None and self._is_due("machine", at_ns, SAMPLE_EVERY_NS):
             self._do(lambda writer: writer.note("machine", at_ns, gauges))
 

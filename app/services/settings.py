@@ -67,7 +67,6 @@ class Settings(WindowSettings, QObject):
 
     @property
     def last_model(self) -> str:
-        """What was to answer in the chat that was on screen last, as `chat_model`."""
         return self.get("last_model", self.chat_model)
 
     @last_model.setter
@@ -86,12 +85,10 @@ class Settings(WindowSettings, QObject):
         self.set("default_sampling", {} if value is None else asdict(value))
 
     def context_of(self, model: str) -> int | None:
-        """The context that a model, given by its path, is loaded with, in tokens; None is its own limit."""
         value = self.get("context_tokens", {}).get(model)
         return value if type(value) is int and value >= LEAST_CONTEXT else None
 
     def set_context_of(self, model: str, tokens: int | None) -> None:
-        """Holds when the model is loaded the next time."""
         rest = {path: value for path, value in self.get("context_tokens", {}).items() if path != model}
         self.set("context_tokens", {**rest, model: tokens} if tokens is not None else rest)
 
@@ -102,7 +99,6 @@ class Settings(WindowSettings, QObject):
         return found
 
     def get(self, key: str, default: T) -> T:
-        """What is remembered under `key`, if it is of `default`'s type, else `default`."""
         value = self._values.get(key)
         return value if type(value) is type(default) else default
 
@@ -117,7 +113,6 @@ class Settings(WindowSettings, QObject):
     # --- the file ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes changes now, if there are any."""
         self._saving.close()
         if not self._unsaved:
             return

@@ -79,7 +79,6 @@ class TelemetryHub(QObject):
         self._analyser.analysed.connect(self._on_analysed)
 
     def start(self) -> None:
-        """Starts recording; no effect if it has started, or after `close`."""
         if self._started or self._closed:
             return
         self._started = True
@@ -97,7 +96,6 @@ class TelemetryHub(QObject):
         self.devices.start()
 
     def close(self) -> None:
-        """Ends its threads; the session on disk is complete when this returns."""
         if self._started and not self._closed:
             self._client.recorded.disconnect(self._on_message)
             self._client.state_changed.disconnect(self._on_state)
@@ -111,7 +109,6 @@ class TelemetryHub(QObject):
 
     @property
     def is_recording(self) -> bool:
-        """Whether sessions are written to disk."""
         return self._settings.record_sessions
 
     def subscribe(self, subscriber: object, *, experts: bool = False) -> None:
@@ -123,7 +120,6 @@ class TelemetryHub(QObject):
         self._analyse()
 
     def unsubscribe(self, subscriber: object) -> None:
-        """`subscriber` is no longer visible."""
         self._watchers.discard(subscriber)
         self._map_watchers.discard(subscriber)
         self._watch()

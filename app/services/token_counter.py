@@ -26,7 +26,6 @@ MOST_BYTES = 2 * 2**30
 """Of the counting process."""
 
 TOKENS_PER_TURN = 5
-"""Approximate tokens that a chat template adds per turn."""
 
 CHARACTERS_PER_TOKEN = 4
 """For models without `tokenizer.json`, or if the counting process cannot run."""
@@ -91,7 +90,6 @@ class TokenCounter(QObject):
         return sum(known.get(text, -(-len(text) // CHARACTERS_PER_TOKEN)) + TOKENS_PER_TURN for text in texts)
 
     def close(self) -> None:
-        """End the counting process for good: what a closing page still asks would start another that nobody ends."""
         self._is_closed = True
         self._pause.stop()
         self._watch.stop()
@@ -160,7 +158,6 @@ class TokenCounter(QObject):
             self._ask()
 
     def _on_lost(self, *_how: object) -> None:
-        """Estimate by length until another model is loaded."""
         if self._process is not None:
             delete_child(self._process)
             self._process = None

@@ -85,7 +85,6 @@ class Tools(QObject):
         self._looked_at: dict[str, ToolServer] = {}
         """With the tools that they listed."""
         self.problems: dict[str, str] = {}
-        """By the names of servers, why their tools are not known."""
         self.for_this_run: set[str] = set()
         """Servers whose variables or headers are not kept: this system has no keyring."""
         for before, now in zip(found, self._servers, strict=True):
@@ -96,11 +95,9 @@ class Tools(QObject):
 
     @property
     def servers(self) -> tuple[ToolServer, ...]:
-        """In the order of their names."""
         return self._servers
 
     def put(self, server: ToolServer, *, instead_of: str = "") -> None:
-        """Adds a server, or changes one."""
         others = [each for each in self._servers if each.name not in (server.name, instead_of)]
         known = next((each for each in self._servers if each.name in (server.name, instead_of)), None)
         bare = put_aside(server)
@@ -120,7 +117,6 @@ class Tools(QObject):
         self._keep([*others, server])
 
     def remove(self, name: str) -> None:
-        """Forgets a server, and what was allowed of it."""
         self.stop(name)
         self.problems.pop(name, None)
         for each in self._servers:
@@ -133,26 +129,21 @@ class Tools(QObject):
         self._settings.set(ALLOWED, [key for key in self.always_allowed if not key.startswith(f"{name}/")])
 
     def is_on(self, built_in: str) -> bool:
-        """Whether chats with tools offer a built-in one."""
         return self._settings.get(switch_of(built_in), True)
 
     def set_on(self, built_in: str, is_on: bool) -> None:
-        """Offers a built-in tool, or not."""
         self._settings.set(switch_of(built_in), is_on)
         self.changed.emit()
 
     @property
     def always_allowed(self) -> tuple[str, ...]:
-        """Keys of the tools that may run unasked."""
         return tuple(str(each) for each in self._settings.get(ALLOWED, list[Any]()))
 
     def allow_always(self, key: str) -> None:
-        """Lets a tool run unasked in all chats."""
         self._settings.set(ALLOWED, sorted({*self.always_allowed, key}))
         self.changed.emit()
 
     def ask_again(self) -> None:
-        """Takes back all that was allowed for always."""
         self._settings.set(ALLOWED, [])
         self.changed.emit()
 
@@ -172,11 +163,9 @@ class Tools(QObject):
     # --- offers ---
 
     def offered(self) -> tuple[OfferedTool, ...]:
-        """All that chats may offer, as far as it is known."""
         return offered_tools(self._servers, self.is_on)
 
     def when_known(self, done: Callable[[], object]) -> None:
-        """Calls `done` once the tools of all servers that are on are known, or known not to be."""
         unknown = [each for each in self._servers if each.is_on and each.tools is None]
         left = len(unknown)
         if not unknown:
@@ -192,8 +181,6 @@ class Tools(QObject):
             self.look(server, one)
 
     def look(self, server: ToolServer, done: Done = lambda _outcome: None) -> None:
-        """Asks a server for its tools; `done` gets a sentence about it."""
-
         def answered(answer: dict[str, Any]) -> None:
             tools = answer.get("tools")
             if tools is None:
@@ -280,7 +267,6 @@ class Tools(QObject):
         self._end_process(STOPPED)
 
     def close(self) -> None:
-        """Ends everything."""
         self._idle.stop()
         self.stop_servers()
         self._own.close()
@@ -288,11 +274,9 @@ class Tools(QObject):
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process now."""
         return self._process is not None
 
     def stop(self, name: str) -> None:
-        """Ends a server, if it runs."""
         if self._process is not None:
             self._write({"stop": name})
 
@@ -373,7 +357,6 @@ class Tools(QObject):
 
 
 def _end_with_children(process: QProcess) -> None:
-    """Ends the process and the servers that it started, whatever they do."""
     import psutil
 
     try:

@@ -45,7 +45,6 @@ class SpeedTest(QObject):
         return self._is_waiting or self._request is not None
 
     def start(self) -> None:
-        """Loads the default model and times it; no effect while it does."""
         if not self.is_running:
             self._is_waiting = True
             self.began.emit()
@@ -108,7 +107,7 @@ class Tuning(QObject):
         self.stage: Stage | None = None
         self._run: TuningRun | None = None
         self._device: str | None = None
-        self._cancelling = False
+        self.is_cancelling = False
         self._looking, self._recalling, self._keeping = LatestTask(self), LatestTask(self), TaskQueue(self)
 
     @property
@@ -116,27 +115,19 @@ class Tuning(QObject):
         return self._run is not None
 
     @property
-    def is_cancelling(self) -> bool:
-        """Whether the run was cancelled and has not ended yet."""
-        return self._cancelling
-
-    @property
     def is_looking(self) -> bool:
-        """Whether the machine is being queried."""
         return self._looking.is_busy
 
     def look(self) -> None:
-        """Queries the machine; `looked` follows."""
         setting, device = self._settings.engine("").device, self._device
         self._looking.ask(lambda: look_at_machine(setting, device), self._on_looked, self._on_failed)
 
     def start(self, model: str, kind: TuningKind, until: Until = "timed", *, measure_again: bool = False) -> None:
-        """Starts a run; no effect while one is running.  Starts the engine if necessary."""
         if self._run is not None:
             return
         if self._client.state in (EngineState.STOPPED, EngineState.DIED):
             self._client.start()
-        self.stage, self._cancelling = None, False
+        self.stage, self.is_cancelling = None, False
         config = self._settings.engine(model)
         self._run = run = self._client.start_tuning(config, kind, until, measure_again=measure_again)
         run.progressed.connect(self._on_progressed)
@@ -148,16 +139,14 @@ class Tuning(QObject):
 
     def cancel(self) -> None:
         """Cancels the run at its next step; `ended` follows once the previous model is reloaded."""
-        if self._run is not None and not self._cancelling:
-            self._cancelling = True
+        if self._run is not None and not self.is_cancelling:
+            self.is_cancelling = True
             self._run.cancel()
 
     def recall(self, model: str) -> None:
-        """Looks up a model's latest saved result; `recalled` follows."""
         self._recalling.ask(lambda: _latest(model), self.recalled.emit, self._on_failed)
 
     def use(self, result: TuningResult, name: str) -> None:
-        """Makes a plan of a result the one in use, and loads the model with it."""
         kept = replace(result, winner=name)
 
         def loaded(_path: object) -> None:
@@ -196,7 +185,7 @@ class Tuning(QObject):
         self.look()
 
     def _on_finished(self, event: TuningFinished | Failed) -> None:
-        self._run, self.stage, self._cancelling = None, None, False
+        self._run, self.stage, self.is_cancelling = None, None, False
         self.ended.emit(event)
 
     def _on_looked(self, look: MachineLook) -> None:

@@ -30,8 +30,6 @@ _BUSY_MS = 3000
 
 
 class UpdateStage(Enum):
-    """How far it is."""
-
     IDLE = "idle"
     LOOKING = "looking"
     NEWEST = "newest"
@@ -79,7 +77,6 @@ class Updates(QObject):
 
     @property
     def step(self) -> str:
-        """Of the installation, while it runs."""
         return self._installation.step
 
     @property
@@ -88,7 +85,6 @@ class Updates(QObject):
 
     @property
     def previous(self) -> str:
-        """The version to go back to; empty for none."""
         before = installed.previous_parts()
         found = installed.part(before["engine"]) if before is not None else None
         return found.version if found is not None and found.version != installed.next_version() else ""
@@ -96,7 +92,6 @@ class Updates(QObject):
     # --- what people want -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Looks, if people want it and it was not done today."""
         if self.settings.look_for_updates and time.time() - self.settings.get(LOOKED_KEY, 0) > _DAY_S:
             self.look()
 
@@ -108,7 +103,6 @@ class Updates(QObject):
             self._looking.ask(_look, self._on_looked, self._on_failed)
 
     def fetch(self) -> None:
-        """Fetches what was offered, and then installs it."""
         update = self.update
         if update is None:
             self.look()
@@ -122,7 +116,6 @@ class Updates(QObject):
             self._downloads.add_part(lambda: _begun(update))
 
     def cancel(self) -> None:
-        """Gives it up for now."""
         self._again.stop()
         if self._installation.is_running:
             self._installation.stop()
@@ -131,11 +124,9 @@ class Updates(QObject):
         self._set(UpdateStage.OFFERED if self.update is not None else UpdateStage.IDLE)
 
     def go_back(self) -> None:
-        """Has the next start use the version before."""
         self._doing.add(_back, lambda _version: self._set(UpdateStage.READY), self._on_failed)
 
     def close(self) -> None:
-        """Stops what runs; the next window can begin it again."""
         self._again.stop()
         self._looking.close()
         self._doing.close()
@@ -213,7 +204,6 @@ def can_update() -> bool:
 
 
 def _look() -> tuple[Update | None, bool]:
-    """What there is, and whether an earlier window has fetched it."""
     from engine.parts.updates import look_for_update
     from engine.parts.wheels import fetched_folder
 

@@ -63,7 +63,6 @@ def death_sentence(code: int, *, crashed: bool, model: str = "") -> str:
 
 
 def is_packaged() -> bool:
-    """Whether the engine is a part of its own, which may lose files."""
     try:
         return installed.bundle() is not None
     except EngineError:
@@ -122,7 +121,7 @@ class WorkerProcess(QObject):
         self._lines = LineReader()
         self._unread: deque[bytes] = deque()
         self._stray_lines = 0
-        self._ready = self._stopping = self._is_over = False
+        self._ready = self.is_stopping = self._is_over = False
         self._model = ""
         self._process = QProcess(self)
         environment = QProcessEnvironment.systemEnvironment()
@@ -142,16 +141,9 @@ class WorkerProcess(QObject):
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before and after it runs."""
         return int(self._process.processId())
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether it has been asked to exit."""
-        return self._stopping
-
     def start(self) -> None:
-        """Start it; signals report the rest."""
         self._watchdog.start()
         self._process.start(self._command[0], self._command[1:])
 
@@ -163,15 +155,14 @@ class WorkerProcess(QObject):
 
     def shutdown(self) -> None:
         """Ask it to exit, and kill it after a timeout."""
-        if self._stopping:
+        if self.is_stopping:
             return
-        self._stopping = True
+        self.is_stopping = True
         self.send(Shutdown())
         self._process.closeWriteChannel()
         QTimer.singleShot(int(SHUTDOWN_S * 1000), self._process, self._process.kill)
 
     def kill(self) -> None:
-        """Kill it without further signals; the object is deleted once the process has ended."""
         self._is_over = True
         self._watchdog.stop()
         self._unread.clear()
@@ -224,7 +215,7 @@ class WorkerProcess(QObject):
             self._read(everything=True)  # its last messages still count
         if not self._is_over:
             crashed = status == QProcess.ExitStatus.CrashExit
-            self._end("" if self._stopping else death_sentence(code, crashed=crashed, model=self._model))
+            self._end("" if self.is_stopping else death_sentence(code, crashed=crashed, model=self._model))
         self.deleteLater()
 
     def _on_error(self, error: QProcess.ProcessError) -> None:

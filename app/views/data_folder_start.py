@@ -17,7 +17,6 @@ translate = QCoreApplication.translate
 
 
 def carry_out_change(change: FolderChange) -> None:
-    """Carries it out with a progress dialog; if anything fails, says so and keeps the present folder."""
     dialog = QProgressDialog(
         translate("DataFolderStart", "Copying chats and models to {0}…").format(change.target),
         translate("DataFolderStart", "Keep the current folder"),
@@ -63,12 +62,10 @@ def carry_out_change(change: FolderChange) -> None:
 
 
 def chosen_folder_is_missing() -> bool:
-    """Whether the user's own data folder is missing, as when its drive is not plugged in."""
     return data_dir() != standard_data_dir() and not data_dir().is_dir()
 
 
 def ask_about_missing_folder() -> bool:
-    """Asks until the folder is there or the user decides otherwise; False to quit."""
     while chosen_folder_is_missing():
         box = QMessageBox()
         box.setWindowTitle("Switchyard")
@@ -93,7 +90,6 @@ def ask_about_missing_folder() -> bool:
 
 
 def warn_not_responding() -> None:
-    """Another window uses the folder and does not answer."""
     QMessageBox.warning(
         None,
         "Switchyard",
@@ -106,7 +102,6 @@ def warn_not_responding() -> None:
 
 
 def warn_not_writable() -> None:
-    """The data folder cannot be written to."""
     QMessageBox.warning(
         None,
         "Switchyard",
@@ -118,7 +113,6 @@ def warn_not_writable() -> None:
 
 
 def warn_no_file(path: Path) -> None:
-    """Something that is no file lies where one of ours belongs."""
     QMessageBox.warning(
         None,
         "Switchyard",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QEvent, QObject, QSize, Qt, QTimer, QUrl, Signal
-from PySide6.QtGui import QCloseEvent, QDesktopServices, QGuiApplication, QKeyEvent, QWindow
+from PySide6.QtCore import QEvent, QObject, QSize, Qt, QTimer, Signal
+from PySide6.QtGui import QCloseEvent, QGuiApplication, QKeyEvent, QWindow
 from PySide6.QtWidgets import (
     QFrame,
     QMenu,
@@ -21,9 +21,9 @@ from app.services.chat_store.records import new_conversation, title_from
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.theme import scaled
-from app.widgets.answer_text import AnswerView
+from app.widgets.answer_text import AnswerView, open_link
+from app.widgets.fields import TextBox
 from app.widgets.scaffold import STRETCH, WrappedLabel, hbox, push_button, vbox
-from app.widgets.text_box import TextBox
 from engine.remote.endpoint import called, is_remote
 
 SIZE = QSize(460, 132)
@@ -61,7 +61,7 @@ class QuickPrompt(QWidget):
         self.box.installEventFilter(self)
         self.box.textChanged.connect(self._show_buttons)
         self.answer = AnswerView(self)
-        self.answer.link_activated.connect(_open_link)
+        self.answer.link_activated.connect(open_link)
         self._scroll = QScrollArea(self)
         self._scroll.setWidgetResizable(True)
         self._scroll.setFrameShape(QFrame.Shape.NoFrame)
@@ -89,7 +89,6 @@ class QuickPrompt(QWidget):
         self._show_buttons()
 
     def ask_again(self) -> None:
-        """Shows the window, ready for a question."""
         self.show()
         self.raise_()
         self.activateWindow()
@@ -101,7 +100,6 @@ class QuickPrompt(QWidget):
         return self._answer is not None and self._answer.state is MessageState.STREAMING
 
     def ask(self, text: str) -> None:
-        """Asks who answers new chats."""
         if not text.strip() or self.is_answering:
             return
         model = self._settings.chat_model
@@ -185,11 +183,6 @@ class QuickPrompt(QWidget):
         self.open_button.setVisible(self._conversation is not None)
 
 
-def _open_link(url: QUrl) -> None:
-    if url.scheme() in ("http", "https", "mailto"):
-        QDesktopServices.openUrl(url)
-
-
 class Tray(QObject):
     """There while the setting says so and the desktop has a tray.
 
@@ -229,7 +222,6 @@ class Tray(QObject):
 
     @property
     def keeps_running(self) -> bool:
-        """Whether closing the window hides it."""
         return self.is_there and self._settings.stays_in_tray and not self._is_leaving
 
     def leave(self, *_: object) -> None:
@@ -251,13 +243,11 @@ class Tray(QObject):
             frame.installEventFilter(self)
 
     def ask(self) -> None:
-        """Opens the small window."""
         if self._prompt is None:
             self._prompt = self._make_prompt()
         self._prompt.ask_again()
 
     def close(self) -> None:
-        """Removes the icon and the small window."""
         if self._icon is not None:
             self._icon.hide()
             self._icon.deleteLater()
@@ -305,7 +295,6 @@ class Tray(QObject):
         return menu
 
     def speak(self) -> None:
-        """The language has changed; a question that is being answered keeps its window until that is closed."""
         if self._icon is not None:
             self._icon.contextMenu().deleteLater()
             self._icon.setContextMenu(self._menu())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from PySide6.QtCore import QCoreApplication, QDir, Qt
 from PySide6.QtWidgets import QFileDialog, QMessageBox, QPushButton, QWidget
 
-from app.widgets.text_box import SUFFIX
+from app.widgets.fields import SUFFIX
 
 if TYPE_CHECKING:
     from app.services.batch_jobs import BatchJobs

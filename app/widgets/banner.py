@@ -43,7 +43,6 @@ class Toast(QWidget):
         self.setMaximumWidth(width + 2 * MARGIN_PX)
 
     def show_text(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:
-        """Show `text` for a while; the button runs `do`."""
         self._do = do
         self._text.setText(text)
         self.setAccessibleName(text)
@@ -107,7 +106,6 @@ class Banner(QFrame):
         return super().event(event)
 
     def _place_actions(self) -> None:
-        """Puts the buttons below the sentence where that takes less height than beside it."""
         margins, actions = self._row.contentsMargins(), self._actions.sizeHint()
         room = self.width() - margins.left() - margins.right() - ICON_PX - SPACING_PX
         beside = max(self._text.heightForWidth(max(1, room - SPACING_PX - actions.width())), actions.height())

@@ -29,7 +29,7 @@ from PySide6.QtSvg import QSvgGenerator
 from PySide6.QtWidgets import QGraphicsGridLayout, QGraphicsSceneWheelEvent, QGraphicsView, QToolTip, QWidget
 
 from app.theme import colours, themed
-from app.widgets.small_font import small_font
+from app.widgets.chip import small_font
 
 pg.setConfigOptions(antialias=True, mouseRateLimit=0)
 
@@ -45,8 +45,6 @@ _PLACES = {"top": (0, 1), "left": (1, 0), "right": (1, 2), "bottom": (2, 1)}
 
 
 class Axis(pg.AxisItem):  # type: ignore[misc]
-    """An axis whose numbers are said in our words; one without words shows none."""
-
     def __init__(
         self, side: str, words: Callable[[float], str] | None = None, *, grid: bool = False, widest: str = ""
     ) -> None:
@@ -71,7 +69,6 @@ class Axis(pg.AxisItem):  # type: ignore[misc]
         self.setLabel(text.replace("&", "&amp;").replace("<", "&lt;"), color=themed("muted").name())
 
     def dress(self, chart: QWidget) -> None:
-        """In the theme's colours and the widget's font."""
         font = small_font(chart.font(), _TEXT_PX)
         self.setTickFont(font)
         if self._widest:
@@ -100,7 +97,6 @@ class Legend(pg.LegendItem):  # type: ignore[misc]
         chart.view.sigResized.connect(lambda _view: self.fit())
 
     def show_items(self, items: list[tuple[pg.GraphicsObject, str]]) -> None:
-        """Shows these with their names, in this order."""
         if items == [(sample.item, label.text) for sample, label in self.items]:
             return
         self.clear()
@@ -121,7 +117,6 @@ class Legend(pg.LegendItem):  # type: ignore[misc]
         self._chart.places.setRowFixedHeight(0, -(-len(widths) // columns) * max(22, metrics.height()) + 4)
 
     def dress(self) -> None:
-        """In the theme's colours and the chart's font."""
         self.setLabelTextColor(themed("muted"))
         self.setLabelTextSize(f"{QFontInfo(small_font(self._chart.font(), _TEXT_PX)).pointSizeF():g}pt")
         self.fit()
@@ -206,7 +201,6 @@ class Chart(_GraphicsView):
         return brush
 
     def text_at(self, at: QPointF) -> str:  # noqa: ARG002
-        """The tooltip at a point of the view; empty for none."""
         return str(self.toolTip())
 
     def viewportEvent(self, event: QEvent) -> bool:

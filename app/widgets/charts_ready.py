@@ -18,12 +18,10 @@ _MODULE = "app.widgets.chart"
 
 
 def load_charts() -> None:
-    """Imports what charts need; for the background."""
     importlib.import_module(_MODULE)
 
 
 def are_ready() -> bool:
-    """Whether making a chart takes no import."""
     module = sys.modules.get(_MODULE)
     return module is not None and hasattr(module, "hit_colour")  # what it defines last
 

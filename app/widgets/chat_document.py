@@ -61,7 +61,6 @@ Draw = Callable[[Iterable[Formula]], Mapping[Formula, str]]
 
 
 def formulas_of(messages: Sequence[Message], *, thoughts: bool) -> set[Formula]:
-    """What is to be drawn of the visible path, perhaps also of what was thought."""
     answers = [message for message in MessageTree(messages).path() if message.role == "assistant"]
     texts = [text for one in answers for text in (one.content, one.reasoning if thoughts else "") if text]
     return {formula for text in texts for formula in formulas_in(read_markdown(text))}
@@ -73,7 +72,6 @@ def formulas_of(messages: Sequence[Message], *, thoughts: bool) -> set[Formula]:
 def chat_document(
     conversation: Conversation, messages: Sequence[Message], style: Style, drawn: Mapping[Formula, Picture]
 ) -> QTextDocument:
-    """The visible path of a chat, laid out for paper; may be made on any thread."""
     document = InertDocument()
     document.setDefaultFont(style.font)
     _line(document, conversation.title or translate("ChatDocument", "Chat"), px=TITLE_PX, bold=True)
@@ -94,11 +92,7 @@ def chat_document(
 
 
 def write_pdf(conversation: Conversation, messages: Sequence[Message], path: Path, draw: Draw) -> None:
-    """Writes a PDF on A4.
-
-    Raises:
-        OSError: it cannot be written; an existing file is untouched.
-    """
+    """Writes a PDF on A4."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as new:
         writer = QPdfWriter(str(new.path))
@@ -117,7 +111,6 @@ def write_pdf(conversation: Conversation, messages: Sequence[Message], path: Pat
 def put_on_paper(
     conversation: Conversation, messages: Sequence[Message], device: QPagedPaintDevice, draw: Draw
 ) -> None:
-    """Prints within the margins of the device, on any thread."""
     svgs = draw(formulas_of(messages, thoughts=False))
     dispatcher = QEventLoop()  # Qt's layout wants timers, which a thread of Python's does not have
     font = QFont(FAMILY)
@@ -175,7 +168,6 @@ def _picture(document: QTextDocument, name: str, data: str) -> None:
 
 
 def speaker(message: Message) -> str:
-    """Who says it, and when."""
     if message.role == "assistant":
         name = message.model or translate("ChatDocument", "Assistant")
     else:
@@ -265,11 +257,7 @@ def chat_html(conversation: Conversation, messages: Sequence[Message], draw: Dra
 
 
 def write_html(conversation: Conversation, messages: Sequence[Message], path: Path, draw: Draw) -> None:
-    """Writes it to a file.
-
-    Raises:
-        OSError: it cannot be written; an existing file is untouched.
-    """
+    """Writes it to a file."""
     write_whole(path, chat_html(conversation, messages, draw))
 
 
@@ -283,7 +271,6 @@ def _plain(text: str) -> str:
 
 
 def _renderer(svgs: Mapping[Formula, str]) -> Callable[[str], str]:
-    """What makes HTML of Markdown, read as for the window."""
     from markdown_it.renderer import RendererHTML  # imported late: it takes a while, and few chats become pages
 
     reader, renderer = markdown(), RendererHTML()
@@ -302,7 +289,6 @@ def _renderer(svgs: Mapping[Formula, str]) -> Callable[[str], str]:
 
 
 def _formula(svg: str, words: str) -> str:
-    """As a picture, in which nothing runs, on the line of the text around it."""
     picture = Picture(svg)
     depth, width = (f"{length * _MATHS_EM:.3f}em" for length in (-picture.descent, picture.width))
     data = base64.b64encode(svg.replace(COLOUR, "#000").encode()).decode("ascii")

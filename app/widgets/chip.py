@@ -1,15 +1,65 @@
-"""A pill with a short text, such as the model's name, and a dot or warning sign before it; one can be pressed."""
+"""Short texts: in pills with a dot or a warning sign, of which one can be pressed, and painted in small fonts."""
 
 from __future__ import annotations
 
-from PySide6.QtCore import QSize, Qt
-from PySide6.QtGui import QPainter, QPaintEvent, QResizeEvent
+from collections.abc import Sequence
+
+from PySide6.QtCore import QRectF, QSize, Qt
+from PySide6.QtGui import QFont, QFontMetricsF, QPainter, QPaintEvent, QResizeEvent
 from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QSizePolicy, QWidget
 
 from app.icons import IconMark
-from app.theme import ColourName, themed
+from app.theme import BODY_PX, ColourName, tabular, themed
 from app.widgets.scaffold import hbox, set_words
 from engine.common.plain_text import few_marks
+
+
+def small_font(font: QFont, px: float) -> QFont:
+    result = tabular(font)
+    share = px / BODY_PX
+    if font.pointSizeF() > 0:
+        result.setPointSizeF(font.pointSizeF() * share)
+    else:  # no style sheet has set points yet
+        result.setPixelSize(max(1, round(font.pixelSize() * share)))
+    return result
+
+
+def draw_elided(
+    painter: QPainter,
+    area: QRectF,
+    text: str,
+    font: QFont,
+    colour: ColourName,
+    mode: Qt.TextElideMode = Qt.TextElideMode.ElideRight,
+) -> None:
+    """Paints one line at the left of `area`, in the middle of its height; what does not fit is elided."""
+    painter.setFont(font)
+    painter.setPen(themed(colour))
+    shown = QFontMetricsF(font).elidedText(text, mode, area.width())
+    painter.drawText(area, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, shown)
+
+
+def pills_width(texts: Sequence[str], font: QFont) -> float:
+    metrics = QFontMetricsF(font)
+    return sum(metrics.horizontalAdvance(text) + 14 + 6 for text in texts)
+
+
+def draw_pills(
+    painter: QPainter, left: float, middle: float, texts: Sequence[str], font: QFont, first_edge: ColourName = "border"
+) -> None:
+    """Paints short labels in a row; the first one's edge may have a colour of its own."""
+    metrics = QFontMetricsF(font)
+    high = metrics.height() + 4
+    painter.setFont(font)
+    painter.setBrush(themed("surface"))
+    for at, text in enumerate(texts):
+        pill = QRectF(left, middle - high / 2, metrics.horizontalAdvance(text) + 14, high)
+        painter.setPen(themed("border" if at else first_edge))
+        painter.drawRoundedRect(pill, high / 2, high / 2)
+        painter.setPen(themed("muted"))
+        painter.drawText(pill, Qt.AlignmentFlag.AlignCenter, text)
+        left += pill.width() + 6
+
 
 SIGN_PX = 14
 WIDEST_PX = 340
@@ -36,33 +86,25 @@ class Dot(QWidget):
 
 
 class ElidedLabel(QLabel):
-    """A line that ends in an ellipsis where it does not fit."""
-
     def __init__(self, parent: QWidget | None = None, *, role: str = "", tone: str = "") -> None:
         super().__init__(parent)
         set_words(self, role, tone)
-        self._full = ""
+        self.full_text = ""
         self._tip = ""
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
 
     def set_full_text(self, text: str) -> None:
-        """Show this text, elided if necessary."""
-        self._full = few_marks(" ".join(line.strip() for line in text.splitlines()))
-        self.setAccessibleName(self._full)
+        self.full_text = few_marks(" ".join(line.strip() for line in text.splitlines()))
+        self.setAccessibleName(self.full_text)
         self._fit()
         self.updateGeometry()
 
     def set_tip(self, tip: str) -> None:
-        """Sets a tooltip, shown after the full text if that is elided."""
         self._tip = tip
         self._fit()
 
-    @property
-    def full_text(self) -> str:
-        return self._full
-
     def sizeHint(self) -> QSize:
-        width = self.fontMetrics().horizontalAdvance(self._full) + 2
+        width = self.fontMetrics().horizontalAdvance(self.full_text) + 2
         return QSize(width, super().sizeHint().height())
 
     def minimumSizeHint(self) -> QSize:
@@ -75,10 +117,10 @@ class ElidedLabel(QLabel):
         self._fit()
 
     def _fit(self) -> None:
-        text = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, self.width())
+        text = self.fontMetrics().elidedText(self.full_text, Qt.TextElideMode.ElideRight, self.width())
         if text != self.text():
             self.setText(text)
-        self.setToolTip("\n".join(filter(None, ("" if text == self._full else self._full, self._tip))))
+        self.setToolTip("\n".join(filter(None, ("" if text == self.full_text else self.full_text, self._tip))))
 
 
 class Chip(QFrame):

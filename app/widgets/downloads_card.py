@@ -1,8 +1,9 @@
-"""What is being downloaded: progress, rate and time left, in an order that can be changed."""
+"""What is being downloaded, in an order that can be changed; where it goes to, and tokens for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import (
@@ -14,9 +15,10 @@ from PySide6.QtCore import (
     QRectF,
     QSize,
     Qt,
+    QUrl,
     Signal,
 )
-from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter
+from PySide6.QtGui import QDesktopServices, QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QListView,
@@ -29,19 +31,167 @@ from PySide6.QtWidgets import (
 
 from app.icons import icon
 from app.models.headed_table import ROW_ROLE, HeadedTable, Index
+from app.services.background import LatestTask
+from app.services.downloads import FOLDER_KEY
+from app.services.settings import Settings
 from app.theme import themed
 from app.widgets.asking import ask
+from app.widgets.chip import draw_elided, small_font
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
+from app.widgets.page import native, note_keys
 from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number, percent
-from app.widgets.scaffold import Card, add_items, push_button, set_message, warning_label
-from app.widgets.shortcuts import native, note_keys
-from app.widgets.small_font import draw_elided, small_font
+from app.widgets.scaffold import (
+    Card,
+    FormDialog,
+    add_items,
+    hbox,
+    line_edit,
+    muted_label,
+    push_button,
+    set_message,
+    text_label,
+    warning_label,
+)
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common.errors import ErrorCode
+from engine.common.paths import models_dir
 
 if TYPE_CHECKING:
+    from app.services.downloads import Downloads
     from engine.checkpoint.downloads.queue import Download
+    from engine.checkpoint.mounts import Room
+
+
+LONGEST_NAME = 24
+
+
+class FolderChoice(QWidget):
+    """Hidden as long as there is only one folder; what is chosen holds for the next downloads, too.
+
+    Signals:
+    room_changed(Room): where downloads go now, whenever the folders were looked at or another one was chosen.
+    """
+
+    room_changed = Signal(object)
+
+    def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._settings = settings
+        self._rooms: tuple[Room, ...] = ()
+        self._looking = LatestTask(self)
+        self.combo = ComboBox(self, name=self.tr("Download folder"))
+        name = text_label(self, self.tr("Download to"), role="secondary", buddy=self.combo)
+        self.combo.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
+        hbox(Flow(name, self.combo, parent=self), into=self)
+        self.combo.activated.connect(lambda _at: self._choose())
+        self.hide()
+
+    def look(self) -> None:
+        self._looking.ask(_rooms, self.show_rooms)
+
+    def show_rooms(self, rooms: tuple[Room, ...]) -> None:
+        self._rooms = rooms
+        chosen = self._settings.get(FOLDER_KEY, "") or str(models_dir())
+        names = [room.folder.name for room in rooms if room.folder != models_dir()]
+        self.combo.clear()
+        for room in rooms:
+            name = room.folder.name if names.count(room.folder.name) < 2 else "/".join(room.folder.parts[-2:])
+            name = self.tr("Library") if room.folder == models_dir() else _cut(name or str(room.folder))
+            words = self.tr("not connected") if room.free is None else self.tr("{0} free").format(file_size(room.free))
+            self.combo.addItem(f"{name}{SEPARATOR}{words}", str(room.folder))
+            at = self.combo.count() - 1
+            self.combo.setItemData(at, room.trouble or str(room.folder), Qt.ItemDataRole.ToolTipRole)
+            if room.free is None:
+                self.combo.setItemData(at, 0, Qt.ItemDataRole.UserRole - 1)  # which disables an item
+        self.combo.setCurrentIndex(max(0, self.combo.findData(chosen)))
+        self._say_folder()
+        self.setVisible(len(rooms) > 1)
+
+    def close_down(self) -> None:
+        self._looking.close()
+
+    def _choose(self) -> None:
+        folder = Path(self.combo.currentData())
+        self._settings.set(FOLDER_KEY, "" if folder == models_dir() else str(folder))
+        self._say_folder()
+
+    def _say_folder(self) -> None:
+        words = str(self.combo.currentData(Qt.ItemDataRole.ToolTipRole) or "")
+        self.combo.setToolTip(words)
+        self.combo.setAccessibleDescription(words)
+        if 0 <= self.combo.currentIndex() < len(self._rooms):
+            self.room_changed.emit(self._rooms[self.combo.currentIndex()])
+
+
+def _cut(name: str) -> str:
+    half = LONGEST_NAME // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"
+
+
+def _rooms() -> tuple[Room, ...]:
+    from engine.checkpoint.model_directories import model_folders
+    from engine.checkpoint.mounts import rooms_of
+
+    return rooms_of(model_folders())
+
+
+class TokenDialog(FormDialog):
+    """Asks for a hub's access token."""
+
+    def __init__(
+        self, name: str, page: str, host: str, sentence: str, save: Callable[[str], object], parent: QWidget
+    ) -> None:
+        super().__init__("", translate("TokenDialog", "Save and download"), parent, width_px=480)
+        self._save = save
+        self.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        self.setWindowTitle(self.tr("Access to {0}").format(name))
+        refused = warning_label(self)
+        set_message(refused, sentence)
+        first = self.tr("1. Open the page of {0}, sign in, and accept what is asked there.").format(name)
+        self.open_page = push_button(
+            self, self.tr("Open {0}").format(page), lambda: QDesktopServices.openUrl(QUrl(page))
+        )
+        second = self.tr("2. Create an access token (reading is enough) in your settings there, and paste it here.")
+        self.field = line_edit(self, self.tr("Access token"), secret=True, hints=True)
+        for widget in (
+            text_label(self, self.tr("Its makers ask you to accept their terms first"), role="heading", wrap=True),
+            refused,
+            muted_label(self, first, role=""),
+            self.open_page,
+            muted_label(self, second, role=""),
+            self.field,
+        ):
+            self.add_across(widget)
+        kept = self.tr(
+            "It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone."
+        )
+        self.said.setText(kept.format(host))
+        self.save = self.keep
+        self.save.setEnabled(False)
+        self.field.textChanged.connect(lambda text: self.save.setEnabled(bool(text.strip())))
+        self.field.setFocus()
+
+    def kept(self) -> None:
+        token = self.field.text().strip()
+        self.field.clear()
+        self._save(token)
+        self.accept()
+
+
+def ask_token_of(download: Download, downloads: Downloads, parent: QWidget) -> None:
+    """Tells how to get at a download that the hub refused; with a token it goes on."""
+    from engine.checkpoint.hub.repository import HUGGINGFACE, place_of
+
+    hub, _, name = download.reference.rpartition(":")[0].rpartition(":")
+    page = place_of(hub or HUGGINGFACE, name).link
+    host = QUrl(page).host()
+
+    def save(token: str) -> None:
+        downloads.save_token(host, token, lambda _stays: downloads.resume(download.key))
+
+    TokenDialog(name, page, host, download.problem, save, parent).open()
+
 
 translate = QCoreApplication.translate
 
@@ -54,7 +204,6 @@ def rate_words(bytes_per_s: float) -> str:
 
 
 def download_words(download: Download) -> str:
-    """State and figures of a download in one line; why it failed takes more than that."""
     done, total = file_size(download.done_bytes), file_size(download.total_bytes)
     amount = translate("Downloads", "{0} of {1}").format(done, total)
     if download.problem and download.state is not DownloadState.FAILED:
@@ -75,7 +224,6 @@ def download_words(download: Download) -> str:
 
 
 def download_text(download: Download) -> str:
-    """A download for screen readers."""
     share = download.done_bytes / download.total_bytes if download.total_bytes else 0.0
     problem = download.problem if download.state is DownloadState.FAILED else ""
     return "\n".join(filter(None, (f"{download.title}, {percent(share)}", download_words(download), problem)))
@@ -140,8 +288,7 @@ class DownloadsCard(Card):
     token_wanted = Signal(object)
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Downloads"))
+        super().__init__(translate("DownloadsCard", "Downloads"), parent)
         self.list = DownloadsView(self)
         self.limit = ComboBox(self, name=self.tr("Speed limit"))
         for amount in _LIMITS:
@@ -170,7 +317,6 @@ class DownloadsCard(Card):
         self.hide()
 
     def show_downloads(self, downloads: tuple[Download, ...], limit: int) -> None:
-        """Shows these; the card is hidden if there are none."""
         current = self.list.download
         self.list.rows.show_rows(downloads)
         if downloads:
@@ -234,7 +380,6 @@ def needs_access(download: Download) -> bool:
 
 
 def before_cancelling(download: Download, parent: QWidget, cancel: Callable[[], object]) -> None:
-    """Does `cancel` at once if nothing is here yet, else after the user agrees to lose it."""
     if not download.done_bytes:
         cancel()
         return

@@ -1,4 +1,4 @@
-"""Fields whose value the mouse wheel leaves alone.
+"""Fields whose value the mouse wheel leaves alone, and boxes of text that take files.
 
 The wheel is for the page: Qt's own fields take it while the pointer passes over them, and a page that was only scrolled
 would come back with other settings.  Keys, the field's buttons and its list change it.
@@ -6,13 +6,70 @@ would come back with other settings.  Keys, the field's buttons and its list cha
 
 from __future__ import annotations
 
+import itertools
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import Qt, Signal
+from PySide6.QtCore import QMimeData, Qt, Signal
 from PySide6.QtGui import QShowEvent, QWheelEvent
-from PySide6.QtWidgets import QComboBox, QCompleter, QDoubleSpinBox, QLabel, QLineEdit, QSlider, QSpinBox, QWidget
+from PySide6.QtWidgets import (
+    QComboBox,
+    QCompleter,
+    QDoubleSpinBox,
+    QLabel,
+    QLineEdit,
+    QPlainTextEdit,
+    QSlider,
+    QSpinBox,
+    QWidget,
+)
 
+from app.services.pictures import sources_in
 from engine.common.profile_file import best_match
+
+SUFFIX = ".gguf"
+_CONFIG = "config.json"
+_MOST_ENTRIES = 1000
+"""Of a folder, looked through while it is dragged."""
+
+
+def dropped_model(data: QMimeData) -> Path | None:
+    urls = data.urls()
+    return model_at(Path(urls[0].toLocalFile())) if len(urls) == 1 and urls[0].isLocalFile() else None
+
+
+def model_at(path: Path) -> Path | None:
+    if path.suffix.lower() == SUFFIX or (path / _CONFIG).is_file():
+        return path
+    try:
+        with os.scandir(path) as entries:
+            found = any(entry.name.lower().endswith(SUFFIX) for entry in itertools.islice(entries, _MOST_ENTRIES))
+    except OSError:
+        return None  # a file of another kind, or a folder that cannot be read
+    return path if found else None
+
+
+class TextBox(QPlainTextEdit):
+    """Signals: `given` (files and pictures that were pasted or dropped, if it `takes_files`: their addresses are never
+    a text; without it what is dropped is the window's)."""
+
+    given = Signal(list)
+    takes_files = False
+
+    def canInsertFromMimeData(self, source: QMimeData) -> bool:
+        # A model dropped here is meant for the window.
+        if sources_in(source):
+            return self.takes_files and dropped_model(source) is None
+        return super().canInsertFromMimeData(source)
+
+    def insertFromMimeData(self, source: QMimeData) -> None:
+        sources = sources_in(source)
+        if not sources:
+            super().insertFromMimeData(source)
+        elif self.takes_files:
+            self.given.emit(sources)
+
 
 if TYPE_CHECKING:
     _Widget = QWidget
@@ -104,8 +161,6 @@ class DoubleSpinBox(_WheelPasses, QDoubleSpinBox):
 
 
 class Slider(_WheelPasses, QSlider):
-    """A number on a horizontal line."""
-
     def __init__(self, parent: QWidget | None = None, *, name: str = "") -> None:
         super().__init__(parent, name=name)
         self.setOrientation(Qt.Orientation.Horizontal)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from PySide6.QtCore import Signal
+from PySide6.QtCore import QSignalBlocker, Signal
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.widgets.fields import Slider
-from app.widgets.fit_table import FitTable
-from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars, picture_words
+from app.widgets.fit_table import TOO_LARGE, FitTable, Presence, files_words, first_token_words, fit_bars, picture_words
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import SEPARATOR, count, memory
 from app.widgets.scaffold import STRETCH, muted_label, push_button, set_message, text_label, vbox, warning_label
@@ -69,14 +68,12 @@ class FitCardView(QWidget):
     # --- what is shown --------------------------------------------------------------------------------
 
     def show_machine(self, look: MachineLook) -> None:
-        """The machine whose memory is shared out."""
         self._look = look
         has_card = self._has_card
         self._memory_name.setText(self.tr("VRAM to use") if has_card else self.tr("RAM to use"))
         self._show_values()
 
     def clear(self) -> None:
-        """Before a repository was chosen."""
         self.table.show_card(FitCard((), None, ""))
         for widget in (self.table, self.bars, self.download, self.anyway, self._sliders):
             widget.hide()
@@ -85,13 +82,11 @@ class FitCardView(QWidget):
             set_message(label, "")
 
     def ask_for(self, what: str) -> None:
-        """What a pasted reference says of the file that is meant: a label or a name, or nothing."""
         self._asked, self._is_named = what, True
         if self.rows:  # the repository was shown already
             self.show_card(self.table.card)
 
     def show_reading(self, read: int, total: int) -> None:
-        """How many of the repository's files have been looked into."""
         set_message(self.trouble, "")
         if not total:
             set_message(self.progress, self.tr("Reading what the repository holds…"))
@@ -101,12 +96,10 @@ class FitCardView(QWidget):
             set_message(self.progress, "")
 
     def show_trouble(self, sentence: str) -> None:
-        """Why the repository cannot be judged."""
         self.clear()
         set_message(self.trouble, sentence)
 
     def show_models(self, context_tokens: int) -> None:
-        """The longest context that can be wanted."""
         contexts = [_FIRST_CONTEXT]
         while contexts[-1] * 2 < context_tokens:
             contexts.append(contexts[-1] * 2)
@@ -116,14 +109,12 @@ class FitCardView(QWidget):
             return
         wanted = self.wanted_context if len(self._contexts) > 1 else _USUAL_CONTEXT
         self._contexts = tuple(contexts)
-        self.context.blockSignals(True)
-        self.context.setRange(0, len(contexts) - 1)
-        self.context.setValue(max(at for at, tokens in enumerate(contexts) if tokens <= max(wanted, contexts[0])))
-        self.context.blockSignals(False)
+        with QSignalBlocker(self.context):
+            self.context.setRange(0, len(contexts) - 1)
+            self.context.setValue(max(at for at, tokens in enumerate(contexts) if tokens <= max(wanted, contexts[0])))
         self._show_values()
 
     def show_card(self, card: FitCard) -> None:
-        """The rows; the recommended one is chosen until the user takes another."""
         self._sliders.setVisible(any(row.speed is not None or not row.candidate.problem for row in card.rows))
         self.table.setVisible(bool(card.rows))
         set_message(self.why, card.why)
@@ -132,7 +123,6 @@ class FitCardView(QWidget):
         self._show_row()
 
     def show_presence(self, presence: Mapping[str, Presence]) -> None:
-        """Which candidates, by their reference, are here already or on their way."""
         if presence != self._presence:
             self._presence = dict(presence)
             self._show_row()
@@ -145,7 +135,6 @@ class FitCardView(QWidget):
 
     @property
     def wanted_context(self) -> int:
-        """In tokens."""
         return self._contexts[min(self.context.value(), len(self._contexts) - 1)]
 
     def wanted(self, limits: Limits) -> Limits:
@@ -226,7 +215,6 @@ class FitCardView(QWidget):
         self.anyway.setAccessibleName(self.tr("Load {0} anyway").format(row.candidate.label))
 
     def _say_which(self, row: FitRow) -> None:
-        """Which file is taken, where one was pasted that names none, or one that is not here."""
         words = ""
         asked = candidate_named(self._asked, [each.candidate for each in self.rows]) if self._asked else None
         able = [each for each in self.rows if not each.candidate.problem]

@@ -134,12 +134,10 @@ class Flow(QWidget):
         return [widget for item in items if item is not None and (widget := item.widget()) is not None]
 
     def set_gap(self, gap: int) -> None:
-        """Pixels between the widgets."""
         self._lines.set_gap(gap)
         self.updateGeometry()
 
     def clear(self) -> None:
-        """Deletes all its widgets."""
         while (item := self._lines.takeAt(0)) is not None:
             widget = item.widget()
             if widget is not None:
@@ -152,7 +150,6 @@ class Flow(QWidget):
         return not self._lines.count()
 
     def widest(self, room: int) -> int:
-        """How wide it would like to be, at most `room`."""
         return min(self._lines.sizeHint().width(), room)
 
     def sizeHint(self) -> QSize:

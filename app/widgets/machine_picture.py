@@ -10,7 +10,7 @@ from PySide6.QtGui import QColor, QFocusEvent, QFont, QFontMetricsF, QHelpEvent,
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.theme import tabular, themed
-from app.widgets.small_font import small_font
+from app.widgets.chip import small_font
 
 Part = Literal["gpu", "cpu", "ram", "disk"]
 PARTS: tuple[Part, ...] = ("gpu", "cpu", "ram", "disk")
@@ -23,8 +23,6 @@ _LONGEST_LABEL = "about 0.50 GB/s"
 
 @dataclass(frozen=True, slots=True)
 class BoxLine:
-    """A line in a box: its text, and its source in words."""
-
     text: str
     origin: str = ""
 
@@ -47,7 +45,6 @@ class Box:
 
     @property
     def spoken(self) -> str:
-        """Its contents in words."""
         return f"{self.title}: " + "; ".join(
             f"{one.text} ({one.origin})" if one.origin else one.text for one in self.lines
         )
@@ -96,13 +93,11 @@ class MachinePicture(QWidget):
         self.update()
 
     def show_at_work(self, part: Part | None) -> None:
-        """Highlights the part that is being measured."""
         if part != self._at_work:
             self._at_work = part
             self.update()
 
     def spoken_at(self, point: QPointF) -> str:
-        """The description of the item at a point; empty if there is none."""
         for part, area in self._areas().items():
             if part in self._boxes and area.contains(point):
                 return self._explained(part)
@@ -131,7 +126,6 @@ class MachinePicture(QWidget):
         return small_font(self.font(), 12.5)
 
     def _box_height(self, *parts: Part) -> float:
-        """Height of a row of boxes: that of the one with the most lines."""
         lines = max(
             (min(_MOST_LINES, len(self._boxes[part].lines)) for part in parts if part in self._boxes), default=1
         )
@@ -144,7 +138,6 @@ class MachinePicture(QWidget):
         return round(self._box_height("gpu", "cpu") + self._box_height("ram", "disk") + self._gap() + 6)
 
     def _areas(self) -> dict[Part, QRectF]:
-        """RAM spans below the card and part of the CPU, so that both links are vertical."""
         width, top = float(self.width()), 3.0
         upper, lower = self._box_height("gpu", "cpu"), self._box_height("ram", "disk")
         low = top + upper + self._gap()

@@ -20,8 +20,6 @@ translate = QCoreApplication.translate
 
 
 class MemoryGauge(QWidget):
-    """A name, `used / total`, and the bar below."""
-
     def __init__(self, name: str, parent: QWidget) -> None:
         super().__init__(parent)
         self._name = name
@@ -31,7 +29,6 @@ class MemoryGauge(QWidget):
         vbox(hbox(label, STRETCH, self._amount, gap=-1), self._bar, into=self, gap=4)
 
     def set_narrow(self, narrow: bool) -> None:
-        """Shows only the name and the bar."""
         self._amount.setVisible(not narrow)
 
     def show_parts(self, parts: tuple[BarPart, ...], used: int, total: int, *, source: str) -> None:
@@ -44,8 +41,6 @@ class MemoryGauge(QWidget):
 
 
 class MemoryLegend(QWidget):
-    """Each part's name, amount, colour and hatching."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._grid = QGridLayout(self)
@@ -103,7 +98,6 @@ class BarPart:
 
     @property
     def ground(self) -> QColor:
-        """The colour between its hatching."""
         result = themed(self.colour)
         if self.hatched:
             result.setAlpha(_FAINT_ALPHA)
@@ -125,7 +119,6 @@ class TierBar:
 
 
 def memory_parts(tier: TierBytes, slots: int = 0) -> tuple[BarPart, ...]:
-    """What a memory is planned for; `slots` is how many experts have a place in it, 0 to leave that out."""
     experts = (
         translate("PlanBars", "experts, {0} slots").format(count(slots)) if slots else translate("PlanBars", "experts")
     )
@@ -154,7 +147,6 @@ class MemoryBar(QWidget):
         return QSize(120, HEIGHT_PX)
 
     def show_parts(self, parts: tuple[BarPart, ...], total: int) -> None:
-        """Parts beyond `total` are cut off."""
         if (parts, total) != (self._parts, self._total):
             self._parts, self._total = parts, total
             self.update()
@@ -167,7 +159,6 @@ class MemoryBar(QWidget):
 
 
 def draw_bar(painter: QPainter, parts: tuple[BarPart, ...], total: int, bar: QRectF) -> None:
-    """Parts side by side in `bar`; the rest of it is free."""
     outline = QPainterPath()
     outline.addRoundedRect(bar, RADIUS_PX, RADIUS_PX)
     painter.save()

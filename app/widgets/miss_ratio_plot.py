@@ -12,7 +12,7 @@ from app.models.cache_figures import NO_FORECAST, CacheForecast
 from app.theme import themed
 from app.widgets.chart import Axis, Chart, Legend, hit_colour
 from app.widgets.quantities import memory, number
-from app.widgets.timeline.keys import faded
+from app.widgets.timeline.navigator import faded
 from engine.telemetry.messages import TierReport
 
 _GRAB_PX = 12.0
@@ -82,13 +82,6 @@ class MissRatioPlot(Chart):
     # --- what is shown ----------------------------------------------------------------------------
 
     def show_tier(self, tier: TierReport | None, forecast: CacheForecast, room: int, measured: float | None) -> None:
-        """Shows a report.
-
-        Args:
-            forecast: `NO_FORECAST` while there is none.
-            room: experts that fit in memory.
-            measured: the hit rate at the current size, if anything was looked up.
-        """
         self._tier, self._forecast, self._room, self._measured = tier, forecast, room, measured
         if tier is None:
             self._wanted, self._dragging = None, False
@@ -98,14 +91,12 @@ class MissRatioPlot(Chart):
 
     @property
     def slots(self) -> int:
-        """The handle's position, in experts."""
         if self._wanted is not None:
             return self._wanted
         return self._tier.slots if self._tier is not None else 0
 
     @property
     def is_moved(self) -> bool:
-        """Whether the handle is away from the current size."""
         return self._wanted is not None
 
     def set_slots(self, slots: int) -> None:
@@ -115,7 +106,6 @@ class MissRatioPlot(Chart):
             self._place_handle()
 
     def put_back(self) -> None:
-        """Resets the handle to the current size."""
         self._wanted, self._dragging = None, False
         self._place_handle()
 
@@ -182,7 +172,6 @@ class MissRatioPlot(Chart):
         self._no_room_words.setVisible(has_place and not self.is_moved)  # else only the tooltip has it
 
     def _draw(self) -> None:
-        """Everything but the handle, and then that."""
         tier, known = self._tier, self._forecast
         self.centralWidget.setVisible(tier is not None)
         self._place_handle()

@@ -1,21 +1,22 @@
-"""The base class of pages, and the window's registry entry for one."""
+"""Pages: their base class, the registry's entry for one, the popovers that open over them, and their shortcuts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PySide6.QtCore import QEvent, QObject, Qt, QTimer, Signal
-from PySide6.QtGui import QKeyEvent
+from PySide6.QtCore import QEvent, QObject, QPoint, QSize, Qt, QTimer, Signal
+from PySide6.QtGui import QFocusEvent, QKeyEvent, QKeySequence, QMouseEvent, QShortcut
 from PySide6.QtWidgets import (
     QAbstractButton,
     QApplication,
     QComboBox,
     QDoubleSpinBox,
+    QFrame,
     QLineEdit,
     QPlainTextEdit,
     QScrollBar,
@@ -24,12 +25,148 @@ from PySide6.QtWidgets import (
 )
 from shiboken6 import isValid
 
-from app.widgets.scaffold import vbox
+from app.widgets.scaffold import scroll_area, text_label, vbox
 
 if TYPE_CHECKING:
     from app.services.chat_store import Conversation
     from app.services.services import Services
     from engine.common.config import SamplingParams
+
+
+GAP = 8
+
+
+class Popover(QFrame):
+    """Contents go into `column`.  It is a child of `page`, so that it needs no window of its own."""
+
+    def __init__(self, title: str, page: QWidget) -> None:
+        super().__init__(page)
+        self._button: QWidget | None = None
+        self.least_width = 0
+        """Where the page has room for it."""
+        self.setObjectName("popover")
+        self.setAccessibleName(title)
+        self._content = QWidget(self)
+        self._scroll = scroll_area(self._content, self)
+        vbox(self._scroll, into=self, gap=-1)
+        heading = text_label(self._content, title, role="heading")
+        self.column = vbox(heading, into=self._content, margins=(16, 14, 16, 16), gap=10)
+        self.hide()
+
+    def open_at(self, button: QWidget) -> None:
+        """Show it above `button`, or below one that is near the top, within the page."""
+        page = self.parentWidget()
+        if page is None:
+            return
+        self._button = button
+        self._place()
+        self.show()
+        self._place()  # again, as only visible widgets have their final sizes
+        self.raise_()
+        application = QApplication.instance()
+        if application is not None:
+            application.installEventFilter(self)
+
+    def _place(self) -> None:
+        page = self.parentWidget()
+        if page is None or self._button is None:
+            return
+        frame = 2 * max(1, self.frameWidth())
+        wanted = self._content.sizeHint().expandedTo(QSize(self.least_width, 0)) + QSize(frame, frame)
+        top = self._button.mapTo(page, QPoint(0, 0))
+        is_below = top.y() < page.height() - top.y() - self._button.height()
+        under = top.y() + self._button.height() + GAP
+        size = wanted.boundedTo(page.size() - QSize(2 * GAP, GAP + (under if is_below else GAP)))
+        bar = self._scroll.verticalScrollBar().sizeHint().width()
+        if size.height() < wanted.height():
+            size.setWidth(min(wanted.width() + bar, page.width() - 2 * GAP))
+        self.resize(size)
+        at = QPoint(top.x(), under if is_below else top.y() - size.height() - GAP)
+        at.setX(max(GAP, min(at.x(), page.width() - size.width() - GAP)))
+        at.setY(max(GAP, min(at.y(), page.height() - size.height() - GAP)))
+        self.move(at)
+
+    def close_and_return(self) -> None:
+        had_focus = self.isAncestorOf(QApplication.focusWidget() or self)
+        self.hide()
+        if had_focus and self._button is not None:
+            self._button.setFocus()
+
+    def hideEvent(self, _event: QEvent) -> None:
+        application = QApplication.instance()
+        if application is not None:
+            application.removeEventFilter(self)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        page = self.parentWidget()
+        if event.type() in (QEvent.Type.Resize, QEvent.Type.LayoutRequest) and watched in (page, self._content):
+            self._place()
+        if isinstance(event, QKeyEvent) and event.key() == Qt.Key.Key_Escape and isinstance(watched, QWidget):
+            if event.type() == QEvent.Type.ShortcutOverride:
+                event.accept()
+                return True
+            if event.type() == QEvent.Type.KeyPress:
+                self.close_and_return()
+                return True
+        if isinstance(event, QMouseEvent) and event.type() == QEvent.Type.MouseButtonPress:
+            inside = isinstance(watched, QWidget) and (watched is self or self.isAncestorOf(watched))
+            if isinstance(watched, QWidget) and not inside:
+                self.hide()
+                # A click on its own button closes it without opening it again.
+                return watched is self._button
+        if isinstance(event, QFocusEvent) and event.type() == QEvent.Type.FocusIn and isinstance(watched, QWidget):
+            # As a new chat's composer does, which the card would hide.  Lists of its own fields are other windows.
+            is_moved = event.reason() == Qt.FocusReason.OtherFocusReason and watched.window() is self.window()
+            if is_moved and watched is not self._button and watched is not self and not self.isAncestorOf(watched):
+                self.hide()
+        return False
+
+
+_NOTED = "notedKeys"
+
+Key = tuple[str, str]
+
+
+def add_shortcut(
+    widget: QWidget,
+    keys: QKeySequence | QKeySequence.StandardKey | str,
+    words: str,
+    do: Callable[[], object],
+    *,
+    context: Qt.ShortcutContext = Qt.ShortcutContext.WindowShortcut,
+) -> None:
+    """Runs `do` on these keys while `widget` is shown; `words` describe it, empty for a second shortcut to the same."""
+    shortcut = QShortcut(QKeySequence(keys), widget, context=context)
+    shortcut.setWhatsThis(words)
+    shortcut.activated.connect(lambda: do())
+
+
+def native(keys: str) -> str:
+    return QKeySequence(keys).toString(QKeySequence.SequenceFormat.NativeText)
+
+
+def note_keys(widget: QWidget, keys: Iterable[Key]) -> None:
+    """Lists keys that the widget handles itself, such as Enter in a text box."""
+    widget.setProperty(_NOTED, [list(key) for key in keys])
+
+
+def keys_of(widget: QWidget, *, excluding: QWidget | None = None) -> list[Key]:
+    return list(_keys(widget, excluding))
+
+
+def _keys(widget: QWidget, excluding: QWidget | None) -> Iterator[Key]:
+    def counts(one: QWidget) -> bool:
+        return excluding is None or not (one is excluding or excluding.isAncestorOf(one))
+
+    for one in (widget, *widget.findChildren(QWidget)):
+        if counts(one):
+            for keys, words in one.property(_NOTED) or []:
+                yield str(keys), str(words)
+    for shortcut in widget.findChildren(QShortcut):
+        parent = shortcut.parent()
+        if shortcut.whatsThis() and isinstance(parent, QWidget) and counts(parent):
+            yield shortcut.key().toString(QKeySequence.SequenceFormat.NativeText), shortcut.whatsThis()
+
 
 CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS = "chat", "batch", "monitor", "tune", "models", "settings"
 FIRST_RUN = "first-run"
@@ -138,8 +275,6 @@ def _by_place(around: QWidget, place: tuple[object, ...] = ()) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class BatchDraft:
-    """What is to be asked of every row of a file: a chat's prompt, and how it is answered (None: as the model does)."""
-
     template: str
     system: str = ""
     sampling: SamplingParams | None = None

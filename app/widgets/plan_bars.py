@@ -76,14 +76,11 @@ class TierChart(Chart):
 
 
 class Legend(Flow):
-    """Names and amounts with swatches, in lines that wrap."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent=parent, gap=3)
         self._entries: list[tuple[QWidget, MemoryBar, QLabel, QLabel]] = []
 
     def show_labels(self, labels: list[tuple[str, str, BarPart | None]]) -> None:
-        """(name, amount, part), None for what is free."""
         while len(self._entries) < len(labels):
             self._add_entry()
         for at, (entry, swatch, name, amount) in enumerate(self._entries):
@@ -107,8 +104,6 @@ class Legend(Flow):
 
 
 class PlanBars(QWidget):
-    """Two lines of text around each tier's chart."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._rows: list[tuple[QLabel, QLabel, TierChart, Legend]] = []
@@ -165,7 +160,6 @@ class PlanBars(QWidget):
         self._rows.append((name, amount, chart, legend))
 
     def _labels(self, tier: TierBar) -> list[tuple[str, str, BarPart | None]]:
-        """(name, amount, part) of each non-empty part, free space last: together they are the total."""
         parts = [part for part in tier.parts if part.amount > 0]
         amounts = [_tenths(one) if one else self.tr("under {0}").format(_tenths(1)) for one in self._tenths(tier)]
         found: list[tuple[str, str, BarPart | None]] = [
@@ -176,7 +170,6 @@ class PlanBars(QWidget):
         return found
 
     def _tenths(self, tier: TierBar) -> list[int]:
-        """Amounts of each non-empty part, and of free space if there is any."""
         free = tier.total - tier.used
         amounts = [part.amount for part in tier.parts if part.amount > 0]
         return adding_up([*amounts, free] if tier.total and free > 0 else amounts, tier.unit)

@@ -27,7 +27,6 @@ def file_size(amount: int) -> str:
 
 
 def used_of(used: int, total: int) -> str:
-    """`7.1 of 8.0 GB`."""
     return f"{number(used / _GIB, 1)} / {translate('Fit', '{0} GB').format(number(total / _GIB, 1))}"
 
 
@@ -61,7 +60,6 @@ def number(value: float, decimals: int) -> str:
 
 
 def count(value: int) -> str:
-    """An integer with the locale's thousands separators."""
     locale = QLocale()
     return f"{value:,}" if locale.language() == QLocale.Language.C else locale.toString(value)
 

@@ -9,8 +9,7 @@ from PySide6.QtGui import QPainter, QPaintEvent
 from PySide6.QtWidgets import QFrame, QPushButton, QSizePolicy, QWidget
 
 from app.theme import set_look
-from app.widgets.fit_table import draw_verdict_mark
-from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
+from app.widgets.fit_table import Presence, draw_verdict_mark, range_words, speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, duration, file_size
 from app.widgets.scaffold import MIDDLE, add_items, hbox, muted_label, push_button, text_label, vbox
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, Recommendation
@@ -19,7 +18,6 @@ translate = QCoreApplication.translate
 
 
 def role_words(role: str) -> str:
-    """What a recommendation is the best of."""
     return {
         "fast": translate("Recommendations", "Fast"),
         "balanced": translate("Recommendations", "Balanced"),
@@ -28,7 +26,6 @@ def role_words(role: str) -> str:
 
 
 def figures_words(one: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> str:
-    """How much there is to download, and how long it takes to the first answer at the line's speed, if it is known."""
     size = f"≈ {file_size(one.bytes)}" if "bytes" in one.entry.unchecked else file_size(one.bytes)
     if presence == "here":
         return SEPARATOR.join((size, translate("Recommendations", "on this PC")))
@@ -44,7 +41,6 @@ def figures_words(one: Recommendation, bytes_per_s: float | None, presence: Pres
 
 
 def show_presence(button: QPushButton, name: str, presence: Presence | None) -> None:
-    """What the button of a model does, by where that is."""
     text = {
         None: translate("Recommendations", "Download"),
         "downloading": translate("Recommendations", "Downloading"),
@@ -56,23 +52,17 @@ def show_presence(button: QPushButton, name: str, presence: Presence | None) -> 
 
 
 class RecommendationList(QWidget):
-    """Signals: `wanted(Recommendation)`: its button was pressed."""
-
     wanted = Signal(object)
 
     def __init__(self, parent: QWidget | None = None, *, primary: str = "") -> None:
         """`primary` is the role whose button is filled, if any."""
         super().__init__(parent)
         self._primary = primary
-        self._shown: tuple[RecommendationRow, ...] = ()
+        self.rows: tuple[RecommendationRow, ...] = ()
         self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
         self.unchecked.setContentsMargins(0, 8, 0, 0)
         self.unchecked.hide()
         self._column = vbox(self.unchecked, into=self, gap=0)
-
-    @property
-    def rows(self) -> tuple[RecommendationRow, ...]:
-        return self._shown
 
     def show_recommendations(
         self,
@@ -80,20 +70,14 @@ class RecommendationList(QWidget):
         bytes_per_s: float | None,
         presence: Mapping[str, Presence] | None = None,
     ) -> None:
-        """Shows these, in the order given.
-
-        Args:
-            bytes_per_s: the line's measured speed; None if it is unknown.
-            presence: reference -> whether it is on this PC, or on its way.
-        """
-        if [row.recommendation for row in self._shown] != list(recommendations):
-            for old in self._shown:
+        if [row.recommendation for row in self.rows] != list(recommendations):
+            for old in self.rows:
                 self._column.removeWidget(old)
                 old.hide()
                 old.deleteLater()
-            self._shown = tuple(self._make(one, last=one is recommendations[-1]) for one in recommendations)
+            self.rows = tuple(self._make(one, last=one is recommendations[-1]) for one in recommendations)
         self.unchecked.setVisible(any("bytes" in one.entry.unchecked for one in recommendations))
-        for row in self._shown:
+        for row in self.rows:
             row.show_state(bytes_per_s, (presence or {}).get(row.recommendation.reference))
 
     def _make(self, recommendation: Recommendation, *, last: bool) -> RecommendationRow:
@@ -106,8 +90,6 @@ class RecommendationList(QWidget):
 
 
 class RecommendationRow(QWidget):
-    """One of them."""
-
     def __init__(self, recommendation: Recommendation, *, last: bool, parent: QWidget) -> None:
         super().__init__(parent)
         self.recommendation = one = recommendation
@@ -138,7 +120,6 @@ class RecommendationRow(QWidget):
         self.setAccessibleName(f"{role_words(one.role)}: {one.entry.name}")
 
     def show_state(self, bytes_per_s: float | None, presence: Presence | None) -> None:
-        """Where it is, and how long it takes to get."""
         self.figures.setText(figures_words(self.recommendation, bytes_per_s, presence))
         show_presence(self.button, self.recommendation.entry.name, presence)
 
@@ -153,7 +134,6 @@ class VerdictMark(QWidget):
         self.set_verdict(verdict)
 
     def set_verdict(self, verdict: str) -> None:
-        """Shows another one."""
         self._verdict = verdict
         self.setToolTip(verdict_words(verdict))
         self.setAccessibleName(verdict_words(verdict))

@@ -14,9 +14,9 @@ from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import ColourName, themed
 from app.widgets.chart import Axis, Chart, Legend
+from app.widgets.chip import small_font
 from app.widgets.quantities import arithmetic, figures, rate
-from app.widgets.small_font import small_font
-from app.widgets.timeline.keys import faded
+from app.widgets.timeline.navigator import faded
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
 
 _POINT_PX, _NEAR_PX = 10, 18
@@ -24,8 +24,6 @@ _POINT_PX, _NEAR_PX = 10, 18
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A roof: a slope set by a bandwidth, up to the peak compute."""
-
     name: str
     flops: float
     bytes_per_s: float
@@ -33,7 +31,6 @@ class Roof:
     dashed: bool = False
 
     def at(self, intensity: float) -> float:
-        """Attainable operations per second at this many operations per byte."""
         return min(self.flops, self.bytes_per_s * intensity)
 
 
@@ -55,13 +52,11 @@ class RooflinePlot(Chart):
         self.dress()
 
     def show_picture(self, picture: RooflinePicture | None) -> None:
-        """Draws this; None clears the plot."""
         self._picture = picture
         self.setAccessibleDescription(self.spoken())
         self._draw()
 
     def spoken(self) -> str:
-        """The plot in words."""
         if self._picture is None:
             return ""
         roofs = [
@@ -109,7 +104,6 @@ class RooflinePlot(Chart):
         return names.get(point.name, point.name)
 
     def _ranges(self, picture: RooflinePicture, roofs: list[Roof]) -> tuple[float, float, float, float]:
-        """Logarithms of the lowest and highest intensity and speed shown."""
         knees = [roof.flops / roof.bytes_per_s for roof in roofs]
         xs = [point.intensity for point in picture.points if 0 < point.intensity < math.inf] + knees
         left, right = math.log10(min(xs)) - 0.5, math.log10(max(xs)) + 0.45
@@ -122,7 +116,6 @@ class RooflinePlot(Chart):
         self._draw()
 
     def _draw(self) -> None:
-        """Everything; a roofline rarely changes."""
         picture = self._picture
         roofs = self._roofs(picture) if picture is not None else []
         self.view.clear()
@@ -162,7 +155,6 @@ class RooflinePlot(Chart):
             self.view.addItem(item, ignoreBounds=True)
 
     def text_at(self, at: QPointF) -> str:
-        """About the point there; elsewhere everything."""
         for point in self._picture.points if self._picture is not None else ():
             if 0 < point.intensity < math.inf and point.flops > 0:
                 place = self.view.mapViewToScene(QPointF(math.log10(point.intensity), math.log10(point.flops)))

@@ -10,12 +10,11 @@ from typing import Any
 from PySide6.QtCore import QCoreApplication, QEvent, QObject, Signal
 from PySide6.QtWidgets import QAbstractSpinBox, QGridLayout, QLabel, QPushButton, QWidget
 
-from app.services.kept import SavedPresets
-from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
+from app.services.kept import Preset, SavedPresets, own_sampling, preset_of, suggests_nothing
 from app.theme import scaled
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
-from app.widgets.popover import GAP, Popover
+from app.widgets.page import GAP, Popover
 from app.widgets.quantities import number
 from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label
 from app.widgets.setting_controls import SettingControls, SettingValues, setting_words
@@ -114,7 +113,6 @@ class SamplingPopover(Popover):
         return self._saved_name(self.sampling())
 
     def _saved_name(self, sampling: SamplingParams) -> str:
-        """What people call these settings; empty if they do not."""
         entries = self._saved.entries if self._saved is not None else ()
         return next((entry.name for entry in entries if _drawn(entry.value) == _drawn(sampling)), "")
 
@@ -162,12 +160,10 @@ class SamplingPopover(Popover):
     # --- the model's own ---
 
     def set_model(self, model: ModelInfo | None) -> None:
-        """The loaded model, whose own settings are shown if the former model's were."""
         self.set_own(own_sampling(model))
         self.set_thinking(model.thinking if model is not None else ())
 
     def set_thinking(self, choices: Sequence[Thinking]) -> None:
-        """What the loaded model can be told about thinking; nothing is shown if it can be told nothing."""
         self.thinking.clear()
         for choice in ("auto", *choices):
             self.thinking.addItem(thinking_text(choice), choice)
@@ -181,7 +177,6 @@ class SamplingPopover(Popover):
         self.thinking.setCurrentIndex(max((0, *(self.thinking.findData(choice) for choice in wanted))))
 
     def _make_fields(self) -> None:
-        """One for each setting: numbers in columns, what needs more room across them."""
         controls = SettingControls(self.values, self)
         self.fields = controls.made
         self._labels: dict[str, QLabel] = {}
@@ -213,7 +208,6 @@ class SamplingPopover(Popover):
         self.column.addLayout(self._grid)
 
     def _arrange(self, columns: int) -> None:
-        """Numbers in one column or two."""
         if columns == self._columns:
             return
         self._columns, rows = columns, -(-len(self._numbers) // columns)
@@ -240,13 +234,11 @@ class SamplingPopover(Popover):
             widget.setVisible(shown)
 
     def edit(self, sampling: SamplingParams | None, button: QWidget) -> None:
-        """Open with these settings; None means the model's own."""
         self.fill(sampling or self.own)
         self.open_at(button)
         self.fields["temperature"].setFocus()
 
     def set_own(self, own: SamplingParams) -> None:
-        """What a model's own settings are; they are shown if the former ones were."""
         showed_own, is_new = _drawn(self.sampling()) == self.own, own != self.own
         self.own = own
         self._describe_own()
@@ -265,7 +257,6 @@ class SamplingPopover(Popover):
         self._explain(None)
 
     def _explain(self, what: QObject | None) -> None:
-        """In a sentence, what a field does, and what the model's makers suggest for it."""
         setting = self._explained.get(what) if what is not None else None
         words = self.own_button.toolTip()
         if setting is not None:
@@ -289,17 +280,14 @@ class SamplingPopover(Popover):
         return super().eventFilter(watched, event)
 
     def words_of(self, sampling: SamplingParams | None) -> str:
-        """What these settings are; None means the model's own."""
         return sampling_words(self.own if sampling is None else sampling)
 
     def name_of(self, sampling: SamplingParams | None) -> str:
-        """A short name of these settings; None means the model's own."""
         if sampling is None or _drawn(sampling) == self.own:
             return self.own_button.text()
         return self._saved_name(sampling) or preset_text(preset_of(_drawn(sampling), self.own))
 
     def without_beams(self) -> None:
-        """Hide beam search where it is not available."""
         self._show_row("beams", shown=False)
 
     def fill(self, sampling: SamplingParams) -> None:
@@ -359,14 +347,12 @@ def preset_text(preset: Preset | None) -> str:
 
 
 def thinking_text(thinking: Thinking) -> str:
-    """How much a model is to think, in words."""
     kind = next(each.kind for each in settings_of(SamplingParams) if each.key == "thinking")
     assert isinstance(kind, Choice)
     return setting_words(kind.names[thinking])
 
 
 def _drawn(sampling: SamplingParams) -> SamplingParams:
-    """How tokens are drawn: all but thinking, which presets leave as it is."""
     return replace(sampling, thinking="auto")
 
 
@@ -397,5 +383,4 @@ def sampling_words(sampling: SamplingParams) -> str:
 
 
 def _short(value: float) -> str:
-    """With as many decimals as it has, at most two."""
     return number(value, next(decimals for decimals in range(3) if round(value, decimals) == round(value, 2)))

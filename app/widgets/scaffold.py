@@ -65,7 +65,6 @@ def _fill(box: _Box, items: tuple[Item, ...], into: QWidget | None, margins: Mar
 
 
 def add_items(box: QBoxLayout, *items: Item) -> None:
-    """Adds them at the end."""
     for item in items:
         what, *how = item if isinstance(item, tuple) else (item,)
         # An alignment is an int as well.
@@ -121,7 +120,6 @@ def text_label(
     align: Qt.AlignmentFlag | None = None,
     buddy: QWidget | None = None,
 ) -> QLabel:
-    """A text in the look of its role or tone; `tabular` for one whose digits change."""
     label = QLabel(text, parent)
     label.setWordWrap(wrap)
     set_words(label, role, tone)
@@ -135,7 +133,6 @@ def text_label(
 
 
 def set_words(label: QLabel, role: str, tone: str) -> None:
-    """The look of a label: its size and weight by role, its colour by tone."""
     if role:
         label.setProperty("role", role)
     if tone:
@@ -172,18 +169,10 @@ def only_scrolls_down(area: QScrollArea) -> None:
 
 
 def scroll_area(content: QWidget, parent: QWidget) -> QScrollArea:
-    """What scrolls its content up and down."""
     area = QScrollArea(parent)
     only_scrolls_down(area)
     area.setWidget(content)
     return area
-
-
-def clear_layout(box: QLayout) -> None:
-    while (item := box.takeAt(0)) is not None:
-        if (widget := item.widget()) is not None:
-            widget.hide()
-            widget.deleteLater()
 
 
 # --- text -------------------------------------------------------------------------------------------
@@ -225,7 +214,6 @@ class WrappedLabel(QLabel):
         self._fit()
 
     def text(self) -> str:
-        """The full text, even if it does not fit."""
         return self._whole
 
     @property
@@ -271,16 +259,11 @@ _BUBBLE_GAP_PX = 4
 
 
 class HelpMark(QToolButton):
-    """Can be reached by keyboard; a screen reader reads the explanation as its description.
-
-    Args:
-        about: the name of what is explained.
-        text: two sentences for a reader who is new to it.
-    """
+    """Can be reached by keyboard; a screen reader reads the explanation as its description."""
 
     def __init__(self, about: str, text: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._about, self._explanation = about, text
+        self._about, self.explanation = about, text
         self._bubble: HelpBubble | None = None
         self.setText("?")
         self.setProperty("kind", "help")
@@ -293,18 +276,12 @@ class HelpMark(QToolButton):
         self.clicked.connect(self.explain)
 
     @property
-    def explanation(self) -> str:
-        return self._explanation
-
-    @property
     def bubble(self) -> HelpBubble | None:
-        """The open bubble; None if it is closed."""
         return self._bubble if self._bubble is not None and self._bubble.isVisible() else None
 
     def explain(self) -> None:
-        """Opens the explanation below; Esc, Enter, Space or a click anywhere closes it."""
         if self._bubble is None:
-            self._bubble = HelpBubble(self._about, self._explanation, self)
+            self._bubble = HelpBubble(self._about, self.explanation, self)
         self._bubble.open_below(self)
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
@@ -315,8 +292,6 @@ class HelpMark(QToolButton):
 
 
 class HelpBubble(QFrame):
-    """A heading and a text in a small window of its own."""
-
     def __init__(self, about: str, text: str, parent: QWidget) -> None:
         super().__init__(parent, Qt.WindowType.Popup)
         self.setProperty("help", "true")
@@ -334,7 +309,6 @@ class HelpBubble(QFrame):
         self.setFixedWidth(_BUBBLE_PX)
 
     def open_below(self, widget: QWidget) -> None:
-        """Below the widget, or above if there is no room; always within the screen."""
         self.ensurePolished()
         self.resize(_BUBBLE_PX, self.heightForWidth(_BUBBLE_PX))
         room = widget.screen().availableGeometry()
@@ -356,8 +330,6 @@ LEAST_CAPTION_CHARACTERS = 24
 
 
 class Card(QFrame):
-    """`body` takes the contents; `head` takes controls to the right of the heading."""
-
     def __init__(self, heading: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("card", "true")
@@ -376,7 +348,6 @@ class Card(QFrame):
         self.body.addLayout(self.head)
 
     def explain(self, text: str) -> None:
-        """Adds a "?" beside the heading that explains the card."""
         self.help = HelpMark(self.heading.text(), text, self)
         self.head.insertWidget(1, self.help)
 
@@ -385,7 +356,6 @@ class Card(QFrame):
         self._fit()
 
     def _fit(self) -> None:
-        """Moves the note below the heading where there is too little room beside it."""
         widgets = [item.widget() for at in range(self.head.count()) if (item := self.head.itemAt(at)) is not None]
         beside = [one for one in widgets if one is not None and one is not self.caption and not one.isHidden()]
         margins = self.body.contentsMargins()
@@ -413,7 +383,6 @@ class Card(QFrame):
 
 
 def muted_label(parent: QWidget, text: str = "", *, role: str = "secondary") -> QLabel:
-    """Quieter text that wraps and can be selected."""
     label = WrappedLabel(text, parent, role=role)
     label.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
     return label
@@ -477,7 +446,6 @@ class PageHeader(QWidget):
         self.setMinimumHeight(HEIGHT_PX)
 
     def set_middle(self, widget: QWidget, *, least_px: int = 0, stretch: int = 0) -> None:
-        """Sets the widget beside the title, shown there if it fits, or if `least_px` fit and it can be elided."""
         self._middle, self._middle_stretch, self._least_middle_px = widget, stretch, least_px
         self.row.setStretch(0, 0)
         self.row.insertWidget(1, widget, stretch, Qt.AlignmentFlag.AlignVCenter)
@@ -612,11 +580,9 @@ class FormDialog(QDialog):
         vbox((self._area, 1), self.below, into=self, gap=0)
 
     def kept(self) -> None:
-        """Keeps what was entered."""
         self.accept()
 
     def add_field(self, name: str, field: QWidget, *beside: QWidget) -> list[QWidget]:
-        """Adds a row at the end; returns what is in it."""
         label, row = text_label(self, name, buddy=field), self.rows.rowCount()
         self.rows.addWidget(label, row, 0)
         if beside:
@@ -626,7 +592,6 @@ class FormDialog(QDialog):
         return [label, field, *beside]
 
     def add_across(self, widget: QWidget) -> None:
-        """Adds a row of what needs no name."""
         self.rows.addWidget(widget, self.rows.rowCount(), 0, 1, 2)
 
     def changeEvent(self, event: QEvent) -> None:
@@ -639,7 +604,6 @@ class FormDialog(QDialog):
         self.fit()
 
     def fit(self) -> None:
-        """After its words have changed."""
         width = scaled(self._width_px)
         self._area.setMinimumWidth(self._inside.minimumSizeHint().width())
         high = self._inside.heightForWidth(width) if self._inside.hasHeightForWidth() else 0

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from PySide6.QtCore import QCoreApplication, QObject, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QObject, QSignalBlocker, Qt, Signal
 from PySide6.QtWidgets import QButtonGroup, QCheckBox, QLineEdit, QWidget
 
 from app.services.settings import Settings
@@ -28,7 +28,6 @@ translate = QCoreApplication.translate
 
 
 def setting_words(text: str) -> str:
-    """A text of a setting's entry in the window's language."""
     return translate("Setting", text) if text else ""
 
 
@@ -54,22 +53,15 @@ class SettingValues(QObject):
 
 
 class SettingControls(QObject):
-    """Makes controls that show the values of a holder and set them."""
-
     def __init__(self, holder: Settings | SettingValues, parent: QWidget) -> None:
         super().__init__(parent)
         self.holder, self.around = holder, parent
         self.made: dict[str, QWidget] = {}
-        """By key."""
         self._shows: dict[str, Callable[[], None]] = {}
         holder.changed.connect(self._on_changed)
 
     def make(self, setting: Setting[Any], names: Mapping[str, str] | None = None) -> tuple[QWidget, ...]:
-        """The control of a setting's kind, perhaps with what stands beside it.
-
-        Args:
-            names: of values, beyond those of its entry.
-        """
+        """The control of a setting's kind, perhaps with what stands beside it."""
         made = _CONTROLS[type(setting.kind)](setting, self, names or {})
         self.made[setting.key] = made[0]
         return made
@@ -78,9 +70,8 @@ class SettingControls(QObject):
         """Shows a setting's value, now and whenever it changes."""
 
         def show_quietly() -> None:
-            was = widget.blockSignals(True)
-            show(self.holder.value(setting))
-            widget.blockSignals(was)
+            with QSignalBlocker(widget):
+                show(self.holder.value(setting))
 
         self._shows[setting.key] = show_quietly
         show_quietly()
@@ -229,12 +220,10 @@ class Budget(Slider):
         self.valueChanged.connect(self._set)
 
     def set_total(self, nbytes: int) -> None:
-        """How much there is; 0 while it is not known."""
         self._total = nbytes
         self.setEnabled(bool(nbytes))
-        was = self.blockSignals(True)
-        self._show()
-        self.blockSignals(was)
+        with QSignalBlocker(self):
+            self._show()
 
     def _show(self) -> None:
         budget: int | None = self._to.holder.value(self._setting)
@@ -275,12 +264,10 @@ def _texts(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple[
 
 
 def joined_texts(texts: Iterable[str]) -> str:
-    """Texts as one line, separated with commas; those within them get a backslash."""
     return ", ".join(text.replace("\n", "\\n").replace(",", "\\,") for text in texts)
 
 
 def split_texts(line: str) -> tuple[str, ...]:
-    """The texts of `joined_texts`; empty ones are left out."""
     texts = (text.strip().replace("\\,", ",").replace("\\n", "\n") for text in re.split(r"(?<!\\),", line))
     return tuple(text for text in texts if text)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QProgressBar, QWidget
 
-from app.services.starter_download import StarterDownload
+from app.services.installation import StarterDownload
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import muted_label, push_button, set_message, vbox
 from engine.common.settings import STARTER
@@ -45,7 +45,6 @@ class StarterOffer(QWidget):
             self._show_begun()
 
     def follow(self, library: Library) -> None:
-        """Shows it as long as the models on this PC are known, and the starter is none of them."""
         self._library = library
         library.listed.connect(self._follow)
         self._follow()
@@ -54,7 +53,6 @@ class StarterOffer(QWidget):
         self.setVisible(self._library.was_listed and self._library.entry(STARTER) is None)
 
     def begin(self) -> None:
-        """Gets it; no effect while it is on its way."""
         self._download.start()
 
     def _show_offer(self, trouble: str) -> None:

@@ -87,11 +87,9 @@ class TextTable(QTableView):
         super().resizeEvent(event)
 
     def _fit_lines(self) -> None:
-        """Sets the row height from the font."""
         self.verticalHeader().setDefaultSectionSize(round(self.fontMetrics().lineSpacing() * LINE_FACTOR))
 
     def show_rows(self, rows: int) -> None:
-        """Sets the height for the header and this many rows, with room for a scroll bar."""
         self._rows_shown = rows
         height = self.horizontalHeader().sizeHint().height() + rows * self.verticalHeader().defaultSectionSize() + 14
         self.setFixedHeight(height)

@@ -111,10 +111,10 @@ def home_with(starter: Path, home: Path) -> Path:
     return home
 
 
-def run_window(home: Path, report_variable: str, variables: dict[str, str]) -> dict[str, object]:
+def run_window(home: Path, report_variable: str, variables: dict[str, str], module: str = "app") -> dict[str, object]:
     """Runs the real window in a separate home until it has written its report and closed itself."""
     report = home / "report.json"
-    command, own = python_module("app")
+    command, own = python_module(module)
     environment = {**as_installed(), **own, **variables, "SWITCHYARD_HOME": str(home), report_variable: str(report)}
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         environment.setdefault("QT_QPA_PLATFORM", "offscreen")

@@ -13,8 +13,8 @@ from PySide6.QtWidgets import QApplication, QPushButton
 from app import main as program
 from app.services.batch_job import RESUMABLE, JobState, key_of
 from app.services.engine_client import EngineState
-from app.views.batch import BatchPage
-from app.views.main_window import MainWindow
+from app.views.batch.page import BatchPage
+from app.views.main_window.window import MainWindow
 from app.widgets.page import BATCH
 from engine.common.config import BatchJob, SamplingParams
 

@@ -35,7 +35,7 @@ from PySide6.QtWidgets import (
 
 from app.widgets.banner import Toast
 from app.widgets.chip import ElidedLabel
-from app.widgets.popover import Popover
+from app.widgets.page import Popover
 from app.widgets.scaffold import UNSPACED, WrappedLabel
 
 SLACK_PX = 2

@@ -11,8 +11,7 @@ from typing import Any
 from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineState
-from app.services.engine_request import ChatAnswer, Request, TuningRun
-from app.services.loading_pace import LoadingPace
+from app.services.engine_request import ChatAnswer, LoadingPace, Request, TuningRun
 from engine.common.chat import Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode

@@ -24,7 +24,7 @@ import app.services.hub as hub
 import app.services.library as library
 import app.services.planning as planning
 import app.services.tuning as tuning
-import app.widgets.folder_choice as folder_choice
+import app.widgets.downloads_card as folder_choice
 from app.main import first_run_entry, page_entries
 from app.services.api_server import ServerState
 from app.services.chat_files import ImportReport
@@ -39,30 +39,28 @@ from app.services.services import Services
 from app.services.settings import Settings
 from app.services.updates import UpdateStage
 from app.theme import ThemeController
-from app.views.batch import BatchPage
+from app.views.batch.page import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView
-from app.views.chat.fold_card import FoldCard
 from app.views.chat.side_by_side import SideBySide
-from app.views.chat.source_row import PassageDialog
 from app.views.chat.thought import Thought
-from app.views.main_window import MainWindow
-from app.views.main_window.window import ShortcutsDialog
-from app.views.models import ModelsPage
-from app.views.monitor import MonitorPage
-from app.views.settings import SettingsPage
-from app.views.settings.computing import ComputingCard
-from app.views.settings.few_rows import LicencesDialog
+from app.views.chat.transcript import FoldCard
+from app.views.main_window.window import MainWindow, ShortcutsDialog
+from app.views.models.page import ModelsPage
+from app.views.monitor.page import MonitorPage
+from app.views.settings.few_rows import ComputingCard, LicencesDialog
+from app.views.settings.page import SettingsPage
 from app.views.tray import QuickPrompt
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
 from app.widgets.answer_text import AnswerView
 from app.widgets.asking import ask
+from app.widgets.downloads_card import TokenDialog
 from app.widgets.fields import Slider
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, BatchDraft
 from app.widgets.timeline.view import TimelineView
-from app.widgets.token_dialog import TokenDialog
 from engine.batch_files.job_watcher import PlacePace
 from engine.checkpoint.catalogue import read_catalogue
 from engine.checkpoint.downloads.queue import Download
@@ -822,7 +820,7 @@ def _settings_computing(stage: Stage) -> None:
     page = stage.window.page(SETTINGS)
     assert isinstance(page, SettingsPage)
     card = page.computing
-    with patch("app.views.settings.computing.look_at_machine", lambda _device: made.look(made.gpu())):
+    with patch("app.views.settings.few_rows.look_at_machine", lambda _device: made.look(made.gpu())):
         stage.settings.default_model = "Qwen3 30B A3B Instruct 2507"
         card._look_again()
         slider = card.controls["vram_bytes"]

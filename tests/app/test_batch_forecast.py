@@ -8,7 +8,7 @@ import pytest
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.batch_forecast import BatchForecasts
+from app.services.batch_sample import BatchForecasts
 from engine.batch_files.messages import BatchPlanned
 from engine.common.config import BatchJob
 from engine.tuning.batch_forecast import Forecast, ForecastQuestion

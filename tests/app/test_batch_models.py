@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from PySide6.QtCore import Qt
 from PySide6.QtTest import QAbstractItemModelTester
 
-from app.models.batch_rows import MOST_LATEST, ROW_ROLE, AnsweredRowsModel, Column, InputRowsModel
-from app.models.jobs import JOB_ROLE, JobListModel
+from app.models.batch_rows import (
+    JOB_ROLE,
+    MOST_LATEST,
+    ROW_ROLE,
+    AnsweredRowsModel,
+    Column,
+    InputRowsModel,
+    JobListModel,
+)
 from app.services.batch_input import count_rows, free_output, look_at, usual_suffix
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate

@@ -13,7 +13,7 @@ from pytestqt.qtbot import QtBot
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_places import keys_for, on_each_node
-from app.views.batch import BatchPage
+from app.views.batch.page import BatchPage
 from app.views.batch.phrases import pace_text, place_text, status_text
 from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace

@@ -21,7 +21,7 @@ from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
-from app.views.main_window import MainWindow
+from app.views.main_window.window import MainWindow
 from app.widgets.page import CHAT, FIRST_RUN
 from engine.common.paths import models_dir
 from engine.remote.endpoint import endpoint_at, remote_name, remove_endpoint, save_endpoint

@@ -14,8 +14,9 @@ from pytestqt.qtbot import QtBot
 
 from app.models.cache_figures import NO_FORECAST, TokenFigures, forecast, token_figures
 from app.services.history.history import History
-from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
+from app.views.monitor.cache_card import CacheCard
 from app.views.monitor.engine_cards import MemoryCard, TokenCard
+from app.views.monitor.prediction_card import PoliciesCard, PredictionCard
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import memory, number
 from engine.telemetry.lanes import DECODE, PREFILL

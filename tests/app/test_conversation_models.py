@@ -18,7 +18,7 @@ from app.models.conversation import ROW_ROLE, ConversationModel
 from app.models.conversation_list import ConversationListModel, Group, group_of
 from app.services.chat_store import Conversation, Message, MessageState, MessageTree, SearchHit
 from app.services.chat_store.records import MAX_TITLE, title_from
-from app.services.sampling_presets import Preset, own_sampling, preset_of
+from app.services.kept import Preset, own_sampling, preset_of
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo

@@ -13,8 +13,15 @@ from pytestqt.qtbot import QtBot
 
 import app.main
 from app.services.chat_store import ChatStore
-from app.services.data_folder import FolderChange, plan_change, planned_change, use_folder, what_is_no_file
-from app.services.single_instance import Claim, SingleInstance
+from app.services.data_folder import (
+    Claim,
+    FolderChange,
+    SingleInstance,
+    plan_change,
+    planned_change,
+    use_folder,
+    what_is_no_file,
+)
 from app.views import data_folder_start
 from engine.common.paths import data_dir, standard_data_dir
 

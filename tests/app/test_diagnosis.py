@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pytestqt.qtbot import QtBot
 
-from app.services.diagnosis import Diagnosis
+from app.services.installation import Diagnosis
 from app.views.settings.few_rows import AboutCard
 
 WRITES = "import sys; open(sys.argv[-1], 'w').write('all of it'); sys.exit(2)"

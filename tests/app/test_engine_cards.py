@@ -15,8 +15,7 @@ from app.services.session_library import OpenedSession
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
-from app.views.monitor.engine_cards import EngineCards
-from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.engine_cards import EngineCards, ExpertCard
 from engine.telemetry.messages import IN_RAM, IN_VRAM, ExpertMap
 from engine.telemetry.records import pack
 from engine.telemetry.session_file import RecordedSession

@@ -13,7 +13,7 @@ from pytestqt.qtbot import QtBot
 import app.services.engine_part as module
 from app.services.engine_part import EnginePart, PartStage
 from app.services.settings import Settings
-from app.views.first_run.page import EngineCard
+from app.views.first_run import EngineCard
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common import installed
 from tests.app.layout_walker import without_name

@@ -13,10 +13,9 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.engine_cards import ExpertCard
 from app.widgets.expert_map.data import map_data
-from app.widgets.expert_map.table import EXPERT, HITS, LAYER, PLACE, USES, ExpertTable
-from app.widgets.expert_map.view import MapLegend
+from app.widgets.expert_map.view import EXPERT, HITS, LAYER, PLACE, USES, ExpertTable, MapLegend
 from engine.telemetry.messages import ExpertMap
 from engine.telemetry.records import pack
 from tests.app.recorded import expert_map

@@ -18,16 +18,15 @@ import app.services.library as library_module
 from app.services.downloads import Downloads
 from app.services.engine_part import EnginePart
 from app.services.hub import Hub
+from app.services.installation import StarterDownload
 from app.services.library import Library
 from app.services.settings import Settings
-from app.services.starter_download import StarterDownload
 from app.theme import ThemeController
-from app.views.first_run import FirstRunPage
-from app.views.first_run.phrases import meaning_words, parts_words
+from app.views.first_run import FirstRunPage, meaning_words, parts_words
+from app.widgets.downloads_card import TokenDialog
 from app.widgets.page import CHAT, MODELS, SETTINGS
 from app.widgets.scaffold import WrappedLabel
 from app.widgets.starter_offer import StarterOffer
-from app.widgets.token_dialog import TokenDialog
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Listing
 from engine.checkpoint.names import not_in_library

@@ -13,8 +13,7 @@ from app.services.engine_client import EngineClient
 from app.services.history.history import History
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
-from app.views.monitor.engine_cards import EngineCards
-from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.engine_cards import EngineCards, ExpertCard
 from app.widgets.scaffold import Card, HelpMark
 from app.widgets.timeline.lanes import lane_help, lanes_of, machine_lanes
 from app.widgets.timeline.view import TimelineView

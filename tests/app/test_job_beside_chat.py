@@ -19,9 +19,9 @@ from app.services.engine_client import EngineClient
 from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
-from app.views.batch import BatchPage
+from app.views.batch.page import BatchPage
 from app.views.chat.chat_view import ChatView
-from app.views.main_window import MainWindow
+from app.views.main_window.window import MainWindow
 from app.widgets.page import BATCH, CHAT
 from engine.common.config import HERE, EngineConfig, SamplingParams
 from engine.remote.endpoint import Endpoint, save_endpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.services.loading_pace import LoadingPace
+from app.services.engine_request import LoadingPace
 from app.views.chat.model_picker import loading_words
 from engine.protocol import Phase, Progress
 

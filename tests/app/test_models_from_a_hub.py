@@ -11,10 +11,9 @@ from pytestqt.qtbot import QtBot
 
 from app.services.downloads import Downloads
 from app.services.hub import Hub
-from app.services.library import Library
-from app.services.model_speeds import ModelSpeeds
+from app.services.library import Library, ModelSpeeds
 from app.services.settings import Settings
-from app.views.models import ModelsPage
+from app.views.models.page import ModelsPage
 from engine.checkpoint.downloads.queue import DownloadState
 from engine.common.paths import models_dir
 from tests.app.scripted_engine import ScriptedEngine

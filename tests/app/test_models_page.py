@@ -19,11 +19,11 @@ from app.services.downloads import FOLDER_KEY
 from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
 from app.services.library import Work
 from app.services.settings import Settings
-from app.views.models import ModelsPage
-from app.views.models.folders_dialog import FoldersDialog
+from app.views.models.on_this_pc import FoldersDialog
+from app.views.models.page import ModelsPage
 from app.views.models.phrases import ended_words, used_words, work_words
-from app.widgets.fit_words import fit_bars
-from app.widgets.token_dialog import TokenDialog
+from app.widgets.downloads_card import TokenDialog
+from app.widgets.fit_table import fit_bars
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Verification
 from engine.checkpoint.model_directories import model_folders

@@ -9,8 +9,8 @@ import pytest
 from PySide6.QtNetwork import QLocalSocket
 from pytestqt.qtbot import QtBot
 
-from app.services.single_instance import Claim, SingleInstance
-from app.widgets.text_box import model_at
+from app.services.data_folder import Claim, SingleInstance
+from app.widgets.fields import model_at
 from engine.common.installed import version
 
 

@@ -11,8 +11,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
-from app.views.settings.server_dialog import ServerDialog
-from app.views.settings.servers import ServersCard
+from app.views.settings.server_dialog import ServerDialog, ServersCard
 from engine.remote import keys
 from engine.remote.endpoint import endpoint_at, endpoints_file, save_endpoint, saved_endpoints
 from engine.remote.nearby import Nearby

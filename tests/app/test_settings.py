@@ -17,7 +17,7 @@ from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.services.tools import Tools
 from app.theme import ThemeController
-from app.views.settings import SettingsPage
+from app.views.settings.page import SettingsPage
 from engine import cli
 from engine.common import settings as schema
 from engine.common.config import EngineConfig

@@ -29,8 +29,8 @@ from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
 from app.services.tools import Tools
 from app.theme import DARK, ThemeController
-from app.views.settings import SettingsPage
 from app.views.settings.few_rows import LicencesDialog, version
+from app.views.settings.page import SettingsPage
 from app.widgets.fields import ComboBox, Slider, SpinBox
 from app.widgets.scaffold import WrappedLabel
 from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
@@ -43,6 +43,7 @@ from tests.app import tuning_results as made
 from tests.app.scripted_engine import ScriptedEngine
 from tests.app.wheel import turn_wheel, value_of
 
+pytestmark = pytest.mark.usefixtures("plans_are_made_up")
 PATIENCE_MS = 20_000
 
 
@@ -150,7 +151,7 @@ def test_budgets_precision_and_device_are_set_by_mouse_with_the_predicted_speed(
 ) -> None:
     asked: list[PlanQuestion] = []
     look = made.look(made.gpu())
-    monkeypatch.setattr("app.views.settings.computing.look_at_machine", lambda _device: look)
+    monkeypatch.setattr("app.views.settings.few_rows.look_at_machine", lambda _device: look)
     monkeypatch.setattr("app.services.planning.answer", lambda question: _planned(asked, question))
     card = page.computing
     vram, ram, precision, device = (card.controls[key] for key in ("vram_bytes", "ram_bytes", "precision", "device"))

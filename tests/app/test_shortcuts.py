@@ -13,7 +13,7 @@ from app.theme import ThemeController
 from app.views.chat.user_message import UserMessage
 from app.views.main_window.window import ShortcutsDialog
 from app.widgets.page import MONITOR
-from app.widgets.timeline.keys import timeline_keys
+from app.widgets.timeline.navigator import timeline_keys
 from tests.app.stage import staged
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from pytestqt.qtbot import QtBot
 
-from app.services.single_instance import LOCK_NAME, Claim, SingleInstance
+from app.services.data_folder import LOCK_NAME, Claim, SingleInstance
 
 # Claims a folder, says so, and answers until it is told to stop.
 HOLDER = """
 import sys
 from pathlib import Path
 from PySide6.QtCore import QCoreApplication
-from app.services.single_instance import SingleInstance
+from app.services.data_folder import SingleInstance
 app = QCoreApplication([])
 instance = SingleInstance(Path(sys.argv[1]))
 instance.raise_requested.connect(lambda: print("raised", flush=True))

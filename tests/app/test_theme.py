@@ -29,7 +29,7 @@ from app.theme import (
     themed,
     use_tabular_figures,
 )
-from app.views.batch.template_card import TemplateEdit
+from app.views.batch.answer_card import TemplateEdit
 from tests.app.stage import SCENES, staged
 
 BOTH = pytest.mark.parametrize("theme_tokens", [LIGHT, DARK], ids=lambda theme: theme.name)

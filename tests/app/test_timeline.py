@@ -22,11 +22,10 @@ from app.services.history.history import History
 from app.theme import ThemeController
 from app.views.monitor.timeline_card import LaneTable
 from app.widgets.scaffold import MARK_PX
-from app.widgets.timeline.blocks import MOST_ROWS, rows_of
+from app.widgets.timeline.blocks import MOST_ROWS, averages_text, rows_of, token_at
 from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator, Viewport, duration
 from app.widgets.timeline.picture import GUTTER_GAP_PX, caption_font, sizes_for, title_font
-from app.widgets.timeline.readout import averages_text, token_at
 from app.widgets.timeline.view import TimelineView
 from engine.telemetry.lanes import DISK, READ
 from engine.telemetry.records import SPAN

@@ -31,12 +31,12 @@ from app.languages import (
 from app.main import speak_as_set
 from app.services.api_server import ApiServer
 from app.services.endpoints import Endpoints
-from app.services.loading_pace import LoadingPace
+from app.services.engine_request import LoadingPace
 from app.services.settings import Settings
 from app.services.tools import Tools
 from app.theme import ThemeController
 from app.views.chat.model_picker import loading_words
-from app.views.settings import SettingsPage
+from app.views.settings.page import SettingsPage
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
 from app.widgets.quantities import SEPARATOR, file_size, number, percent
 from engine.protocol import LoadPhase, Progress

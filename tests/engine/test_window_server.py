@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from engine.checkpoint.library import LibraryEntry
@@ -28,6 +27,7 @@ from engine.serving.front import BothEngines, WindowModels
 from engine.serving.link import DeskLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
+from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine, made_up_models
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.scripted_desk import ScriptedDesk
@@ -138,7 +138,7 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
     server = Server(Service(desk, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
-        with httpx2.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
+        with plain_http.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
             assert answer.status_code == 200
             lines = answer.iter_lines()
             first = next(line for line in lines if line)
@@ -161,7 +161,7 @@ def test_what_is_refused_at_once_is_refused_with_a_status() -> None:
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for path, fields, _beat, _read in STREAMS:
-            answer = httpx2.post(url + path, json={**fields, "stream": True}, timeout=20)
+            answer = plain_http.post(url + path, json={**fields, "stream": True}, timeout=20)
             assert (answer.status_code, "There is no room" in answer.text) == (503, True)
     finally:
         server.stop()
@@ -423,7 +423,7 @@ class Pressed(Fronts):
 
     def answer(self, model: str) -> tuple[int, str]:
         body = {"model": model, "messages": HELLO, "max_tokens": 3}
-        got = httpx2.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+        got = plain_http.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
         return got.status_code, got.text
 
     def round(self, models: tuple[str, ...]) -> list[tuple[int, str]]:
@@ -487,7 +487,7 @@ def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(s
     url = f"http://127.0.0.1:{server.start()}"
     desk.start()
     try:
-        listed = [each["id"] for each in httpx2.get(f"{url}/v1/models", timeout=60).json()["data"]]
+        listed = [each["id"] for each in plain_http.get(f"{url}/v1/models", timeout=60).json()["data"]]
         assert {"good", "large", "gone"} <= set(listed)
         shutil.rmtree(models_dir() / "gone")
         for name, status, words in (
@@ -497,7 +497,7 @@ def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(s
             ("good", 200, "choices"),
         ):
             body = {"model": name, "messages": HELLO, "max_tokens": 3}
-            got = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+            got = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=120)
             assert (name, got.status_code, words in got.text) == (name, status, True), got.text
             assert "Traceback" not in got.text
     finally:

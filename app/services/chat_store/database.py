@@ -70,7 +70,6 @@ def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
 
 
 def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
-    """A record's values, in the order of CONVERSATION_COLUMNS."""
     return (
         conversation.id,
         clean_text(conversation.title),
@@ -116,7 +115,6 @@ def text_of(value: object) -> str:
 
 
 def _moment(value: object) -> float:
-    """Seconds, such as those since 1970; 0 for a value that cannot be any."""
     return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_MOMENT else 0.0
 
 
@@ -134,7 +132,6 @@ def _stats(value: object) -> AnswerStats | None:
 
 
 def message_values(message: Message) -> tuple[Any, ...]:
-    """A record's values, in the order of MESSAGE_COLUMNS."""
     stats = None if message.stats is None else json.dumps(dataclasses.asdict(message.stats))
     return (
         message.id,
@@ -161,13 +158,11 @@ class ChatDatabase:
         self.connection = connection
 
     def close(self) -> None:
-        """Close the file; SQLite checkpoints the write-ahead log into it."""
         self.connection.close()
 
     # --- conversations ---
 
     def conversations(self) -> tuple[Conversation, ...]:
-        """Every conversation that is not deleted, most recently used first."""
         rows = self.connection.execute(
             f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE deleted_at IS NULL ORDER BY updated_at DESC"
         )
@@ -179,12 +174,10 @@ class ChatDatabase:
         return bool(self.connection.execute("PRAGMA database_list").fetchone()[2])
 
     def ids(self) -> list[str]:
-        """Of the same conversations, in any order."""
         rows = self.connection.execute("SELECT id FROM conversations WHERE deleted_at IS NULL")
         return [text_of(id_) for (id_,) in rows]
 
     def conversation(self, conversation_id: str) -> Conversation | None:
-        """One conversation, deleted or not."""
         row = self.connection.execute(
             f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE id = ?", (conversation_id,)
         ).fetchone()
@@ -199,7 +192,6 @@ class ChatDatabase:
         return any(ask(f"SELECT 1 FROM {table} WHERE id = ?", (id_,)).fetchone() for table, id_ in ids)
 
     def create_conversation(self, conversation: Conversation) -> None:
-        """Add a conversation that has no messages yet."""
         self.add_conversations([(conversation, ())])
 
     def add_conversations(self, whole: Iterable[tuple[Conversation, Iterable[Message]]]) -> None:
@@ -209,7 +201,6 @@ class ChatDatabase:
                 self.add_whole(conversation, messages)
 
     def changing(self) -> AbstractContextManager[object]:
-        """All or nothing of what follows in the block."""
         return transaction(self.connection)
 
     def add_whole(self, conversation: Conversation, messages: Iterable[Message]) -> None:
@@ -245,14 +236,12 @@ class ChatDatabase:
             )
 
     def unsent_pictures(self, conversation_id: str) -> tuple[Picture, ...]:
-        """Those that will go with the next message, in their order."""
         rows = self.connection.execute(
             "SELECT media, data FROM unsent_pictures WHERE conversation_id = ? ORDER BY place", (conversation_id,)
         )
         return tuple(_picture(media, data) for media, data in rows if isinstance(data, bytes))
 
     def set_unsent_pictures(self, conversation_id: str, pictures: Iterable[Picture]) -> None:
-        """These will go with the next message, and no others."""
         with transaction(self.connection) as c:
             c.execute("DELETE FROM unsent_pictures WHERE conversation_id = ?", (conversation_id,))
             c.executemany(
@@ -263,7 +252,6 @@ class ChatDatabase:
     # --- documents ---
 
     def unsent_attachments(self, conversation_id: str) -> tuple[Attachment, ...]:
-        """Those that will go with the next message, in their order."""
         rows = self.connection.execute(
             "SELECT d.about FROM unsent_attachments u JOIN documents d ON d.id = u.document_id "
             "WHERE u.conversation_id = ? ORDER BY u.place",
@@ -297,14 +285,12 @@ class ChatDatabase:
                     )
 
     def update_document(self, attachment: Attachment, parts: Sequence[Part] | None) -> None:
-        """What is known of a document, and its text if that is given; nothing if no message has it any more."""
         with transaction(self.connection) as c:
             c.execute("UPDATE documents SET about = ? WHERE id = ?", (_about(attachment), attachment.id))
             if parts is not None:
                 c.execute("UPDATE documents SET parts = ? WHERE id = ?", (packed(parts), attachment.id))
 
     def document_parts(self, document_id: str) -> tuple[Part, ...]:
-        """The text of a document; none of a folder, or of one that is gone."""
         row = self.connection.execute("SELECT parts FROM documents WHERE id = ?", (document_id,)).fetchone()
         return unpacked(row[0]) if row and isinstance(row[0], bytes) else ()
 
@@ -323,22 +309,18 @@ class ChatDatabase:
         return {text_of(id_) for (id_,) in rows}
 
     def set_sources(self, message: Message) -> None:
-        """What an answer was given to read."""
         with transaction(self.connection):
             self._insert_sources(message)
 
     def set_steps(self, message: Message) -> None:
-        """What came before an answer's text, with the calls of tools in it."""
         with transaction(self.connection):
             self._insert_steps(message)
 
     def set_deleted(self, conversation_id: str, at: float | None) -> None:
-        """Hide a conversation (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
             c.execute("UPDATE conversations SET deleted_at = ? WHERE id = ?", (at, conversation_id))
 
     def purge(self, now: float | None = None) -> int:
-        """Remove chats whose time to be restored has passed; returns how many."""
         limit = (time.time() if now is None else now) - PURGE_AFTER_S
         with transaction(self.connection) as c:
             self._purge_messages(limit)
@@ -362,7 +344,6 @@ class ChatDatabase:
     # --- folders ---
 
     def asked_since(self, at: float) -> list[tuple[float, str]]:
-        """(time, beginning) of the messages of people's chats since then, oldest first."""
         rows = self.connection.execute(
             "SELECT m.created_at, substr(m.content, 1, 80) FROM messages m JOIN conversations c "
             "ON c.id = m.conversation_id WHERE m.role = 'user' AND c.deleted_at IS NULL AND m.created_at >= ? "
@@ -372,12 +353,10 @@ class ChatDatabase:
         return [(float(created), str(text)) for created, text in rows]
 
     def folders(self) -> tuple[Folder, ...]:
-        """All of them, in the order they were made."""
         rows = self.connection.execute("SELECT id, name, is_open, created_at FROM folders ORDER BY seq")
         return tuple(folder_from_row(row) for row in rows)
 
     def put_folder(self, folder: Folder) -> None:
-        """Add a folder, or change its name and whether it is open."""
         with transaction(self.connection):
             self.add_folder(folder)
 
@@ -390,7 +369,6 @@ class ChatDatabase:
         )
 
     def remove_folder(self, folder_id: str) -> None:
-        """Remove a folder; its conversations stay, in none."""
         with transaction(self.connection) as c:
             c.execute("UPDATE conversations SET folder_id = '' WHERE folder_id = ?", (folder_id,))
             c.execute("DELETE FROM folders WHERE id = ?", (folder_id,))
@@ -398,7 +376,6 @@ class ChatDatabase:
     # --- messages ---
 
     def messages(self, conversation_id: str) -> tuple[Message, ...]:
-        """Every message of a conversation in insertion order: parents before children."""
         rows = self.connection.execute(
             f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
         )
@@ -431,7 +408,6 @@ class ChatDatabase:
         )
 
     def _of_messages(self, conversation_id: str, columns: str, table: str, order: str = "1") -> Iterator[list[Any]]:
-        """Rows of what messages of a conversation have, each after its message's id."""
         for id_, *rest in self.connection.execute(
             f"SELECT message_id, {columns} FROM {table} "
             f"WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?) ORDER BY {order}",
@@ -499,7 +475,6 @@ class ChatDatabase:
         )
 
     def set_fold(self, message_id: str, fold: Fold | None) -> None:
-        """What is sent instead of a message and the turns before it; None for these themselves."""
         with transaction(self.connection) as c:
             if fold is None:
                 c.execute("DELETE FROM folds WHERE message_id = ?", (message_id,))
@@ -507,7 +482,6 @@ class ChatDatabase:
                 self._put_fold(message_id, fold)
 
     def set_message_deleted(self, message_id: str, at: float | None) -> None:
-        """Hide a message (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
             if at is None:
                 c.execute("DELETE FROM deleted_messages WHERE message_id = ?", (message_id,))
@@ -522,16 +496,13 @@ class ChatDatabase:
                 self._insert(dataclasses.replace(message, chosen=True))
 
     def remove_messages(self, message_ids: Iterable[str]) -> None:
-        """Remove messages that nothing follows but each other."""
         with transaction(self.connection) as c:
             c.executemany("DELETE FROM messages WHERE id = ?", [(id_,) for id_ in message_ids])
 
     def add_message(self, message: Message) -> None:
-        """Add a message and put it on the visible path."""
         self.add_messages([message])
 
     def update_message(self, message: Message) -> None:
-        """Write a message's text and reasoning, state, reason and stats."""
         _, _, _, _, content, state, reason, code, model, _, stats, _, reasoning, reasoning_s = message_values(message)
         with transaction(self.connection) as c:
             c.execute(
@@ -549,7 +520,6 @@ class ChatDatabase:
             self.connection.execute("PRAGMA synchronous = FULL")
 
     def choose(self, message_id: str) -> None:
-        """Put this message on the visible path instead of its siblings."""
         with transaction(self.connection) as c:
             row = c.execute("SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)).fetchone()
             if row:
@@ -563,7 +533,6 @@ class ChatDatabase:
         )
 
     def end_interrupted(self, reason: str) -> int:
-        """Mark answers that a crash cut off as partial; returns how many."""
         with transaction(self.connection) as c:
             return c.execute(
                 "UPDATE messages SET state = 'partial', reason = ?, reason_code = 'interrupted' "
@@ -576,13 +545,11 @@ _MOST_UNPACKED_BYTES = 256 * 2**20
 
 
 def packed(parts: Iterable[Part]) -> bytes:
-    """The text of a document for the file."""
     listed = [[part.page, clean_text(part.heading), clean_text(part.text)] for part in parts]
     return zlib.compress(json.dumps(listed, ensure_ascii=False).encode("utf-8"), 6)
 
 
 def unpacked(data: bytes) -> tuple[Part, ...]:
-    """The text again; empty if the file is damaged there."""
     try:
         inflating = zlib.decompressobj()
         listed = json.loads(inflating.decompress(data, _MOST_UNPACKED_BYTES))
@@ -603,13 +570,11 @@ def _attachment(about: object) -> Attachment | None:
 
 
 def fold_from_row(row: tuple[Any, ...]) -> Fold:
-    """A record from (summary, is_on, changed_at, model, turns)."""
     summary, is_on, changed_at, model, turns = row
     return Fold(text_of(summary), bool(is_on), _moment(changed_at), text_of(model), text_of(turns))
 
 
 def folder_from_row(row: tuple[Any, ...]) -> Folder:
-    """A record from (id, name, is_open, created_at)."""
     id_, name, is_open, created_at = row
     return Folder(text_of(id_), text_of(name), bool(is_open), _moment(created_at))
 

@@ -179,7 +179,6 @@ class NotAChatFileError(Exception):
 
 
 def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]], folders: Iterable[Folder] = ()) -> str:
-    """One JSON document of whole chats, and of the folders that they lie in."""
     return json.dumps(
         {
             "format": FORMAT,
@@ -213,16 +212,11 @@ def _message_fields(message: Message) -> dict[str, Any]:
 
 
 def is_ours(raw: object) -> bool:
-    """Whether this may be a document of `to_json`."""
     return isinstance(raw, dict) and raw.get("format") == FORMAT
 
 
 def from_json(raw: Any) -> tuple[list[Whole], int]:
-    """The chats of a parsed document, each a valid tree; and how many were too damaged to be read.
-
-    Raises:
-        NotAChatFileError: none could be read, or it was written by a newer version.
-    """
+    """The chats of a parsed document, each a valid tree; and how many were too damaged to be read."""
     if raw.get("version") != VERSION:
         raise NotAChatFileError("it was written by a newer Switchyard: update this one")
     entries = raw.get("conversations")
@@ -239,7 +233,6 @@ def from_json(raw: Any) -> tuple[list[Whole], int]:
 
 
 def folders_in(raw: Any) -> list[Folder]:
-    """The folders of such a document, as far as they make sense."""
     entries = raw.get("folders")
     found: list[Folder] = []
     for entry in entries if isinstance(entries, list) else ():

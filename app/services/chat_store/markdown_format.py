@@ -55,7 +55,6 @@ def _turn(role: Role, content: str, before: str = "", by: str = "") -> str:
 
 
 def _folded(message: Message) -> str:
-    """What was thought before an answer, as a section that viewers fold; empty if there is nothing."""
     if not message.reasoning:
         return ""
     summary = f"<summary>Thought for {message.reasoning_s:.0f} s</summary>"
@@ -64,7 +63,6 @@ def _folded(message: Message) -> str:
 
 
 def _called(message: Message) -> str:
-    """What tools an answer called, with what they returned, as sections that viewers fold."""
     parts = []
     for step in message.steps:
         for call in step.calls:
@@ -89,7 +87,6 @@ def _shown(message: Message) -> str:
 
 
 def _plain(name: str) -> str:
-    """A file's name in a line of Markdown."""
     return " ".join(re.sub(r"([*_<>`\[\]\\])", r"\\\1", name).split())
 
 

@@ -26,8 +26,6 @@ _NO_PICTURE = "[a picture that is not in the export]"
 
 
 class LeftOut(StrEnum):
-    """What an import cannot take over."""
-
     TOOLS = "tools"
     PICTURES = "pictures"
     FILES = "files"
@@ -44,7 +42,6 @@ FindPicture = Callable[[str], Picture | None]
 
 
 def is_from_chatgpt(raw: object) -> bool:
-    """Whether this may be a conversation of ChatGPT's export."""
     return isinstance(raw, dict) and isinstance(raw.get("mapping"), dict)
 
 
@@ -200,7 +197,6 @@ def _parts(content: dict[str, Any], left: Counter[LeftOut], find: FindPicture) -
 
 
 def is_from_lm_studio(raw: object) -> bool:
-    """Whether this may be one of LM Studio's `.conversation.json`."""
     if not isinstance(raw, dict) or not isinstance(raw.get("messages"), list) or "format" in raw:
         return False
     return not raw["messages"] or any(isinstance(each, dict) and "versions" in each for each in raw["messages"])
@@ -375,7 +371,6 @@ def _text(value: object) -> str:
 
 
 def _moment(value: object, *, thousandths: bool = False) -> float:
-    """Seconds since 1970; 0 for what cannot be any."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     try:

@@ -61,7 +61,6 @@ class Pages:
         self._suspicious: list[int] = []
 
     def rows(self, is_row: Callable[[tuple[Value, ...]], bool]) -> Iterator[Record]:
-        """Every row on an intact page that `is_row` recognises by its values."""
         self._suspicious = []
         for number in range(1, self._count + 1):
             page, at = self._page(number), self._header_at(number)
@@ -93,7 +92,6 @@ class Pages:
                         yield record
 
     def entries(self) -> Iterator[Record]:
-        """Every index entry on an intact page."""
         for number in range(1, self._count + 1):
             page, at = self._page(number), self._header_at(number)
             if page[at] not in (_INDEX_LEAF, _INDEX_INTERIOR) or number in self._free:
@@ -126,7 +124,6 @@ class Pages:
             yield int.from_bytes(page[place : place + 2], "big")
 
     def _free_pages(self) -> set[int]:
-        """The pages of the freelist, as far as it is consistent."""
         free: set[int] = set()
         trunk = int.from_bytes(self._page(1)[32:36], "big") if self._count else 0
         while 1 < trunk <= self._count and trunk not in free:

@@ -340,7 +340,6 @@ class _Inflated:
         return b"".join(parts)
 
     def finish(self) -> None:
-        """Passes over the rest."""
         while self.read(_PIECE):
             pass
         self._file.seek(-len(self._unpacking.unused_data), os.SEEK_CUR)

@@ -24,7 +24,6 @@ MAX_TITLE = 60
 
 
 def title_from(text: str) -> str:
-    """A short title from a first message: its first line that has words, cut between words."""
     line = next((line for line in text.splitlines() if any(c.isalnum() for c in line)), text)
     words = line.strip().lstrip("#>*-` ").split()
     title = ""
@@ -204,8 +203,6 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of conversations in the list; folders stand in the order of their names."""
-
     id: str
     name: str
     is_open: bool = True
@@ -237,7 +234,6 @@ _NAMED = uuid.UUID("5b1d0a5e-6f0b-4f43-9d0e-6f6d0f0a7c11")
 
 
 def made_id(*names: str) -> str:
-    """The id of what another program or a file calls so: the same whenever it is asked for."""
     return uuid.uuid5(_NAMED, "\x1f".join(clean_text(name) for name in names)).hex
 
 
@@ -265,7 +261,6 @@ def clean_text(text: str) -> str:
 
 
 def attachment_to_dict(attachment: Attachment) -> dict[str, Any]:
-    """The record without its text, as JSON takes it."""
     fields = dataclasses.asdict(dataclasses.replace(attachment, parts=()))
     del fields["parts"]
     return fields
@@ -278,11 +273,7 @@ def attachment_from_dict(raw: object) -> Attachment | None:
 
 
 def parts_from_list(listed: object) -> tuple[Part, ...]:
-    """Parts of `[page, heading, text]`.
-
-    Raises:
-        ValueError: they are none.
-    """
+    """Parts of `[page, heading, text]`."""
     if not isinstance(listed, list):
         raise ValueError("no list of parts")
     parts = []
@@ -297,7 +288,6 @@ _CITED = re.compile(r"[\[【]\s*(\d{1,4}(?:\s*[,;–-]\s*\d{1,4})*)\s*[^\]】\d]
 
 
 def cited(content: str) -> frozenset[int]:
-    """The numbers in brackets in an answer: `[1]`, `[2, 3]`, `[4-6]`."""
     numbers: set[int] = set()
     for found in _CITED.finditer(content):
         for one in re.split(r"[,;]", found[1]):
@@ -314,12 +304,10 @@ def shown_sources(message: Message) -> tuple[Source, ...]:
 
 
 def sources_to_json(sources: Iterable[Source]) -> str:
-    """The sources as a JSON list."""
     return json.dumps([dataclasses.asdict(source) for source in sources], ensure_ascii=False)
 
 
 def sources_from_json(text: str) -> tuple[Source, ...]:
-    """Those that are sound."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):
@@ -328,18 +316,15 @@ def sources_from_json(text: str) -> tuple[Source, ...]:
 
 
 def sources_from_list(raw: object) -> tuple[Source, ...]:
-    """As `sources_from_json`, from parsed JSON."""
     found = [_record(Source, entry) for entry in raw] if isinstance(raw, list) else []
     return tuple(one for one in found if isinstance(one, Source))
 
 
 def steps_to_json(steps: Iterable[Step]) -> str:
-    """The steps as a JSON object."""
     return json.dumps({"steps": [dataclasses.asdict(step) for step in steps]}, ensure_ascii=False)
 
 
 def steps_from_json(text: str) -> tuple[Step, ...]:
-    """Those that are sound."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):
@@ -348,7 +333,6 @@ def steps_from_json(text: str) -> tuple[Step, ...]:
 
 
 def steps_from_list(raw: object) -> tuple[Step, ...]:
-    """As `steps_from_json`, from parsed JSON."""
     found = []
     for entry in raw if isinstance(raw, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("calls"), list):
@@ -383,7 +367,6 @@ def _record(kind: type[Attachment] | type[Source] | type[ToolUse], raw: object) 
 
 
 def sampling_to_json(sampling: SamplingParams | None) -> str | None:
-    """The settings as JSON, or None for the defaults."""
     return None if sampling is None else json.dumps(dataclasses.asdict(sampling))
 
 
@@ -399,7 +382,6 @@ def sampling_from_json(text: str | None) -> SamplingParams | None:
 
 
 def sampling_from_dict(raw: object) -> SamplingParams | None:
-    """As `sampling_from_json`, from parsed JSON.  Unknown keys are ignored, so that newer files can be read."""
     if not isinstance(raw, dict):
         return None
     known = {field.name for field in dataclasses.fields(SamplingParams)}

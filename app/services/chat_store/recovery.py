@@ -62,11 +62,7 @@ _SIDE_FILES = ("-wal", "-shm")
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The result of a recovery: how much was read, and where the damaged file is kept.
-
-    Attributes:
-        lost: messages that the indices list but that could not be read.
-    """
+    """The result of a recovery: how much was read, and where the damaged file is kept."""
 
     kept_as: Path
     conversations: int
@@ -75,12 +71,7 @@ class Recovery:
 
 
 def open_checked(path: Path) -> ChatDatabase:
-    """The database at `path`, created if there was none.
-
-    Raises:
-        sqlite3.DatabaseError: it is damaged (see `is_damage`) or cannot be opened now.
-        NewerDatabaseError: it was written by a newer version.
-    """
+    """The database at `path`, created if there was none."""
     private_folder(path.parent)
     private_file(path)
     restrict_files(path.parent.glob(f"{path.stem}*"))  # its log and earlier damaged files too
@@ -129,11 +120,7 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether the database at `path` can be written to; True if there is none yet.
-
-    Raises:
-        OSError: it is no file.
-    """
+    """Whether the database at `path` can be written to; True if there is none yet."""
     for odd in (path, *(path.with_name(f"{path.name}{side}") for side in _SIDE_FILES)):
         if is_no_file(odd, (odd.name,)):
             raise OSError(f"{odd.name} is not a file")
@@ -183,7 +170,6 @@ def _rename_damaged(path: Path) -> Path:
 
 
 def _salvage(path: Path) -> _Salvaged:
-    """Read what can be read of the file at `path`, without changing it."""
     pages = Pages(path)
     # A damaged row id may equal another row's: both are kept, distinguished by their own ids.
     conversation_rows = {(row.rowid, row.values[1]): row for row in pages.rows(_is_conversation)}
@@ -235,7 +221,6 @@ def _salvage(path: Path) -> _Salvaged:
 
 
 def _documents(pages: Pages) -> tuple[dict[str, list[tuple[int, Attachment]]], dict[str, tuple[Source, ...]]]:
-    """Documents and their places, by the ids of their messages or chats, and sources by those of their answers."""
     found: dict[str, Attachment] = {}
     for row in pages.rows(_is_document):
         _, _id, about, packed_parts = row.values
@@ -256,7 +241,6 @@ def _documents(pages: Pages) -> tuple[dict[str, list[tuple[int, Attachment]]], d
 
 
 def _in_order(rows: Mapping[tuple[int, Value], Record]) -> list[tuple[tuple[int, Value], Record]]:
-    """In the order they were written."""
     return sorted(rows.items(), key=lambda item: item[0][0])
 
 
@@ -387,7 +371,6 @@ _Shown = TypeVar("_Shown", Picture, Attachment)
 
 
 def _in_places(shown: Iterable[tuple[int, _Shown]]) -> tuple[_Shown, ...]:
-    """Pictures or documents in their order; without a place twice, which a row before its deletion may have."""
     places = dict(shown)
     return tuple(places[place] for place in sorted(places))
 

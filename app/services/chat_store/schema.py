@@ -260,16 +260,11 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 def version_of(connection: sqlite3.Connection) -> int:
-    """The file's schema version; 0 for a new file."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Migrate the file to the current version, one transaction per version.
-
-    Raises:
-        NewerDatabaseError: it was written by a newer version.
-    """
+    """Migrate the file to the current version, one transaction per version."""
     while (version := version_of(connection)) != len(migrations):
         if version > len(migrations):
             raise NewerDatabaseError
@@ -348,7 +343,6 @@ def _check(connection: sqlite3.Connection) -> None:
 
 
 def damaged(what: str) -> sqlite3.DatabaseError:
-    """An error that `is_damage` recognises."""
     error = sqlite3.DatabaseError(f"damaged: {what}")
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error

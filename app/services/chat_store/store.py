@@ -115,7 +115,6 @@ def _around(content: str, text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Without line breaks and Markdown markers, which say nothing in a list."""
     return " ".join(re.sub(r"[#>|]+", " ", re.sub(r"[*`]+", "", text)).split())
 
 
@@ -175,8 +174,6 @@ class ChatStore(QObject):
         self._read(ChatDatabase.conversations, self.listed.emit)
 
     def load(self, conversation_id: str) -> None:
-        """Request one conversation with all that is in it: `loaded` or `missing`."""
-
         def run(database: ChatDatabase) -> _Loaded:
             return (
                 database.conversation(conversation_id),
@@ -195,30 +192,25 @@ class ChatStore(QObject):
         self._read(run, done)
 
     def search(self, text: str) -> None:
-        """Request the conversations that contain every word of `text`: `found`."""
         self._read(lambda database: search(database.connection, text), lambda hits: self.found.emit(text, hits))
 
     def leave_out(self, conversation_id: str) -> None:
-        """Nothing of this conversation is to be written, whatever is called; it is not there yet."""
         self._left_out.add(conversation_id)
 
     def leaves_out(self, conversation_id: str) -> bool:
         return conversation_id in self._left_out
 
     def take_in(self, conversation: Conversation, messages: Sequence[Message]) -> None:
-        """Write one that was left out so far."""
         self._left_out.discard(conversation.id)
         self.create(conversation, messages)
 
     def create(self, conversation: Conversation, messages: Sequence[Message] = ()) -> None:
-        """Add a conversation with its first messages."""
         self._write(lambda database: database.add_conversations([(conversation, messages)]), of=conversation.id)
 
     def change(self, conversation_id: str, **changes: Any) -> None:
         self._write(lambda database: database.change_conversation(conversation_id, changes), of=conversation_id)
 
     def set_unsent_pictures(self, conversation_id: str, pictures: Sequence[Picture]) -> None:
-        """Keep these, and no others, for the next message of a conversation."""
         self._write(lambda database: database.set_unsent_pictures(conversation_id, pictures), of=conversation_id)
 
     def delete(self, conversation_id: str) -> None:
@@ -239,20 +231,16 @@ class ChatStore(QObject):
     # --- documents ---
 
     def set_unsent_attachments(self, conversation_id: str, attachments: Sequence[Attachment]) -> None:
-        """Keep these, and no others, for the next message of a conversation."""
         some = tuple(attachments)
         self._write(lambda database: database.set_unsent_attachments(conversation_id, some), of=conversation_id)
 
     def update_document(self, attachment: Attachment, parts: Sequence[Part] | None = None) -> None:
-        """Write what is known of a document, and its text if that is given."""
         self._write(lambda database: database.update_document(attachment, parts))
 
     def set_sources(self, answer: Message) -> None:
-        """Write what an answer was given to read."""
         self._write(lambda database: database.set_sources(answer), of=answer.conversation_id)
 
     def set_steps(self, answer: Message) -> None:
-        """Write what came before an answer's text, with the calls of tools in it."""
         self._write(lambda database: database.set_steps(answer), of=answer.conversation_id)
 
     def document_parts(self, document_id: str, timeout_s: float = CLOSE_S) -> tuple[Part, ...]:
@@ -273,39 +261,31 @@ class ChatStore(QObject):
     # --- folders ---
 
     def put_folder(self, folder: Folder) -> None:
-        """Add a folder, or change its name and whether it is open."""
         self._write(lambda database: database.put_folder(folder))
 
     def remove_folder(self, folder_id: str) -> None:
-        """Remove a folder; its conversations stay, in none."""
         self._write(lambda database: database.remove_folder(folder_id))
 
     # --- messages ---
 
     def add_message(self, message: Message) -> None:
-        """Add a message and put it on the visible path."""
         self.add_messages([message])
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Add messages, parents before children, and put all of them on the visible path."""
         added = tuple(each for each in messages if not self.leaves_out(each.conversation_id))
         self._write(lambda database: database.add_messages(added))
 
     def remove_messages(self, message_ids: Sequence[str]) -> None:
-        """Remove messages that nothing follows but each other, for good."""
         ids = tuple(message_ids)
         self._write(lambda database: database.remove_messages(ids))
 
     def set_fold(self, message_id: str, fold: Fold | None) -> None:
-        """What is sent instead of a message and the turns before it; None for these themselves."""
         self._write(lambda database: database.set_fold(message_id, fold))
 
     def set_message_deleted(self, message_id: str, at: float | None) -> None:
-        """Hide a message, until a later start purges it, or restore it (None)."""
         self._write(lambda database: database.set_message_deleted(message_id, at))
 
     def update_message(self, message: Message) -> None:
-        """Write a message's final text, state and stats."""
         self._write(lambda database: database.update_message(message), of=message.conversation_id)
 
     def save_step(self, message: Message) -> None:
@@ -315,7 +295,6 @@ class ChatStore(QObject):
         self._worker.submit(Job(lambda database: database.save_step(message), replaces=message.id))
 
     def choose(self, message_id: str) -> None:
-        """Put this version on the visible path."""
         self._write(lambda database: database.choose(message_id))
 
     # --- files ---
@@ -347,7 +326,6 @@ class ChatStore(QObject):
 
     @property
     def unsaved(self) -> int:
-        """How many writes are not on disk yet."""
         return self._worker.unsaved()
 
     def flush(self, timeout_s: float = CLOSE_S) -> bool:

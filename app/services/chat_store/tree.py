@@ -15,8 +15,6 @@ from app.services.chat_store.records import Fold, Message
 
 
 class MessageTree:
-    """Messages of one conversation, in insertion order."""
-
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._by_id: dict[str, Message] = {}
         self._children: dict[str | None, list[str]] = {}
@@ -44,22 +42,18 @@ class MessageTree:
             self._chosen[message.parent_id] = message.id
 
     def add(self, message: Message) -> None:
-        """Insert a new message under its parent and choose it among its siblings."""
         self._insert(replace(message, chosen=True))
 
     def update(self, message: Message) -> None:
-        """Replace a message's text, state and stats; its place stays."""
         old = self._by_id[message.id]
         self._by_id[message.id] = replace(
             message, parent_id=old.parent_id, pictures=old.pictures, fold=old.fold, deleted_at=old.deleted_at
         )
 
     def set_fold(self, message_id: str, fold: Fold | None) -> None:
-        """What is sent instead of this message and the turns before it."""
         self._by_id[message_id] = replace(self._by_id[message_id], fold=fold)
 
     def choose(self, message_id: str) -> list[str]:
-        """Show this message instead of the other versions of its turn; returns the nodes that lead there."""
         chosen: list[str] = []
         at: str | None = message_id
         while at is not None and (at == message_id or self._by_id[at].deleted_at):
@@ -81,7 +75,6 @@ class MessageTree:
         return []
 
     def restore(self, message_id: str) -> list[str]:
-        """Show a deleted message again; returns the nodes that lead there."""
         self._by_id[message_id] = replace(self._by_id[message_id], deleted_at=0.0)
         return self.choose(message_id)
 
@@ -100,20 +93,16 @@ class MessageTree:
         return True
 
     def messages(self) -> list[Message]:
-        """All messages, parents before children, with the current `chosen`."""
         return [replace(m, chosen=self._chosen[m.parent_id] == m.id) for m in self._by_id.values()]
 
     def path(self) -> list[Message]:
-        """The visible path, first turn first."""
         return [message for message in self.nodes_after(None) if not message.deleted_at]
 
     def leaf_id(self) -> str | None:
-        """The last message of the visible path."""
         path = self.path()
         return path[-1].id if path else None
 
     def lineage(self, message_id: str) -> list[Message]:
-        """The path from the first turn to this message, inclusive."""
         return [message for message in self.nodes_to(message_id) if not message.deleted_at]
 
     def nodes_to(self, message_id: str) -> list[Message]:
@@ -147,7 +136,6 @@ class MessageTree:
         return versions.index(message_id) + 1, len(versions)
 
     def sibling(self, message_id: str, offset: int) -> str | None:
-        """The version `offset` places further, if there is one."""
         versions = self._versions(message_id)
         index = versions.index(message_id) + offset
         return versions[index] if 0 <= index < len(versions) else None

@@ -89,7 +89,6 @@ class StoreWorker:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; returns at once."""
         with self._wake:
             if job.replaces:
                 for index, waiting in enumerate(self._jobs):
@@ -100,17 +99,14 @@ class StoreWorker:
             self._wake.notify_all()
 
     def unsaved(self) -> int:
-        """How many writes are not on disk yet."""
         with self._wake:
             return sum(job.writes for job in self._jobs)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the queue is empty; False on timeout."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._jobs or not self._thread.is_alive(), timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """Write what is queued, close the file and end the thread; returns how many writes failed."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
@@ -148,7 +144,6 @@ class StoreWorker:
             return self._running
 
     def _try(self, job: Job) -> bool:
-        """Run a job; False if it has to be retried later."""
         try:
             result = self._run_recovering(job)
         except EngineError as error:
@@ -169,7 +164,6 @@ class StoreWorker:
         return True
 
     def _run_recovering(self, job: Job) -> Any:
-        """Run the job; if the database turns out to be damaged, recover it and run the job again."""
         try:
             if self._database is None:
                 self._database = self._open()
@@ -204,7 +198,6 @@ class StoreWorker:
         return self._database
 
     def _wait_to_retry(self) -> bool:
-        """Wait for the retry or for a read; False if the store is to close without this write."""
         with self._wake:
             if self._closing:
                 return False

@@ -36,8 +36,6 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a document; `page` is 0 where there are none."""
-
     text: str
     page: int = 0
     heading: str = ""
@@ -177,8 +175,6 @@ _MOST_HITS = 60
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells whether a file has changed."""
-
     size: int
     mtime_ns: int
     digest: str = ""
@@ -199,8 +195,6 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a document: files that have text, pages and characters, and those that could not be read."""
-
     files: int = 0
     pages: int = 0
     characters: int = 0
@@ -225,7 +219,6 @@ class DocumentIndex:
         self._using = threading.RLock()
 
     def close(self) -> None:
-        """Closes the file; a later call opens it again."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -233,11 +226,9 @@ class DocumentIndex:
     # --- what is in it ---
 
     def has(self, document: str) -> bool:
-        """Whether anything is known of a document."""
         return bool(self._ask("SELECT 1 FROM documents WHERE id = ?", document))
 
     def states(self, document: str) -> dict[str, FileState]:
-        """Of a document's files, by their names."""
         rows = self._ask(
             "SELECT f.name, f.size, f.mtime_ns, f.digest FROM files f JOIN documents d ON d.seq = f.document "
             "WHERE d.id = ?",
@@ -246,7 +237,6 @@ class DocumentIndex:
         return {name: FileState(*state) for name, *state in rows}
 
     def figures(self, document: str) -> Figures:
-        """How much of a document there is."""
         rows = self._ask(
             "SELECT f.name, f.pages, f.characters, f.problem FROM files f JOIN documents d ON d.seq = f.document "
             "WHERE d.id = ? ORDER BY f.name",
@@ -257,7 +247,6 @@ class DocumentIndex:
         return Figures(len(read), sum(row[1] for row in read), sum(row[2] for row in read), unread)
 
     def pieces(self, document: str) -> list[Piece]:
-        """All of a document, in the order of its files' names."""
         rows = self._ask(f"SELECT {_PIECE} FROM {_JOINED} WHERE d.id = ? ORDER BY f.name, c.place", document)
         return [Piece(*row) for row in rows]
 
@@ -275,7 +264,6 @@ class DocumentIndex:
         return [Piece(*row) for row in rows]
 
     def pieces_at(self, document: str, name: str, first: int, last: int) -> list[Piece]:
-        """Those of a file from one place to another, as far as they are there."""
         rows = self._ask(
             f"SELECT {_PIECE} FROM {_JOINED} WHERE d.id = ? AND f.name = ? AND c.place BETWEEN ? AND ? "
             "ORDER BY c.place",
@@ -327,7 +315,6 @@ class DocumentIndex:
         return self._write(run)
 
     def touch(self, document: str, name: str, state: FileState) -> None:
-        """A file has another date, but says the same."""
         self._write(
             lambda c: c.execute(
                 "UPDATE files SET size = ?, mtime_ns = ? WHERE name = ? AND document = "
@@ -344,7 +331,6 @@ class DocumentIndex:
         self._write(run)
 
     def add_empty(self, document: str) -> None:
-        """A folder in which nothing is found yet."""
         added = "INSERT OR IGNORE INTO documents (id, session) VALUES (?, ?)"
         self._write(lambda c: c.execute(added, (document, self._session)))
 
@@ -416,7 +402,6 @@ class DocumentIndex:
         return result if isinstance(result, int) else 0
 
     def _mending(self, run: Callable[[sqlite3.Connection], Any]) -> Any:
-        """Does it; a damaged index is made anew, and it is tried once more."""
         with self._using:
             try:
                 return run(self._connected())
@@ -467,7 +452,6 @@ class DocumentIndex:
 
 
 def digest_of(content: bytes) -> str:
-    """What tells whether a file with another date says the same."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

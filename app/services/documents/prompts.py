@@ -74,20 +74,17 @@ class Asked:
 
 
 def tokens_of(attachment: Attachment, characters: int) -> int:
-    """About how many tokens so many characters of a document are."""
     if attachment.tokens and attachment.characters:
         return int(characters * attachment.tokens / attachment.characters * MARGIN) + 1
     return int(characters / CHARACTERS_PER_TOKEN) + 1
 
 
 def given_tokens(attachments: Iterable[Attachment], room: int) -> int:
-    """About how many tokens of these documents are given to read."""
     whole = sum(tokens_of(one, one.characters) for one in {one.id: one for one in attachments}.values())
     return whole if whole <= room else min(PASSAGES_TOKENS, room)
 
 
 def given(index: DocumentIndex, asked: Asked) -> Given:
-    """Chooses what is given to read."""
     documents = {one.id: one for _, attached in asked.attached for one in attached if one.characters}
     whole = _that_fit(documents.values(), asked.room)
     before: dict[str, str] = {}
@@ -137,12 +134,10 @@ def _that_fit(documents: Iterable[Attachment], room: int) -> dict[str, int]:
 
 
 def _numbered(one: Attachment) -> int:
-    """About how many parts a document is given in."""
     return max(one.pages, one.files, 1) + one.characters // _PART_CHARACTERS
 
 
 def _parts(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces that follow each other in one page or section, up to a size."""
     parts: list[list[Piece]] = []
     size = 0
     for piece in pieces:
@@ -199,7 +194,6 @@ def _passages(
 
 
 def _follows(one: Piece, other: Piece) -> bool:
-    """Whether a piece goes on in the same page and section."""
     return (one.document, one.name, one.place + 1, one.page, one.heading) == (
         other.document,
         other.name,
@@ -225,7 +219,6 @@ def _source(number: int, pieces: Sequence[Piece], *, is_best: bool) -> Source:
 
 
 def joined(pieces: Sequence[Piece]) -> str:
-    """The text of pieces that follow each other, perhaps over pages."""
     text, last = "", None
     for piece in pieces:
         text += "\n\n" if last is not None and not _follows(last, piece) else ""
@@ -235,7 +228,6 @@ def joined(pieces: Sequence[Piece]) -> str:
 
 
 def _named(source: Source) -> str:
-    """The line before a numbered part."""
     place = f", page {source.page}" if source.page else ""
     heading = f", {source.heading}" if source.heading else ""
     return f"[{source.number}] {' '.join(source.name.split())}{place}{heading}:"

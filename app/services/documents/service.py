@@ -45,8 +45,6 @@ _UNREAD_FOLDERS = frozenset(("node_modules", "__pycache__", "venv", "env", "site
 
 @dataclass(slots=True)
 class _Folder:
-    """A folder in the midst of being read: the files that are left, of how many."""
-
     attachment: Attachment
     left: list[tuple[Path, str, FileState]]
     of: int
@@ -144,11 +142,9 @@ class Documents(QObject):
                 self._look_again()
 
     def known(self, attachment: Attachment) -> Attachment:
-        """The newest record of one."""
         return self._known.get(attachment.id, attachment)
 
     def share(self, attachment_id: str) -> float | None:
-        """How much of one has been read; None if it is not being read."""
         return self._shares.get(attachment_id, 0.0) if attachment_id in self._pending else None
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -211,8 +207,6 @@ class Documents(QObject):
         self._asking.add(look, done, failed)
 
     def sample(self, attachment: Attachment, done: Callable[[tuple[str, ...]], object]) -> None:
-        """Some pieces from all over a document, by which its tokens are counted."""
-
         def look() -> tuple[str, ...]:
             return tuple(piece.text for piece in self._index_for([attachment]).spread(attachment.id, _SAMPLED))
 
@@ -225,7 +219,6 @@ class Documents(QObject):
             self._finish(replace(known, tokens=max(round(known.characters * tokens_per_character), 1)), None)
 
     def close(self) -> None:
-        """Ends all that is being done; what was not read is read the next time."""
         self._closing.set()
         for each in (self._settled, self._poll, self._idle):
             each.stop()
@@ -267,7 +260,6 @@ class Documents(QObject):
         return self._reader.read(path, self._closing.is_set, on_share, most_bytes=most_bytes)
 
     def _scan(self, one: Attachment) -> _Folder:
-        """Finds out which files of a folder are new or have changed, and drops those that are gone."""
         folder = Path(one.path)
         files: dict[str, tuple[Path, FileState]] = {}
         note = ""
@@ -302,7 +294,6 @@ class Documents(QObject):
         return _Folder(replace(one, problem=""), left, max(len(left), 1), note, characters)
 
     def _some(self, folder: _Folder) -> _Folder:
-        """Reads files of a folder for a while."""
         until = time.monotonic() + _SLICE_S
         one = folder.attachment
         index = self._index_of(one)
@@ -334,7 +325,6 @@ class Documents(QObject):
         return folder
 
     def _counted(self, folder: _Folder) -> Attachment:
-        """The record of a folder that has been read."""
         one = folder.attachment
         figures = self._index_of(one).figures(one.id)
         problem, remark = one.problem, folder.note
@@ -390,7 +380,6 @@ class Documents(QObject):
         self._reading.add(run)
 
     def _rest(self) -> None:
-        """Ends the process that reads: it is not needed for a while."""
         self._reader.close()
 
     def _tell(self, id_: str, share: float) -> None:

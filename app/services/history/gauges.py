@@ -56,7 +56,6 @@ class BucketSeries:
         return np.diff(np.interp(edges_ns / width - first, np.arange(len(until), dtype=np.float64), until))
 
     def copy(self) -> BucketSeries:
-        """A copy that no longer changes with this one."""
         return copy.deepcopy(self)
 
     def _level(self, start_ns: float, pixel_ns: float) -> int:
@@ -155,8 +154,6 @@ def gauges_of(sample: SensorSample) -> dict[str, float | None]:
 
 
 class GaugeHistory:
-    """Samples in the order of time; one older than the last is ignored."""
-
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._at = np.empty(2 * capacity, np.int64)
@@ -202,13 +199,11 @@ class GaugeHistory:
         return gauge in self._told
 
     def samples(self, gauge: str) -> tuple[NDArray[np.int64], Floats]:
-        """Times and values of all samples."""
         first = self._count - len(self)
         column = self._values[first : self._count, GAUGES.index(gauge)]
         return self._at[first : self._count], column.astype(np.float64)
 
     def copy(self) -> GaugeHistory:
-        """A copy that no longer changes with this one."""
         other = GaugeHistory(self._capacity)
         other._at, other._values, other._count = self._at.copy(), self._values.copy(), self._count
         other._told = self._told.copy()

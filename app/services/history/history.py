@@ -52,13 +52,10 @@ class PhaseRun:
 
 
 class RunHistory:
-    """The last runs, in the order they began."""
-
     def __init__(self) -> None:
         self._runs: deque[PhaseRun] = deque(maxlen=MOST_RUNS)
 
     def add(self, steps: Records) -> None:
-        """Add steps, in order."""
         phases, requests = steps["name"].tolist(), steps["request"].tolist()
         starts, ends, tokens = steps["start_ns"].tolist(), steps["end_ns"].tolist(), steps["tokens"].tolist()
         numbers = steps["step"].tolist()
@@ -83,7 +80,6 @@ class RunHistory:
         return found[::-1]
 
     def last_request(self, before_ns: float) -> list[PhaseRun]:
-        """Runs of the last request with a decode that began before a moment, up to that decode; empty if none."""
         found: list[PhaseRun] = []
         for run in reversed(self._runs):
             if not found and not (run.phase == DECODE and run.start_ns < before_ns):
@@ -94,7 +90,6 @@ class RunHistory:
         return found[::-1]
 
     def copy(self) -> RunHistory:
-        """A copy that no longer changes with this one."""
         other = RunHistory()
         other._runs = self._runs.copy()
         return other
@@ -162,7 +157,7 @@ class RecordHistory:
     """At least the last `most` records, in whole chunks; read by time range."""
 
     def __init__(self, most: int, empty: Records) -> None:
-        self._most = most
+        self.most = most
         self._empty = empty
         self._pieces: deque[tuple[int, int, Records]] = deque()
         self._count = 0
@@ -171,24 +166,17 @@ class RecordHistory:
         return self._count
 
     @property
-    def most(self) -> int:
-        return self._most
-
-    @property
     def start_ns(self) -> int | None:
-        """Beginning of the oldest record kept; None if there is none."""
         return min((first for first, _, _ in self._pieces), default=None)
 
     def add(self, records: Records) -> None:
-        """Add records without copying: the caller must not write to them any more."""
-        for piece in [records[at : at + self._most] for at in range(0, len(records), self._most)]:
+        for piece in [records[at : at + self.most] for at in range(0, len(records), self.most)]:
             self._pieces.append((int(piece["start_ns"].min()), int(piece["end_ns"].max()), piece))
             self._count += len(piece)
-        while len(self._pieces) > 1 and self._count - len(self._pieces[0][2]) >= self._most:
+        while len(self._pieces) > 1 and self._count - len(self._pieces[0][2]) >= self.most:
             self._count -= len(self._pieces.popleft()[2])
 
     def between(self, start_ns: int, end_ns: int) -> Records:
-        """All that overlap [start, end), in order of arrival."""
         found = [piece for first, last, piece in self._pieces if last > start_ns and first < end_ns]
         if not found:
             return self._empty
@@ -197,7 +185,6 @@ class RecordHistory:
         return joined[inside]
 
     def last(self, count: int) -> Records:
-        """The last `count` to arrive."""
         found: list[Records] = []
         wanted = count
         for _, _, piece in reversed(self._pieces):
@@ -208,8 +195,7 @@ class RecordHistory:
         return joined_records(found[::-1]) if found else self._empty
 
     def copy(self) -> RecordHistory:
-        """A copy that no longer changes with this one."""
-        other = RecordHistory(self._most, self._empty)
+        other = RecordHistory(self.most, self._empty)
         other._pieces, other._count = self._pieces.copy(), self._count
         return other
 
@@ -227,15 +213,12 @@ def joined_records(pieces: list[Records]) -> Records:
 
 
 class BusyTime:
-    """Nanoseconds per bucket in which at least one of a lane's spans ran."""
-
     def __init__(self) -> None:
         self.series = BucketSeries()
         self._starts: Moments = np.empty(0, np.int64)
         self._ends: Moments = np.empty(0, np.int64)
 
     def add(self, starts: Moments, ends: Moments) -> None:
-        """Add spans, in any order."""
         if not len(starts):
             return
         # Only spans that reach into the new ones can overlap them.
@@ -254,7 +237,6 @@ class BusyTime:
 
 
 def union(starts: Moments, ends: Moments) -> tuple[Moments, Moments]:
-    """Disjoint intervals, in order, that cover the same time as these."""
     order = np.argsort(starts, kind="stable")
     starts, furthest = starts[order], np.maximum.accumulate(ends[order])
     first = np.concatenate(([True], starts[1:] > furthest[:-1]))
@@ -273,22 +255,17 @@ def experts_met(steps: Records, kind: str) -> Floats:
 
 
 def of_last_kind(steps: Records) -> Records:
-    """The decode steps among these: a chat's or a batch's, whichever came last."""
     made = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
     return made[made["name"] == made["name"][-1]] if len(made) else made
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An event: the engine ended, a model was loaded."""
-
     at_ns: int
     text: str
 
 
 class History:
-    """Recent spans, sums over time, sensor samples, phases and marks."""
-
     def __init__(self, most_spans: int = MOST_SPANS, most_steps: int = MOST_STEPS) -> None:
         self._spans = RecordHistory(most_spans, no_spans())
         self._steps = RecordHistory(most_steps, no_steps())
@@ -336,7 +313,6 @@ class History:
         self._reach(int(spans["start_ns"].min()), int(spans["end_ns"].max()))
 
     def add_steps(self, steps: Records) -> None:
-        """Add completed steps, in order."""
         if not len(steps):
             return
         self._steps.add(steps)
@@ -353,7 +329,6 @@ class History:
         self._reach(at_ns, at_ns)
 
     def add_gauges(self, at_ns: int, values: dict[str, float | None]) -> None:
-        """The same, in the form it was recorded in."""
         self._gauges.add(at_ns, values)
         self._reach(at_ns, at_ns)
 
@@ -365,7 +340,6 @@ class History:
 
     @property
     def has_engine(self) -> bool:
-        """Whether any spans or steps of an engine are known."""
         return bool(self._busy) or bool(self._sums)
 
     @property
@@ -383,7 +357,6 @@ class History:
         return np.asarray(np.clip(total / np.diff(edges_ns) / max(len(mine), 1), 0.0, 1.0))
 
     def bytes_per_s(self, lane: int, edges_ns: Floats) -> Floats:
-        """Bytes per second copied or read between neighbouring edges, [n]."""
         return self._read_sum(f"bytes {lane}", edges_ns) / np.diff(edges_ns) * 1e9
 
     def tokens_per_s(self, edges_ns: Floats) -> Floats:
@@ -400,7 +373,6 @@ class History:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request's doings are known."""
         return (REQUESTS, 0) in self._busy
 
     def requests_between(self, start_ns: int, end_ns: int) -> Records:
@@ -414,26 +386,18 @@ class History:
         spent = [sum(self._read_sum(f"requests {name}", edges_ns) for name in names) for names in doings]
         return np.asarray(np.stack(spent) / np.diff(edges_ns))
 
-    @property
-    def has_sweeps(self) -> bool:
-        """Whether any sweep's composition is known."""
-        return (SWEEPS, 0) in self._busy
-
     def swept_per_s(self, edges_ns: Floats) -> Floats:
         """Tokens per second of answers, of prompts and of jobs that sweeps took between neighbouring edges, [3, n]."""
         taken = [self._read_sum(f"swept {name}", edges_ns) for name in (WRITING, READING, JOB)]
         return np.asarray(np.stack(taken) / np.diff(edges_ns) * 1e9)
 
     def gauge(self, name: str, edges_ns: Floats) -> Floats:
-        """A gauge between neighbouring edges, [n]; NaN where it is unknown."""
         return self._gauges.read(name, edges_ns)
 
     def knows_gauge(self, name: str) -> bool:
-        """Whether the machine has ever reported it."""
         return self._gauges.knows(name)
 
     def power(self) -> tuple[list[int], list[float | None]]:
-        """Times and total watts of cards and processors, of all samples; None where neither is reported."""
         at, gpu = self._gauges.samples("gpu_power")
         _, cpu = self._gauges.samples("cpu_power")
         known = np.isfinite(gpu) | np.isfinite(cpu)
@@ -441,18 +405,15 @@ class History:
         return at.tolist(), [float(value) if there else None for value, there in zip(watts, known, strict=True)]
 
     def spans_between(self, start_ns: int, end_ns: int) -> Records:
-        """Spans that overlap a range and are still kept singly."""
         return self._spans.between(start_ns, end_ns)
 
     def steps_between(self, start_ns: int, end_ns: int) -> Records:
-        """Steps that overlap a range and are still kept singly."""
         return self._steps.between(start_ns, end_ns)
 
     def last_steps(self, count: int) -> Records:
         return self._steps.last(count)
 
     def runs_between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
-        """Phases that overlap a range."""
         return self._runs.between(start_ns, end_ns)
 
     def last_request(self, before_ns: float) -> list[PhaseRun]:
@@ -464,11 +425,9 @@ class History:
 
     @property
     def spans_since_ns(self) -> int | None:
-        """Since when spans are kept singly; None if there are none."""
         return self._spans.start_ns
 
     def copy(self) -> History:
-        """A snapshot: what is added later does not change it."""
         other = History(self._spans.most, self._steps.most)
         other._spans, other._steps = self._spans.copy(), self._steps.copy()
         other._runs, other._gauges = self._runs.copy(), self._gauges.copy()

@@ -15,7 +15,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.models.jobs import JOB_ROLE, JobListModel
+from app.models.batch_rows import JOB_ROLE, JobListModel
 from app.services.batch_job import RESUMABLE, JobEntry, JobState
 from app.theme import ColourName, scaled, themed
 from app.views.batch.phrases import state_text
@@ -108,7 +108,6 @@ class JobStrip(QListView):
         self._fit()
 
     def choose(self, key: str) -> None:
-        """Selects the job that is shown, or none; emits nothing."""
         row = self._jobs.row_of(key)
         self._choosing = True
         if row < 0:
@@ -186,12 +185,6 @@ class BatchHead(PageHeader):
         self.new.setMenu(kinds)
 
     def show_job(self, job: JobEntry | None, *, on_form: bool, empty: bool, waiting: int = 0) -> None:
-        """Offers this job's actions.
-
-        Args:
-            on_form: whether the form for a new job is shown; empty: whether there are no jobs.
-            waiting: jobs in the queue.
-        """
         state = job.state if job is not None else None
         self._names.set_full_text(f"{job.input.name} → {job.output.name}" if job is not None else "")
         if on_form:
@@ -218,7 +211,6 @@ class BatchHead(PageHeader):
         self.remove.setVisible(idle or state is JobState.QUEUED)
 
     def show_more(self, text: str) -> None:
-        """How many dropped files follow the one shown."""
         set_message(self._more, text)
 
     def _button(self, text: str) -> QPushButton:

@@ -1,14 +1,16 @@
-"""The files of a new job: the input, how to read it where that is ambiguous, and where the answers go."""
+"""The form's input and output: the file and how it is read, who answers its rows, and the result's name."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QCheckBox, QWidget
+from PySide6.QtWidgets import QCheckBox, QLineEdit, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview, free_output, usual_suffix
+from app.views.batch.phrases import cluster_sent_text, host_text, sent_text
 from app.widgets.asking import ask_path
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
@@ -23,11 +25,133 @@ from app.widgets.scaffold import (
     push_button,
     set_message,
     text_label,
+    vbox,
     warning_label,
 )
 from app.widgets.text_table import TextTable
 from engine.batch_files.opening import InputForm
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
+from engine.common.config import HERE
+from engine.remote.endpoint import Endpoint
+
+AUTO = "auto"
+"""The cluster that this PC belongs to."""
+
+
+class PlacesCard(Card):
+    """Shown where there is something to choose.  Signals: `changed`, after every choice."""
+
+    changed = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("Answered by"), parent)
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._boxes: list[tuple[str, QCheckBox]] = []
+        self._lines: list[QWidget] = []
+        self._list = vbox(gap=6)
+        self.sent = muted_label(self)
+        self.twice = QCheckBox(self.tr("Ask two for slow last rows"), self)
+        self.twice.setToolTip(
+            self.tr("Near the end, a row that one server is slow with is asked of another as well, which costs tokens.")
+        )
+        self.twice.toggled.connect(self.changed)
+        self.column = QCheckBox(self.tr("Add a column that says who answered"), self)
+        self.column.toggled.connect(self.changed)
+        self.cluster = QCheckBox(self.tr("A Ray cluster at"), self)
+        self.cluster.setToolTip(self.tr("Each of its nodes answers rows with the model that is loaded here."))
+        self.cluster.toggled.connect(self._on_chosen)
+        self.address = QLineEdit(AUTO, self)
+        self.address.setAccessibleName(self.tr("Address of the Ray cluster"))
+        self.address.setPlaceholderText(self.tr("auto, or 10.0.0.5:6379"))
+        self.address.textChanged.connect(self._on_chosen)
+        self._ray_is_here = False
+        of_cluster = hbox(self.cluster, (self.address, 1))
+        add_items(self.body, self._list, of_cluster, self.sent, self.twice, self.column)
+        self.set_endpoints(())
+
+    @property
+    def is_offered(self) -> bool:
+        return bool(self._endpoints) or self._ray_is_here
+
+    @property
+    def ray(self) -> str:
+        return self.address.text().strip() if self.cluster.isChecked() else ""
+
+    def offer_cluster(self, offered: bool) -> None:
+        self._ray_is_here = offered
+        self.cluster.setChecked(self.cluster.isChecked() and offered)
+        self._show()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As `BatchJob.endpoints` has them: none if only this PC answers."""
+        if self.cluster.isChecked():
+            return ()
+        chosen = tuple(name for name, box in self._boxes if box.isChecked())
+        return () if chosen == (HERE,) else chosen
+
+    @property
+    def is_remote(self) -> bool:
+        return any(name != HERE for name in self.names)
+
+    @property
+    def needs_model(self) -> bool:
+        return not self.names or HERE in self.names
+
+    def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
+        if self._boxes and tuple(endpoints) == self._endpoints:
+            return
+        chosen = {name for name, box in self._boxes if box.isChecked()} or {HERE}
+        for line in self._lines:
+            self._list.removeWidget(line)
+            line.deleteLater()
+        self._endpoints = tuple(endpoints)
+        self._boxes, self._lines = [], []
+        self._add(HERE, self.tr("This PC"), "", is_chosen=HERE in chosen)
+        for each in self._endpoints:
+            self._add(each.name, each.name, host_text(each), is_chosen=each.name in chosen)
+        if not any(box.isChecked() for _name, box in self._boxes):
+            self._boxes[0][1].setChecked(True)
+        self._show()
+
+    def _add(self, name: str, label: str, where: str, *, is_chosen: bool) -> None:
+        line = QWidget(self)
+        box, place = QCheckBox(label, line), ElidedLabel(line)
+        box.setChecked(is_chosen)
+        box.toggled.connect(self._on_chosen)
+        box.setAccessibleDescription(where)
+        place.setProperty("role", "secondary")
+        place.set_full_text(where)
+        hbox(box, (place, 1), into=line)
+        self._list.addWidget(line)
+        self._boxes.append((name, box))
+        self._lines.append(line)
+
+    def box(self, name: str) -> QCheckBox:
+        return next(box for each, box in self._boxes if each == name)
+
+    def problem(self) -> str:
+        if self.cluster.isChecked():
+            good = len(self.ray.split()) == 1
+            return "" if good else self.tr("Give the address of the Ray cluster, or auto for the one of this PC.")
+        return "" if any(box.isChecked() for _name, box in self._boxes) else self.tr("Choose who answers the rows.")
+
+    def _on_chosen(self) -> None:
+        self._show()
+        self.changed.emit()
+
+    def _show(self) -> None:
+        chosen = [each for each in self._endpoints if self.box(each.name).isChecked()]
+        on_cluster = self.cluster.isChecked()
+        for _name, box in self._boxes:
+            box.setEnabled(not on_cluster)
+        self.cluster.setVisible(self._ray_is_here)
+        self.address.setVisible(self._ray_is_here)
+        self.address.setEnabled(on_cluster)
+        set_message(self.sent, cluster_sent_text(self.ray) if on_cluster else sent_text(chosen))
+        many = not on_cluster and len(chosen) + self.box(HERE).isChecked() > 1
+        self.twice.setVisible(many)
+        self.column.setVisible(many)
 
 
 class OutputCard(Card):
@@ -53,7 +177,6 @@ class OutputCard(Card):
         add_items(self.body, line, where, self._words)
 
     def suggest(self, preview: InputPreview) -> None:
-        """Suggests a free name beside the input."""
         suffix = ".jsonl" if preview.openai else usual_suffix(preview.path)
         output = free_output(preview.path, suffix)
         self._folder = output.parent
@@ -73,7 +196,6 @@ class OutputCard(Card):
         return self._folder / self.name.text().strip()
 
     def problem(self) -> str:
-        """Why this file name is invalid, as a sentence; empty if it is valid."""
         name = self.name.text().strip()
         if not name or name in (".", ".."):
             return self.tr("Name the result file.")
@@ -149,7 +271,6 @@ class InputCard(Card):
         self._preview: InputPreview | None = None
 
     def show_loading(self, name: str) -> None:
-        """Shows that a file is being opened."""
         self._name.set_full_text(name)
         self.caption.setText("")
         set_message(self._words, self.tr("Reading the file…"))
@@ -158,7 +279,6 @@ class InputCard(Card):
         self._doubts.hide()
 
     def show_failure(self, path: Path, sentence: str) -> None:
-        """Shows why the file cannot be read as it is; another encoding or separator may fix it."""
         set_message(self._words, "")
         set_message(self._trouble, sentence)
         suffix = path.suffix.lower()
@@ -169,7 +289,6 @@ class InputCard(Card):
         self._doubts.setVisible(suffix in TEXT_SUFFIXES and path.is_file())
 
     def show_preview(self, preview: InputPreview) -> None:
-        """Shows the file's columns and first rows."""
         self._preview, self._total = preview, None
         self._name.set_full_text(preview.path.name)
         self.setAccessibleName(preview.path.name)
@@ -191,25 +310,21 @@ class InputCard(Card):
         self._show_facts()
 
     def show_total(self, total: int | None) -> None:
-        """How many rows there are, once known."""
         self._total = total
         self._show_facts()
 
     def form(self) -> InputForm:
-        """How to read the file."""
         return InputForm(
             self.encoding.currentData(), self._are_whole, self.separator.currentData(), self.sheet.currentData()
         )
 
     def reset_form(self) -> None:
-        """Back to detected values; emits nothing."""
         self.encoding.setCurrentIndex(0)
         self.separator.setCurrentIndex(0)
         self.sheet.clear()
         self._are_whole = None
 
     def _show_sheets(self, preview: InputPreview) -> None:
-        """Asks which of a workbook's sheets is meant."""
         self.sheet.setVisible(bool(preview.sheets))
         self.sheet.clear()
         for name in preview.sheets:

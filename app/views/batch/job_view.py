@@ -24,7 +24,7 @@ from app.views.batch.phrases import cost_text, pace_text, place_name, place_text
 from app.views.batch.rows_card import RowDetail, RowsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import count, number, percent
+from app.widgets.quantities import count, number, percent, translate
 from app.widgets.scaffold import STRETCH, Card, PageBody, WrappedLabel, add_items, hbox, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
@@ -40,8 +40,7 @@ class SharedSettingsCard(Card):
     """Read-only: all answers of a job come from the same settings."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Template"))
+        super().__init__(translate("SharedSettingsCard", "Template"), parent)
         self._entry: JobEntry | None = None
         self._template = text_label(self, wrap=True)
         self._template.setTextFormat(Qt.TextFormat.RichText)
@@ -185,8 +184,6 @@ class PlaceRows(QWidget):
 
 
 class ProgressCard(QFrame):
-    """Text, a bar, and while the job runs a view of the machine at work."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("card", "true")
@@ -228,7 +225,6 @@ class ProgressCard(QFrame):
         self._strip: QWidget | None = None
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
-        """Shown below the text while a job runs; created for the first one."""
         self._make_strip = make
 
     def _show_strip(self, shown: bool) -> None:
@@ -261,8 +257,6 @@ class ProgressCard(QFrame):
 
 
 class JobView(QWidget):
-    """Shows one job at a time."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._key = ""
@@ -287,11 +281,9 @@ class JobView(QWidget):
 
     @property
     def key(self) -> str:
-        """The shown job; empty before the first."""
         return self._key
 
     def show_job(self, entry: JobEntry) -> None:
-        """Shows a job, or updates the one shown."""
         self.progress.show_job(entry)
         if entry.key != self._key:
             self._key = entry.key
@@ -304,11 +296,9 @@ class JobView(QWidget):
             self.rows.update_job(entry)
 
     def forget(self) -> None:
-        """Clears the view: the shown job was removed."""
         self._key = ""
 
     def add_rows(self, key: str, rows: Sequence[BatchRow]) -> None:
-        """Adds newly finished rows of a job."""
         if key == self._key:
             self.rows.add_latest(rows)
 

@@ -11,17 +11,14 @@ from pathlib import Path
 from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtWidgets import QWidget
 
-from app.services.background import LatestTask
-from app.services.batch_forecast import BatchForecasts
+from app.services.background import LatestTask, sentence_of
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_places import has_ray, offered_endpoints
-from app.services.batch_sample import BatchSample, SampleRate
+from app.services.batch_sample import BatchForecasts, BatchSample, SampleRate
 from app.services.engine_client import EngineClient
-from app.views.batch.answer_card import AnswerCard, SampleCard
-from app.views.batch.input_card import InputCard, OutputCard
+from app.views.batch.answer_card import AnswerCard, SampleCard, TemplateCard
+from app.views.batch.input_card import InputCard, OutputCard, PlacesCard
 from app.views.batch.phrases import plan_text, sample_text, sampled_text
-from app.views.batch.places_card import PlacesCard
-from app.views.batch.template_card import TemplateCard
 from app.widgets.page import BatchDraft
 from app.widgets.scaffold import Card, PageBody, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
@@ -39,8 +36,6 @@ _LAID_OUT_MS = 60
 
 
 class FormFoot(QWidget):
-    """Signals: `start_wanted`, `cancelled`: the buttons."""
-
     start_wanted = Signal()
     cancelled = Signal()
 
@@ -62,12 +57,6 @@ class FormFoot(QWidget):
         )
 
     def show_state(self, *, able: bool, checking: bool, why_not: str, words: str) -> None:
-        """Shows whether the job can be started.
-
-        Args:
-            why_not: a sentence, if it cannot.
-            words: the plan, or what is missing.
-        """
         self.start.setEnabled(able and not checking)
         self.start.setText(self.tr("Checking…") if checking else self.tr("Start"))
         self.start.setToolTip(why_not)
@@ -124,7 +113,6 @@ class NewJob(QWidget):
         self._connect(sample)
 
     def open(self, path: Path) -> None:
-        """Starts the form for a file or folder; text from an earlier one is kept where it fits."""
         self._path = path
         self._opening = True
         self.places.set_endpoints(self._offered())
@@ -143,11 +131,7 @@ class NewJob(QWidget):
             self.template.set_columns(preview.columns, preview.template, _wordiest(preview), preview.image_column)
 
     def job(self) -> BatchJob:
-        """The job as entered.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`, if it is not valid.
-        """
+        """The job as entered."""
         form = self.input.form()
         openai = self._preview is not None and self._preview.openai
         schema, choices = ("", ()) if openai else self.answers.constraint()
@@ -171,11 +155,9 @@ class NewJob(QWidget):
         )
 
     def refuse(self, sentence: str) -> None:
-        """Shows why the job is not started."""
         self._tell(sentence)
 
     def leave(self) -> None:
-        """The form is hidden: cancels what runs for it, without waiting."""
         self._left.set()
         self._looking.forget()
         self._checks.forget()
@@ -224,7 +206,6 @@ class NewJob(QWidget):
         self._looking.ask(lambda: count_rows(path, form, left.is_set), self._on_counted)
 
     def _focus_first_field(self, field: QWidget) -> None:
-        """Shows the form from its top; focuses the field to fill in, unless it is out of view."""
         self._scroll.column.activate()  # widgets just shown have no geometry before that
         self._scroll.verticalScrollBar().setValue(0)
         bottom = field.mapTo(self._scroll.inside, field.rect().bottomLeft()).y()
@@ -234,7 +215,7 @@ class NewJob(QWidget):
 
     def _on_unreadable(self, error: Exception) -> None:
         self._opening = False
-        self.input.show_failure(self._path, _sentence(error))
+        self.input.show_failure(self._path, sentence_of(error))
         for card in self._cards[1:]:
             card.setVisible(False)
         self._show_state()
@@ -313,7 +294,7 @@ class NewJob(QWidget):
     def _on_wrong(self, error: Exception) -> None:
         self._checking = False
         self._show_state()
-        self._tell(_sentence(error))
+        self._tell(sentence_of(error))
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -425,18 +406,8 @@ def _wordiest(preview: InputPreview) -> str:
 
 
 def _check(job: BatchJob) -> bool:
-    """Whether an earlier job has this output; a file that may never be replaced is an error.
-
-    Raises:
-        EngineError: the job cannot be run as it is.
-    """
+    """Whether an earlier job has this output; a file that may never be replaced is an error."""
     from engine.batch_files.journal import journal_path
 
     prepare(replace(job, start="restart")).require_own_files()
     return journal_path(Path(job.output)).exists()
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, EngineError):
-        return error.message
-    raise error

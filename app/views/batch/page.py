@@ -22,7 +22,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.icons import IconMark
-from app.models.jobs import JobListModel
+from app.models.batch_rows import JobListModel
 from app.services.batch_input import can_be_read
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_jobs import BatchJobs
@@ -35,11 +35,10 @@ from app.views.batch.new_job import NewJob
 from app.views.batch.phrases import job_text, translate
 from app.widgets.asking import ask, ask_path, ask_paths, before_loading
 from app.widgets.banner import Banner, Toast
-from app.widgets.page import BatchDraft, Page
+from app.widgets.fields import dropped_model
+from app.widgets.page import BatchDraft, Page, add_shortcut
 from app.widgets.quantities import count
 from app.widgets.scaffold import CENTRE, STRETCH, PageBody, hbox, push_button, text_label, vbox
-from app.widgets.shortcuts import add_shortcut
-from app.widgets.text_box import dropped_model
 from engine.batch_files.opening import INPUT_SUFFIXES
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode
@@ -84,7 +83,6 @@ class EmptyBatch(PageBody):
         self.column.insertWidget(1, self._area)
 
     def set_over(self, over: bool) -> None:
-        """Whether an accepted drag is over the page."""
         set_look(self._area, "over", "true" if over else "false")
 
 
@@ -99,7 +97,6 @@ class RunningJobGuard(QObject):
         self._is_leaving = False
 
     def watch(self, window: QWidget) -> None:
-        """Ask before this window closes."""
         if window is not self._window and window is not self._page:
             self._window = window
             window.installEventFilter(self)
@@ -139,8 +136,6 @@ class RunningJobGuard(QObject):
 
 
 class BatchPage(Page):
-    """Gets its services from outside; jobs run whichever page is shown."""
-
     def __init__(
         self,
         client: EngineClient,
@@ -176,11 +171,9 @@ class BatchPage(Page):
         jobs.list_again()
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
-        """A small view of the machine at work; created when a job first runs."""
         self.job_view.progress.add_strip(make)
 
     def take_draft(self, draft: BatchDraft) -> None:
-        """Asks a chat's prompt of every row: of the file in the form, or of the one that is chosen next."""
         is_open = self.pages.currentWidget() is self.form
         self.form.take_draft(draft)
         if not is_open:
@@ -196,7 +189,6 @@ class BatchPage(Page):
     # --- files --------------------------------------------------------------------------------------
 
     def open_files(self, paths: list[Path]) -> None:
-        """Opens the form for a file or folder; for several, one after the other."""
         good = [path for path in paths if can_be_read(path)]
         if not good:
             name = paths[0].name if paths else ""
@@ -265,7 +257,6 @@ class BatchPage(Page):
         self.form.input.change.setFocus()
 
     def _go_home(self) -> None:
-        """Shows the job that has run longest, or the newest; the empty page if there is none."""
         entries = [*self._jobs.running, *self._jobs.entries]
         if entries:
             self.show_job(entries[0].key)

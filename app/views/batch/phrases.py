@@ -22,7 +22,6 @@ translate = QCoreApplication.translate
 
 
 def rate_figure(tokens_per_s: float) -> str:
-    """With a decimal only where it is significant."""
     return number(tokens_per_s, 1) if tokens_per_s < 10 else count(round(tokens_per_s))
 
 
@@ -76,7 +75,6 @@ def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0)
 
 
 def shared_text(rows: int) -> str:
-    """How many rows share each weight load; the beginning of a sentence."""
     if rows <= 1:
         return translate("Batch", "Rows are answered one at a time")
     return translate("Batch", "{0} rows share each load of a layer's weights").format(count(rows))
@@ -110,7 +108,6 @@ def planned_text(plan: BatchPlanned, measured: float = 0.0) -> str:
 
 
 def limit_text(bottleneck: str) -> str:
-    """A job's bottleneck, as a sentence; empty if this version does not know it."""
     words: dict[str, str] = {
         Bottleneck.ARITHMETIC: translate("Batch", "Limited by CPU compute."),
         Bottleneck.WEIGHTS: translate("Batch", "Limited by reading weights from RAM."),
@@ -127,7 +124,6 @@ def _rates(plan: BatchPlanned) -> tuple[str, str]:
 
 
 def _two_digits(value: float) -> float:
-    """More digits would claim more precision than there is."""
     return float(f"{value:.2g}")
 
 
@@ -137,7 +133,6 @@ def _off(plan: BatchPlanned) -> float:
 
 
 def state_text(job: JobEntry) -> str:
-    """A job's state in a word or two."""
     if job.state is JobState.RUNNING:
         share = job.share
         return translate("Batch", "running") if share is None else percent(share)
@@ -153,12 +148,10 @@ def state_text(job: JobEntry) -> str:
 
 
 def job_text(job: JobEntry) -> str:
-    """A job in a sentence, for screen readers and tooltips."""
     return f"{job.input.name} → {job.output.name}, {state_text(job)}. {rows_text(job)}"
 
 
 def rows_text(job: JobEntry) -> str:
-    """How many rows are finished, and how they ended."""
     if job.total is None:
         text = translate("Batch", "1 row done") if job.done == 1 else translate("Batch", "{0} rows done", "", job.done)
     else:
@@ -172,7 +165,6 @@ def rows_text(job: JobEntry) -> str:
 
 
 def pace_text(job: JobEntry) -> tuple[str, str]:
-    """The rate, and when the job will be done; empty without an estimate."""
     if job.state is not JobState.RUNNING or (job.beside_chat and not job.job.is_remote):
         return "", ""
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(job.tokens_per_s)) if job.tokens_per_s else ""
@@ -238,7 +230,6 @@ def _ran_text(job: JobEntry) -> str:
 
 
 def _elsewhere_text(job: JobEntry) -> str:
-    """Where the rows of a running job are sent."""
     hosts = [named_at(place.name, place.host) for place in job.places if place.host]
     if not hosts and job.job.ray:
         return translate("Batch", "Connecting to the Ray cluster…")
@@ -286,7 +277,6 @@ def end_text(row: BatchRow) -> str:
 
 
 def host_text(endpoint: Endpoint) -> str:
-    """Where an endpoint is, and its model if there is one alone."""
     parts = [endpoint.host] if endpoint.name != endpoint.host else []
     models = (endpoint.model,) if endpoint.model else endpoint.found.models
     if len(models) == 1:
@@ -295,7 +285,6 @@ def host_text(endpoint: Endpoint) -> str:
 
 
 def sent_text(endpoints: Sequence[Endpoint]) -> str:
-    """Where the text of a job goes."""
     away = [called(each) for each in endpoints if not each.is_here]
     if not endpoints:
         return translate("Batch", "No text leaves this PC.")
@@ -307,7 +296,6 @@ def sent_text(endpoints: Sequence[Endpoint]) -> str:
 
 
 def cluster_sent_text(address: str) -> str:
-    """Where the text of a cluster's job goes."""
     where = translate("Batch", "that this PC belongs to") if address == "auto" else translate("Batch", "at {0}")
     return translate("Batch", "The text of every row is sent to the nodes of the Ray cluster {0}.").format(
         where.format(address)
@@ -315,12 +303,10 @@ def cluster_sent_text(address: str) -> str:
 
 
 def place_name(place: PlacePace) -> str:
-    """A place where rows are answered."""
     return place.name or translate("Batch", "This PC")
 
 
 def place_text(place: PlacePace) -> str:
-    """What a place does, or why it does nothing."""
     if place.state == "out":
         return translate("Batch", "Not asked: {0}").format(place.why)
     if place.state == "starting":
@@ -339,7 +325,6 @@ def place_text(place: PlacePace) -> str:
 
 
 def cost_text(place: PlacePace) -> str:
-    """What a place has cost; empty if it has no price."""
     if place.cost is None:
         return ""
     return f"{number(place.cost, 2 if place.cost >= 1 or not place.cost else 4)} {place.currency}".strip()

@@ -15,7 +15,7 @@ from app.services.batch_job import PAGE_ROWS, RESUMABLE, UNDER_WAY, JobAnswers, 
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import SEPARATOR, count
+from app.widgets.quantities import SEPARATOR, count, translate
 from app.widgets.scaffold import RIGHT, Card, add_items, muted_label, push_button, text_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.job_list import Ended
@@ -26,8 +26,6 @@ BOX_PX = 96
 
 
 class RowDetail(Card):
-    """Signals: `closed`."""
-
     closed = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
@@ -56,7 +54,6 @@ class RowDetail(Card):
         self._show_reasoning("")
 
     def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
-        """Shows what is known of a row at once, and its full text once read."""
         self._show(row)
         if answers is not None:
             self._reading.ask(lambda: answers.whole(row.row), self._on_whole)
@@ -124,8 +121,7 @@ class RowsCard(Card):
     redo_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Finished rows"))
+        super().__init__(translate("RowsCard", "Finished rows"), parent)
         self._entry: JobEntry | None = None
         self._answers: JobAnswers | None = None
         self._reading = LatestTask(self)
@@ -204,7 +200,6 @@ class RowsCard(Card):
 
     @property
     def answers(self) -> JobAnswers | None:
-        """The job's answers, to show one in full."""
         return self._answers
 
     # --- reading pages ------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from app.services.chat_store import Attachment
 from app.services.documents import Documents
 from app.services.engine_client import EngineClient
 from app.services.library import Library
-from app.services.pictures import Pictures, Prepared, Source, is_picture, too_many
-from app.services.thumbnails import size_of, tokens_of
+from app.services.pictures import Pictures, Prepared, Source, is_picture, size_of, tokens_of, too_many
 from app.services.token_counter import TokenCounter
 from app.views.chat.composer import Composer
 from app.views.chat.phrases import picture_text, text_only_text, translate
@@ -27,18 +26,13 @@ MOST_DOCUMENTS = 50
 
 
 def caption(picture: Picture, model_path: str) -> str:
-    """A picture's size, and its cost with the model there; empty if it is damaged."""
     size = size_of(picture)
     tokens = tokens_of((picture,), model_path) if model_path else 0
     return picture_text(size.width(), size.height(), tokens or None) if size.isValid() else ""
 
 
 class Attaching(QObject):
-    """Attaches them to the chat on screen.
-
-    Args:
-        tell: shows a sentence on what cannot be attached.
-    """
+    """Attaches them to the chat on screen."""
 
     def __init__(
         self,
@@ -75,7 +69,6 @@ class Attaching(QObject):
         return entry.sees if entry is not None else bool(self.seeing())
 
     def seeing(self) -> list[str]:
-        """The names of the models on this PC that see."""
         return [entry.name for entry in self._library.entries if entry.sees and entry.can_chat]
 
     def _why_blind(self) -> str:
@@ -83,8 +76,6 @@ class Attaching(QObject):
         return text_only_text(self._presenter.remote, model.name if model is not None else "", self.seeing())
 
     def count_with(self, counter: TokenCounter) -> None:
-        """Counts a sample of each document by the model's own tokenizer, as far as one is loaded."""
-
         self._counter = counter
         self._documents.changed.connect(self._count)
 
@@ -104,7 +95,6 @@ class Attaching(QObject):
         self._composer.attachments.update_one(document_id)
 
     def show(self) -> None:
-        """Shows what goes with the next message, and goes on with what is in this chat."""
         remote = self._presenter.remote
         where = "" if remote is None else remote.endpoint.name or called(remote.endpoint)
         model = self._client.model if not self._presenter.is_elsewhere else None
@@ -120,7 +110,6 @@ class Attaching(QObject):
         ask_paths(self._page, translate("Chat", "Attach files"), self.give, kinds=kinds)
 
     def give(self, sources: Sequence[Source]) -> None:
-        """Attaches what can be; says what else there was."""
         paths = [source for source in sources if isinstance(source, Path) and not is_picture(source)]
         pictures = [source for source in sources if is_picture(source)]
         if paths:
@@ -137,7 +126,6 @@ class Attaching(QObject):
         return self._pictures.is_busy
 
     def close(self) -> None:
-        """Waits for what is being prepared."""
         self._pictures.close()
 
     def _attach(self, paths: Sequence[Path]) -> None:

@@ -29,8 +29,6 @@ _MOST_PROBLEMS = 3
 
 
 class ChatTransfer(QObject):
-    """Tells of it in `banner`, which is its own."""
-
     def __init__(self, presenter: ChatPresenter, store: ChatStore, banner: Banner, toast: Toast, page: QWidget) -> None:
         super().__init__(page)
         self._presenter, self._toast, self._page = presenter, toast, page
@@ -50,7 +48,6 @@ class ChatTransfer(QObject):
         self.files.failed.connect(self._end)
 
     def ask_export(self, conversation_ids: Sequence[str] | None) -> None:
-        """Asks for a file for these chats; None is for all."""
         ids = conversation_ids or [conversation.id for conversation in self._presenter.list_model.kept]
         one = self._presenter.list_model.conversation(ids[0]) if conversation_ids and len(ids) == 1 else None
         suffixes = (
@@ -71,7 +68,6 @@ class ChatTransfer(QObject):
         ask_paths(self._page, translate("Chat", "Import chats"), self.import_files, kinds=kinds)
 
     def export(self, conversation_ids: Sequence[str], path: Path) -> None:
-        """Writes chats to a file."""
         self._presenter.flush()
         self._begin(self.tr("Writing {0}…").format(path.name))
         self.files.export(conversation_ids, path)
@@ -98,7 +94,6 @@ class ChatTransfer(QObject):
         QDialog.open(dialog)  # QPrintDialog's own asks for a receiver
 
     def close(self) -> None:
-        """Cancels, and waits for the end."""
         self.files.close()
 
     # --- on the thread that writes ---
@@ -161,7 +156,6 @@ class ChatTransfer(QObject):
 
 
 def import_words(report: ImportReport) -> str:
-    """What came of an import, and what was left out."""
     parts: list[str] = []
     if report.is_cancelled:
         parts.append(translate("Chat", "The import was cancelled; what was imported until then stays."))

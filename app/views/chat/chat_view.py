@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QObject, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -26,23 +26,19 @@ from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.kept import SavedPresets, SavedPrompts
-from app.services.library import Library
-from app.services.model_speeds import ModelSpeeds
-from app.services.pictures import sources_in
+from app.services.library import Library, ModelSpeeds
+from app.services.pictures import Thumbnails, sources_in
 from app.services.settings import Settings
-from app.services.thumbnails import Thumbnails
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
 from app.views.chat.attaching import Attaching
-from app.views.chat.close_guard import UnsavedTextGuard
+from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.composer import Composer
 from app.views.chat.context_room import ContextRoom
-from app.views.chat.conversation_panel import ConversationPanel
+from app.views.chat.conversation_panel import ConversationPanel, Folders
 from app.views.chat.empty_chat import BatchHint, EmptyChat
 from app.views.chat.find_bar import FindBar, FindInChat
-from app.views.chat.folders import Folders
 from app.views.chat.message_edits import MessageEdits
-from app.views.chat.message_tools import MessageTools
 from app.views.chat.model_picker import ModelPicker
 from app.views.chat.phrases import (
     found_words,
@@ -54,17 +50,16 @@ from app.views.chat.phrases import (
     unseen_text,
 )
 from app.views.chat.presenter import ChatPresenter
-from app.views.chat.source_row import PassageDialog
+from app.views.chat.prompt_popover import MessageTools
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
-from app.widgets.answer_text import import_parser
+from app.widgets.answer_text import import_parser, open_link
 from app.widgets.asking import ask
 from app.widgets.banner import Banner, Toast
-from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
+from app.widgets.fields import dropped_model
+from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page, add_shortcut, note_keys
 from app.widgets.quantities import percent
 from app.widgets.scaffold import CENTRE, hbox, set_message, text_label, vbox
-from app.widgets.shortcuts import add_shortcut, note_keys
-from app.widgets.text_box import dropped_model
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.common.settings import STARTER
@@ -74,6 +69,46 @@ if TYPE_CHECKING:
     from app.services.tools import Tools
     from app.views.chat.chat_transfer import ChatTransfer
     from app.views.chat.side_by_side import SideBySide
+
+
+class UnsavedTextGuard(QObject):
+    def __init__(self, store: ChatStore, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._store = store
+        self._window: QWidget | None = None
+        self._trouble = ""
+        store.trouble.connect(self._on_trouble)
+
+    def watch(self, window: QWidget) -> None:
+        if window is not self._window:
+            if self._window is not None:
+                self._window.removeEventFilter(self)
+            self._window = window
+            window.installEventFilter(self)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        if watched is self._window and event.type() == QEvent.Type.Close and self._trouble and self._store.unsaved:
+            if not self.ask():
+                event.ignore()
+                return True
+            self._trouble = ""  # ask only once
+        return False
+
+    def ask(self) -> bool:
+        box = QMessageBox(self._window)
+        box.setIcon(QMessageBox.Icon.Warning)
+        box.setText(self.tr("The latest messages are not saved."))
+        box.setInformativeText(self._trouble + " " + self.tr("If you close the window now, they are lost."))
+        stay = box.addButton(self.tr("Keep the window open"), QMessageBox.ButtonRole.RejectRole)
+        leave = box.addButton(self.tr("Close and lose them"), QMessageBox.ButtonRole.DestructiveRole)
+        box.setDefaultButton(stay)
+        box.setEscapeButton(stay)
+        box.exec()
+        return box.clickedButton() is leave
+
+    def _on_trouble(self, sentence: str) -> None:
+        self._trouble = sentence
+
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
@@ -241,7 +276,7 @@ class ChatView(Page):
         self.transcript.rewritten.connect(self.edits.rewrite)
         self.transcript.fold_acted.connect(self._act_on_fold)
         self.transcript.version_stepped.connect(do.step_version)
-        self.transcript.link_activated.connect(self._open_link)
+        self.transcript.link_activated.connect(open_link)
         self.transcript.source_opened.connect(self._open_source)
         self.transcript.decided.connect(do.decide)
         self.composer.tools_wanted.connect(do.set_tools)
@@ -344,7 +379,6 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def new_scratch(self) -> None:
-        """Start a chat that is never stored."""
         self._show_chats(False)
         self.panel.search.clear()
         self.presenter.new_scratch()
@@ -365,13 +399,11 @@ class ChatView(Page):
             self.find_in_chat()
 
     def rename(self) -> None:
-        """Edit the title of the current chat."""
         self.presenter.keep()
         self._show_chats(True)
         self.panel.rename(self.presenter.conversation.id)
 
     def choose_model(self) -> None:
-        """Open the list of models, or close it."""
         self.picker.open_for(self.title_bar.model_button)
 
     def _choose_model(self, model: str) -> None:
@@ -502,7 +534,6 @@ class ChatView(Page):
         self.question = ask(self.window(), question, details, [(self.tr("Send it there"), "do", agree)])
 
     question: QMessageBox | None = None
-    """The last that was asked."""
 
     def _open(self, conversation_id: str, message_id: str) -> None:
         self._show_chats(False)
@@ -514,7 +545,6 @@ class ChatView(Page):
             self._show_hit(message_id)
 
     def _show_hit(self, message_id: str) -> None:
-        """Scrolls to a message that a search found, and marks what was found there."""
         words = found_words(self.presenter.list_model.snippet_of(message_id))
         self.transcript.show_message(message_id)
         if words:
@@ -582,7 +612,6 @@ class ChatView(Page):
         return ChatTransfer(self.presenter, self._store, self.files_banner, self.toast, self)
 
     def compare(self, text: str) -> None:
-        """Opens two answers side by side."""
         from app.views.chat.side_by_side import SideBySide  # imported late: few open it
 
         dialog = SideBySide(
@@ -601,14 +630,12 @@ class ChatView(Page):
         self.side_by_side = dialog
 
     def take_chat(self, chat: Conversation) -> None:
-        """Lists a chat that was begun elsewhere."""
         self.presenter.list_model.put(chat)
 
     def open_chat(self, chat_id: str) -> None:
         self._open(chat_id, "")
 
     side_by_side: SideBySide | None = None
-    """The last that was opened."""
 
     def _set_default_sampling(self, sampling: SamplingParams | None) -> None:
         self._settings.default_sampling = sampling
@@ -625,15 +652,10 @@ class ChatView(Page):
         PassageDialog(source, self.documents.surroundings, self).open()
 
     def _open_attachment(self, one: Attachment) -> None:
-        """How a document begins, or a folder where the system shows such."""
         if one.kind == "folder" and one.path:
             QDesktopServices.openUrl(QUrl.fromLocalFile(one.path))
         elif one.characters:
             self._open_source(Source(0, one.id, one.name, last=_BEGINNING))
-
-    def _open_link(self, url: QUrl) -> None:
-        if url.scheme() in ("http", "https", "mailto"):
-            QDesktopServices.openUrl(url)
 
     # --- reacting to signals ---
 
@@ -686,7 +708,6 @@ class ChatView(Page):
         self.room.count()
 
     def _show_place(self) -> None:
-        """Who answers in this chat, and so where its text goes."""
         remote = self.presenter.remote
         model = self.presenter.conversation.model
         gone = gone_text(model) if self.presenter.is_elsewhere and remote is None else ""

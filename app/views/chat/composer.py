@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from PySide6.QtCore import QEvent, QPoint, QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QPoint, QSignalBlocker, QSize, Qt, Signal
 from PySide6.QtWidgets import QFrame, QMenu, QPushButton, QWidget
 
 from app.icons import IconButton, icon
-from app.models.context_use import ContextUse
+from app.models.conversation import ContextUse
 from app.services.chat_store import Attachment, Conversation
 from app.services.kept import SavedPresets
-from app.services.thumbnails import Thumbnails
+from app.services.pictures import Thumbnails
 from app.theme import set_look
-from app.views.chat.attachment_row import AttachmentRow, Shelf
+from app.views.chat.attachment_row import AttachmentRow, PictureRow, Shelf
 from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
-from app.views.chat.picture_row import PictureRow
-from app.widgets.popover import Popover
+from app.widgets.fields import TextBox
+from app.widgets.page import Popover
 from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import STRETCH, add_items, hbox, push_button, text_label, vbox
-from app.widgets.text_box import TextBox
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 
@@ -34,8 +33,6 @@ BESIDE_CHIPS_SHARE = 0.15
 
 
 class SystemPromptPopover(Popover):
-    """Signals: `changed`, the text after every edit."""
-
     changed = Signal(str)
 
     def __init__(self, parent: QWidget) -> None:
@@ -55,9 +52,8 @@ class SystemPromptPopover(Popover):
         add_items(self.column, hint, self.text)
 
     def edit(self, system_prompt: str, button: QWidget) -> None:
-        self.text.blockSignals(True)
-        self.text.setPlainText(system_prompt)
-        self.text.blockSignals(False)
+        with QSignalBlocker(self.text):
+            self.text.setPlainText(system_prompt)
         self.open_at(button)
         self.text.setFocus()
 
@@ -119,10 +115,10 @@ class Composer(QFrame):
             chip.setMinimumWidth(LEAST_CHIP_PX)  # of a page that is not shown, which keeps the list of chats beside it
         self.meter = ContextMeter(self)
         self.send_button = push_button(self, do=self._on_button)
-        self._system = SystemPromptPopover(page)
-        self._system.changed.connect(self.system_prompt_changed)
-        self._sampling = SamplingPopover(page, presets)
-        self._sampling.changed.connect(self.sampling_changed)
+        self.system_popover = SystemPromptPopover(page)
+        self.system_popover.changed.connect(self.system_prompt_changed)
+        self.sampling_popover = SamplingPopover(page, presets)
+        self.sampling_popover.changed.connect(self.sampling_changed)
         if presets is not None:
             presets.changed.connect(self._on_presets)
         self._tools: list[IconButton] = [self.attach_button, self.tools_button]
@@ -141,7 +137,6 @@ class Composer(QFrame):
         self._show_button()
 
     def add_tool(self, button: IconButton) -> None:
-        """A button beside those that are there; where there is too little room, the last but one makes some."""
         self._tool_row.addWidget(button)
         self.setTabOrder(self._tools[-1], button)
         self._tools.append(button)
@@ -149,14 +144,6 @@ class Composer(QFrame):
     @property
     def text(self) -> str:
         return self.box.toPlainText()
-
-    @property
-    def sampling_popover(self) -> SamplingPopover:
-        return self._sampling
-
-    @property
-    def system_popover(self) -> SystemPromptPopover:
-        return self._system
 
     def show_conversation(self, conversation: Conversation, *, with_draft: bool) -> None:
         """Show a chat's settings, and its draft if it has just been opened."""
@@ -182,8 +169,7 @@ class Composer(QFrame):
         self.tools_wanted.emit(self.tools_button.isChecked())
 
     def set_model(self, model: ModelInfo | None) -> None:
-        """The loaded model, whose own settings hold where a chat has none."""
-        self._sampling.set_model(model)
+        self.sampling_popover.set_model(model)
         if self._conversation is not None:
             self._show_sampling(self._conversation)
 
@@ -192,18 +178,17 @@ class Composer(QFrame):
             self._show_sampling(self._conversation)
 
     def _show_sampling(self, conversation: Conversation) -> None:
-        preset = self._sampling.name_of(conversation.sampling)
+        preset = self.sampling_popover.name_of(conversation.sampling)
         self.sampling_button.setText(preset)
         self.sampling_button.setAccessibleName(self.tr("Sampling: {0}").format(preset))
-        words = self._sampling.words_of(conversation.sampling)
+        words = self.sampling_popover.words_of(conversation.sampling)
         self.sampling_button.setToolTip(self.tr("How the next token is chosen: {0}").format(words))
         self._fit_meter()
 
     def set_text(self, text: str) -> None:
         """Replace the text without emitting `edited`."""
-        self.box.blockSignals(True)
-        self.box.setPlainText(text)
-        self.box.blockSignals(False)
+        with QSignalBlocker(self.box):
+            self.box.setPlainText(text)
         self.box.moveCursor(self.box.textCursor().MoveOperation.End)
         self._show_button()
 
@@ -214,11 +199,7 @@ class Composer(QFrame):
         where: str,
         captions: Sequence[str],
     ) -> None:
-        """Shows what will be sent with the text, and the server that it goes to, if any.
-
-        Args:
-            captions: of the pictures.
-        """
+        """Shows what will be sent with the text, and the server that it goes to, if any."""
         self.pictures.show_pictures(pictures, captions)
         self.attachments.show_attachments(attachments, where)
         for shelf in self._shelves:
@@ -229,7 +210,6 @@ class Composer(QFrame):
         self._show_button()
 
     def attach_menu(self) -> QMenu:
-        """What the button beside the system prompt offers."""
         menu = QMenu(self)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         menu.addAction(self.tr("Files…"), self.files_wanted.emit)
@@ -246,13 +226,11 @@ class Composer(QFrame):
         menu.popup(self.attach_button.mapToGlobal(QPoint(0, -menu.sizeHint().height() - 4)))
 
     def set_answering(self, answering: bool) -> None:
-        """Show Stop instead of Send."""
         if answering != self._answering:
             self._answering = answering
             self._show_button()
 
     def show_use(self, use: ContextUse | None) -> None:
-        """Show how much of the context is used; None if unknown."""
         self.meter.show_use(use)
         self._fit_meter()
 
@@ -263,14 +241,12 @@ class Composer(QFrame):
         return handled
 
     def minimumSizeHint(self) -> QSize:
-        """Without the tools that make room, which a page that is not shown has not fitted to its width."""
         hint = super().minimumSizeHint()
         spare = [tool for tool in (self._extra_tool, self.tools_button) if tool is not None and not tool.isHidden()]
         return QSize(hint.width() - sum(_width(tool) + TOOL_SPACING_PX for tool in spare), hint.height())
 
     @property
     def _extra_tool(self) -> IconButton | None:
-        """The first that makes room."""
         return self._tools[-2] if len(self._tools) > 3 else None
 
     def _fit_meter(self) -> None:
@@ -295,7 +271,6 @@ class Composer(QFrame):
             self.updateGeometry()
 
     def _fit_to_width(self) -> None:
-        """Shows the longest form of the meter that fits beside the buttons; what is worth less makes room for it."""
         margins = self._column.contentsMargins()
         buttons = (self.sampling_button, self.send_button)
         taken = sum(_width(button) + SPACING_PX for button in buttons) + 2 * SPACING_PX
@@ -335,11 +310,11 @@ class Composer(QFrame):
 
     def edit_system_prompt(self) -> None:
         if self._conversation is not None:
-            self._system.edit(self._conversation.system_prompt, self.system_button)
+            self.system_popover.edit(self._conversation.system_prompt, self.system_button)
 
     def edit_sampling(self) -> None:
         if self._conversation is not None:
-            self._sampling.edit(self._conversation.sampling, self.sampling_button)
+            self.sampling_popover.edit(self._conversation.sampling, self.sampling_button)
 
     def _chip(self, text: str) -> QPushButton:
         button = push_button(self, text, kind="chip")

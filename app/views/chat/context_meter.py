@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import psutil
-from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtCore import QSignalBlocker, QSize, Qt, Signal
 from PySide6.QtGui import QIcon
 from PySide6.QtWidgets import QGridLayout, QLabel, QProgressBar, QPushButton, QWidget
 
 from app.icons import icon
-from app.models.context_use import ContextUse, Level
+from app.models.conversation import ContextUse, Level
 from app.theme import set_look, use_tabular_figures
 from app.widgets.fields import Slider, SpinBox
-from app.widgets.popover import Popover
+from app.widgets.page import Popover
 from app.widgets.quantities import count, memory, percent
 from app.widgets.scaffold import LEFT, add_items, push_button, text_label
 from engine.common.config import LEAST_CONTEXT
@@ -57,19 +57,14 @@ class ContextMeter(QPushButton):
         self.setCursor(Qt.CursorShape.PointingHandCursor)
         use_tabular_figures(self)
         self._forms: tuple[str, ...] = ("",)
-        self._use: ContextUse | None = None
+        self.use: ContextUse | None = None
         self._mark = QIcon()
         self.setAccessibleName(self.tr("Context"))
         self.setMinimumWidth(LEAST_PX)
         self.hide()
 
-    @property
-    def use(self) -> ContextUse | None:
-        return self._use
-
     def show_use(self, use: ContextUse | None) -> None:
-        """None if it is not known."""
-        self._use = use
+        self.use = use
         if use is None:
             self._forms = ("",)
             self.setToolTip("")
@@ -99,19 +94,17 @@ class ContextMeter(QPushButton):
 
     @property
     def least_width(self) -> int:
-        """With which it says anything; 0 if there is nothing to say."""
-        return self._width_of(self._forms[-2]) if self._use is not None else 0
+        return self._width_of(self._forms[-2]) if self.use is not None else 0
 
     @property
     def _has_icon(self) -> bool:
-        return self._use is not None and self._use.level is not Level.FREE
+        return self.use is not None and self.use.level is not Level.FREE
 
     def _width_of(self, form: str, *, has_icon: bool = True) -> int:
         words = self.fontMetrics().size(Qt.TextFlag.TextShowMnemonic, form).width()  # as a button measures it
         return words + FRAME_PX + (ICON_PX + 4 if self._has_icon and has_icon else 0)
 
     def fit(self, room: int) -> None:
-        """Takes the longest form of its words that needs no more than `room`; the share is worth more than the icon."""
         share = self._forms[-2] if len(self._forms) > 1 else ""
         form = next((form for form in self._forms if form and self._width_of(form) <= room), "")
         shows_icon = self._has_icon
@@ -186,7 +179,6 @@ class ContextPopover(Popover):
         )
 
     def edit(self, use: ContextUse, length: ContextLength, button: QWidget, *, folds: bool) -> None:
-        """Opens with these; `folds` if there are turns that can make room."""
         self._length = length
         words = (
             self.tr("About {0} of {1} tokens are used ({2}).")
@@ -208,18 +200,15 @@ class ContextPopover(Popover):
         self.fields.setVisible(is_ours)
         if is_ours:
             self._steps = _steps(length.longest)
-            self.tokens.blockSignals(True)
-            self.tokens.setRange(LEAST_CONTEXT, max(length.longest, LEAST_CONTEXT))
-            self.tokens.setValue(length.wanted or length.tokens)
-            self.tokens.blockSignals(False)
-            self.slider.blockSignals(True)
-            self.slider.setRange(0, len(self._steps) - 1)
-            self.slider.blockSignals(False)
+            with QSignalBlocker(self.tokens):
+                self.tokens.setRange(LEAST_CONTEXT, max(length.longest, LEAST_CONTEXT))
+                self.tokens.setValue(length.wanted or length.tokens)
+            with QSignalBlocker(self.slider):
+                self.slider.setRange(0, len(self._steps) - 1)
             self._follow_tokens()
         self._show_cost()
 
     def _show_cost(self) -> None:
-        """What the length costs, while it moves."""
         length = self._length
         if length is None:
             return
@@ -255,16 +244,14 @@ class ContextPopover(Popover):
 
     def _follow_tokens(self) -> None:
         tokens = self.tokens.value()
-        self.slider.blockSignals(True)
-        self.slider.setValue(min(range(len(self._steps)), key=lambda step: abs(self._steps[step] - tokens)))
-        self.slider.blockSignals(False)
+        with QSignalBlocker(self.slider):
+            self.slider.setValue(min(range(len(self._steps)), key=lambda step: abs(self._steps[step] - tokens)))
 
     def _label(self, role: str) -> QLabel:
         return text_label(self, role=role, wrap=True, tabular=True)
 
 
 def _steps(longest: int) -> list[int]:
-    """Lengths that a slider offers: each twice the one before, and the longest."""
     steps = [LEAST_CONTEXT]
     while steps[-1] * 2 < longest:
         steps.append(steps[-1] * 2)
@@ -272,5 +259,4 @@ def _steps(longest: int) -> list[int]:
 
 
 def _small(amount: int) -> str:
-    """A few bytes: `23 kB`."""
     return f"{count(round(amount / 1024))} kB" if amount >= 1024 else f"{count(amount)} B"

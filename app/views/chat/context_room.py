@@ -9,16 +9,16 @@ from PySide6.QtCore import QObject, Qt, Signal
 from PySide6.QtWidgets import QFrame, QProgressBar, QPushButton, QWidget
 
 from app.icons import IconMark
-from app.models.context_use import KEPT_SHARE, ContextUse, Level, turns_to_fold
+from app.models.conversation import KEPT_SHARE, ContextUse, Level, turns_to_fold
 from app.services.chat_store import Attachment, Message, MessageState
 from app.services.chat_store.records import digest_of
 from app.services.documents import given_tokens
 from app.services.engine_client import EngineClient
 from app.services.folding import Folding, Wish, summary_tokens
+from app.services.kept import ANSWER_TOKENS
 from app.services.library import Library
-from app.services.sampling_presets import ANSWER_TOKENS
+from app.services.pictures import tokens_of
 from app.services.settings import Settings
-from app.services.thumbnails import tokens_of
 from app.services.token_counter import TokenCounter
 from app.theme import set_look
 from app.views.chat.composer import Composer
@@ -52,8 +52,6 @@ class _Attempt:
 
 
 class RoomBanner(QFrame):
-    """Above the message box: a sentence, and below it buttons or the progress of a summary."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.setProperty("banner", "warning")
@@ -107,11 +105,9 @@ class RoomBanner(QFrame):
         return self._text.text()
 
     def offer(self, text: str, *buttons: QPushButton, warns: bool = True) -> None:
-        """Shows a sentence with these buttons."""
         self._show(text, buttons, warns=warns, share=None)
 
     def progress(self, text: str, share: float) -> None:
-        """Shows what is being done, and a way to stop it."""
         self._show(text, (), warns=False, share=share)
 
     def _show(self, text: str, buttons: Sequence[QPushButton], *, warns: bool, share: float | None) -> None:
@@ -180,7 +176,6 @@ class ContextRoom(QObject):
         self.folding.failed.connect(self._on_failed)
 
     def close(self) -> None:
-        """Gives up what is being written."""
         self.folding.close()
 
     # --- before something is sent ---
@@ -206,7 +201,6 @@ class ContextRoom(QObject):
             attempt.do()
 
     def try_anyway(self) -> None:
-        """Sends what does not fit."""
         self.banner.hide()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
@@ -217,7 +211,6 @@ class ContextRoom(QObject):
 
     @property
     def _text(self) -> str:
-        """What is to be sent next."""
         attempt = self._attempt
         return attempt.edited if attempt is not None and attempt.edited is not None else self._composer.text
 
@@ -268,14 +261,12 @@ class ContextRoom(QObject):
         self.counter.count(self._counting, model.path, _said((*presenter.said(), draft)))
 
     def forget(self) -> None:
-        """Another chat is on screen, and is not counted yet."""
         self._attempt = None
         self.banner.hide()
         self.popover.hide()
 
     @property
     def limit(self) -> int | None:
-        """The context of who answers, in tokens, if it is known."""
         if self._presenter.is_elsewhere:
             return _context_of(self._presenter.remote)
         return self._client.model.context_tokens if self._client.model is not None else None
@@ -303,7 +294,6 @@ class ContextRoom(QObject):
         return self.counter.estimate(path, _said(prompt))
 
     def document_room(self, texts: Sequence[str]) -> int:
-        """Tokens that documents may take beside these texts and an answer."""
         limit = self.limit
         if limit is None:
             return ROOM_UNKNOWN
@@ -311,13 +301,11 @@ class ContextRoom(QObject):
         return max(limit - int(1.1 * self._estimate(texts)) - answer, 0)
 
     def _given_tokens(self, attachments: Sequence[Attachment]) -> int:
-        """About how many tokens of these documents an answer would be given to read."""
         some = [one for one in attachments if one.characters]
         room = self.document_room([*self._presenter.said(), self._composer.text]) if some else 0
         return given_tokens(some, room) if some else 0
 
     def _pictures(self, after: str | None = None) -> int:
-        """About how many tokens the pictures of the path to a message cost, and those that are sent after it."""
         _, _, later = self._presenter.model.tree.folded(after) if after != "" else (None, [], [])
         sent = [picture for message in later for picture in message.pictures]
         return self._seen([*sent, *self._presenter.pictures])
@@ -346,7 +334,6 @@ class ContextRoom(QObject):
         self._show()
 
     def _show(self) -> None:
-        """What is to be said about it, above the box."""
         use, banner = self._use, self.banner
         wish = self.folding.of(self._chat)
         if wish is not None:
@@ -375,7 +362,6 @@ class ContextRoom(QObject):
     # --- making room ---
 
     def fold(self) -> None:
-        """Have the earlier turns summarised by who answers here."""
         limit = self.limit
         found = self._to_fold(summary_tokens(limit or 0))
         if found is None or limit is None:
@@ -387,14 +373,12 @@ class ContextRoom(QObject):
         self._once_agreed(lambda: self.folding.ask(wish))
 
     def fold_again(self, message_id: str) -> None:
-        """Have the turns summarised that a fold stands for, as they are now."""
         limit, turns = self.limit, self._presenter.model.tree.lineage(message_id)
         if limit is not None and turns:
             wish = Wish(self._chat, message_id, turns, None, limit, digest_of(turns), self._presenter.remote)
             self._once_agreed(lambda: self.folding.ask(wish))
 
     def drop(self) -> None:
-        """Leave the oldest turns out of what is sent."""
         found, attempt = self._to_fold(0), self._attempt
         if found is not None:
             self._edits.fold(found[0], "")
@@ -441,7 +425,6 @@ class ContextRoom(QObject):
     # --- its length ---
 
     def open(self) -> None:
-        """Shows how long the context is, and what that costs."""
         use, length = self._composer.meter.use, self._length()
         if use is not None and length is not None:
             self.popover.edit(use, length, self._composer.meter, folds=self._folds())
@@ -476,7 +459,6 @@ class ContextRoom(QObject):
             self._settings.set_context_of(self._model_path(model), tokens if tokens < longest else None)
 
     def _model_path(self, model: ModelInfo) -> str:
-        """As it is loaded by."""
         return self._client.config.model if self._client.config is not None else model.path
 
 
@@ -485,7 +467,6 @@ def _said(prompt: Sequence[str]) -> list[str]:
 
 
 def _context_of(remote: RemoteModel | None) -> int | None:
-    """The longest context of a server's model, if it says so."""
     if remote is None:
         return None
     found = remote.endpoint.found

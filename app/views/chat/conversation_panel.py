@@ -2,25 +2,128 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from PySide6.QtCore import QEvent, QModelIndex, QPoint, QSize, Qt, QTimer, Signal
+from PySide6.QtCore import QEvent, QModelIndex, QObject, QPoint, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QFrame,
     QListView,
     QMenu,
+    QMessageBox,
     QToolButton,
     QWidget,
 )
 
 from app.icons import icon
 from app.models.conversation_list import ENTRY_ROLE, ConversationListModel, Entry
-from app.services.chat_store import Conversation, Folder
+from app.services.chat_store import ChatStore, Conversation, Folder, new_id
 from app.theme import scaled
 from app.views.chat.conversation_delegate import ConversationDelegate
+from app.views.chat.phrases import translate
+from app.views.chat.presenter import ChatPresenter
+from app.widgets.asking import ask
+from app.widgets.quantities import count
 from app.widgets.scaffold import hbox, line_edit, text_label, vbox
+
+
+class Folders(QObject):
+    """Keeps the store and the list in sync.
+
+    Signals: `done` (one sentence on what can be undone now), `made` (id of a new folder, to be named).
+    """
+
+    done = Signal(str)
+    made = Signal(str)
+
+    def __init__(
+        self, page: QWidget, presenter: ChatPresenter, store: ChatStore, list_model: ConversationListModel
+    ) -> None:
+        super().__init__(page)
+        self._page, self._presenter, self._store, self._list = page, presenter, store, list_model
+        list_model.dropped.connect(self.move)
+
+    question: QMessageBox | None = None
+
+    def make(self, conversation_ids: Sequence[str] = ()) -> None:
+        folder = Folder(new_id(), self._free_name(), created_at=time.time())
+        self._put(folder)
+        self.move(conversation_ids, folder.id)
+        self.made.emit(folder.id)
+
+    def rename(self, folder_id: str, name: str) -> None:
+        folder, name = self._list.folder(folder_id), " ".join(name.split())
+        if folder is not None and name:
+            self._put(replace(folder, name=name))
+
+    def toggle(self, folder_id: str) -> None:
+        folder = self._list.folder(folder_id)
+        if folder is not None:
+            self._put(replace(folder, is_open=not folder.is_open))
+
+    def move(self, conversation_ids: Sequence[str], folder_id: str) -> None:
+        for id_ in conversation_ids:
+            known = self._list.conversation(id_)
+            if known is not None and known.folder_id != folder_id and not self._store.leaves_out(id_):
+                self._presenter.move(id_, folder_id)
+
+    def delete(self, folder_id: str) -> None:
+        folder, inside = self._list.folder(folder_id), self._list.in_folder(folder_id)
+        if folder is None:
+            return
+        if not inside:
+            self._delete(folder, ())
+            return
+        one, more = (
+            translate("Chat", "Delete its chat, too"),
+            translate("Chat", "Delete its {0} chats, too", "", len(inside)),
+        )
+        both = one if len(inside) == 1 else more.format(count(len(inside)))
+        self.question = ask(
+            self._page.window(),
+            translate("Chat", "Delete the folder “{0}”?").format(folder.name),
+            translate("Chat", "Its chats can stay, outside of any folder. Either way you can undo it."),
+            [
+                (translate("Chat", "Delete only the folder"), "do", lambda: self._delete(folder, ())),
+                (both, "destroy", lambda: self._delete(folder, inside)),
+            ],
+        )
+
+    def _delete(self, folder: Folder, chats: Sequence[Conversation]) -> None:
+        stays = [chat.id for chat in self._list.in_folder(folder.id) if chat not in chats]
+        for chat in chats:
+            self._presenter.delete(chat.id, tells=False)
+        for id_ in stays:
+            self._presenter.move(id_, "")
+        self._list.remove_folder(folder.id)
+        self._store.remove_folder(folder.id)
+
+        def undo() -> None:
+            self._put(folder)
+            for _ in chats:
+                self._presenter.undo()
+            for id_ in (*stays, *(chat.id for chat in chats)):
+                self._presenter.move(id_, folder.id)
+
+        self._presenter.can_undo(undo)
+        self.done.emit(translate("Chat", "The folder “{0}” was deleted.").format(folder.name))
+
+    def _put(self, folder: Folder) -> None:
+        self._list.put_folder(folder)
+        self._store.put_folder(folder)
+
+    def _free_name(self) -> str:
+        name, number = translate("Chat", "New folder"), 1
+        taken = {folder.name for folder in self._list.folders}
+        while name in taken:
+            number += 1
+            name = translate("Chat", "New folder {0}").format(number)
+        return name
+
 
 WIDTH_PX = 232
 SEARCH_MS = 150
@@ -98,7 +201,6 @@ class ConversationPanel(QFrame):
         model.rowsInserted.connect(self._select_current)
 
     def fill(self, filling: bool) -> None:
-        """Fills the page instead of being a sidebar."""
         self._fills = filling
         self._set_width()
 
@@ -123,7 +225,6 @@ class ConversationPanel(QFrame):
         self.search.selectAll()
 
     def rename(self, conversation_id: str) -> None:
-        """Edit a title in place."""
         row = self._model.row_of(conversation_id)
         if row is not None:
             index = self._model.index(row)
@@ -131,7 +232,6 @@ class ConversationPanel(QFrame):
             self.list.edit(index)
 
     def rename_folder(self, folder_id: str) -> None:
-        """Edit a folder's name in place."""
         row = self._model.row_of_folder(folder_id)
         if row is not None:
             index = self._model.index(row)

@@ -98,8 +98,6 @@ GAP_PX = 10
 
 
 class ExampleCard(QPushButton):
-    """A button whose text wraps."""
-
     def __init__(self, text: str, parent: QWidget) -> None:
         super().__init__(text, parent)
         self.setProperty("example", True)
@@ -161,7 +159,6 @@ class EmptyChat(PageBody):
         self._arrange()
 
     def set_hint(self, text: str, *, offer_models: bool = False) -> None:
-        """The line under the greeting: what is happening, or what to expect; perhaps a button to choose a model."""
         self._hint.setText(text)
         self.choose_button.setVisible(offer_models)
 
@@ -174,7 +171,6 @@ class EmptyChat(PageBody):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Two cards side by side if each text fits on one line, else one."""
         room = min(self.viewport().width(), self.inside.maximumWidth()) - 2 * SIDE_PX
         widest = max(button.sizeHint().width() for button in self.examples)
         columns = 2 if room >= 2 * widest + GAP_PX else 1

@@ -25,8 +25,6 @@ _MARKUP = re.compile(r"[*_`~\\]+")
 
 
 class Findable(Protocol):
-    """What a turn on screen offers."""
-
     def find_text(self, text: str) -> int:
         """How often a text stands in it; marks all of them.  An empty text takes the marks away."""
 
@@ -56,7 +54,6 @@ class FindBar(QFrame):
         self.hide()
 
     def show_count(self, number: int, total: int, *, is_looking: bool) -> None:
-        """Which of how many is shown, counted from 1."""
         if not self.field.text():
             words = ""
         elif total:
@@ -114,7 +111,6 @@ class FindInChat(QObject):
         return not self._bar.isHidden()
 
     def open(self, text: str | None = None, message_id: str = "") -> None:
-        """Shows the field, with a text that is looked for at once; its first match in a message is shown then."""
         self._bar.show()
         self._wanted = message_id
         if text is not None:
@@ -125,7 +121,6 @@ class FindInChat(QObject):
             self._bar.field.selectAll()
 
     def close(self) -> None:
-        """Takes the field and all marks away."""
         self._bar.hide()
         self._soon.stop()
         self._slices.stop()
@@ -133,7 +128,6 @@ class FindInChat(QObject):
         self._text = ""
 
     def step(self, offset: int) -> None:
-        """Goes to the next match (1) or the one before (-1)."""
         if self._soon.isActive():
             self._begin()
         if self._found:
@@ -191,7 +185,6 @@ class FindInChat(QObject):
             self._settle()
 
     def _settle(self) -> None:
-        """All is found: goes to the match that is wanted, the one that was shown, or the first."""
         self._bar.show_count(0, 0, is_looking=False)
         if not self._found:
             return

@@ -6,7 +6,7 @@ from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QFocusEvent, QKeyEvent, QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.widgets.text_box import TextBox
+from app.widgets.fields import TextBox
 
 MOST_LINES = 10
 LARGEST_SHARE = 0.25
@@ -79,7 +79,6 @@ class GrowingEdit(TextBox):
         return QSize(super().sizeHint().width(), self.height())
 
     def fit(self) -> None:
-        """Takes the height that its text needs, and that the window has."""
         # QPlainTextDocumentLayout measures height in lines.
         lines, line = max(1, round(self.document().size().height())), self.fontMetrics().lineSpacing()
         most = max(2, min(self.most_lines, int(self.largest_share * self.window().height() / line)))

@@ -43,7 +43,6 @@ class MessageEdits(QObject):
     # --- deleting and editing ---
 
     def delete(self, message_id: str) -> None:
-        """Take one turn out; what follows it stays."""
         model = self._presenter.model
         if message_id not in model.tree or not self._may(model.tree[message_id]):
             return
@@ -62,7 +61,6 @@ class MessageEdits(QObject):
         self._store_choices(chosen)
 
     def edit(self, message_id: str, text: str) -> None:
-        """Say something else in a turn; what follows it stays, after this version and after the old one."""
         model = self._presenter.model
         if message_id not in model.tree:
             return
@@ -76,7 +74,6 @@ class MessageEdits(QObject):
         self._can_undo(translate("Chat", "The message was changed."), lambda: self._unedit(message_id, ids))
 
     def _copies(self, old: Message, text: str) -> list[Message]:
-        """The turn with another text, and all that follows it on the visible path."""
         edited = replace(
             old,
             id=new_id(),
@@ -98,7 +95,6 @@ class MessageEdits(QObject):
         return copies
 
     def _unedit(self, old_id: str, ids: list[str]) -> None:
-        """Removes the new version, unless something was said after it by now: then it is only left."""
         model = self._presenter.model
         if model.tree.remove(ids):
             self._store.remove_messages(ids)
@@ -128,14 +124,12 @@ class MessageEdits(QObject):
             self._set_fold(message_id, fold, words)
 
     def unfold(self, message_id: str) -> None:
-        """Send the turns themselves again."""
         fold = self._presenter.model.tree[message_id].fold
         if fold is not None:
             undone = replace(fold, is_on=False, changed_at=self._now())
             self._set_fold(message_id, undone, translate("Chat", "The turns are sent as they are again."))
 
     def rewrite(self, message_id: str, summary: str) -> None:
-        """Say something else in a summary."""
         fold = self._presenter.model.tree[message_id].fold
         if fold is not None and summary.strip() != fold.summary:
             changed = replace(fold, summary=summary.strip(), changed_at=self._now(), model="")
@@ -158,7 +152,6 @@ class MessageEdits(QObject):
     # --- inside ---
 
     def _may(self, message: Message) -> bool:
-        """Whether nothing is being written here that would be lost; else it says so."""
         if self._presenter.answering_id is None or message.deleted_at:
             return not message.deleted_at
         self.refused.emit(translate("Chat", "An answer is being written here: wait for it, or stop it first."))

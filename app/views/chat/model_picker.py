@@ -37,17 +37,15 @@ from app.models.library import ROW_ROLE, LibraryTable, ModelRow
 from app.services.background import timer
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
-from app.services.library import Library
-from app.services.loading_pace import LoadingPace
-from app.services.model_speeds import SOON_MS, ModelSpeeds
+from app.services.engine_request import LoadingPace
+from app.services.library import SOON_MS, Library, ModelSpeeds
 from app.services.settings import Settings
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
 from app.widgets.flow_layout import Flow
-from app.widgets.popover import Popover
+from app.widgets.page import Popover, note_keys
 from app.widgets.quantities import SEPARATOR, duration, file_size
 from app.widgets.scaffold import add_items, hbox, line_edit, push_button, text_label, vbox
-from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
 
@@ -66,7 +64,6 @@ translate = QCoreApplication.translate
 
 
 def loading_words(pace: LoadingPace) -> str:
-    """What is done, how much of how much, and the time left, as far as they are known."""
     progress = pace.progress
     if progress is None:
         return translate("Loading", "Opening the model")
@@ -80,8 +77,6 @@ def loading_words(pace: LoadingPace) -> str:
 
 
 class ModelDelegate(QStyledItemDelegate):
-    """Two lines on the left, elided; the speed on the right."""
-
     def sizeHint(self, _option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex) -> QSize:
         lines = QFontMetrics(self._font(BODY_PX)).lineSpacing() + QFontMetrics(self._font(12.5)).lineSpacing()
         return QSize(0, lines + 2 * ABOVE + 2 + self._heading_height(index.data(ROW_ROLE)))
@@ -263,7 +258,6 @@ class ModelPicker(Popover):
             self._show()
 
     def open_for(self, button: QWidget) -> None:
-        """Opens at `button`, and lists what is there now."""
         if self.isVisible():
             self.close_and_return()
             return
@@ -342,7 +336,6 @@ class ModelPicker(Popover):
         self.least_width = scaled(WIDTH_PX)
 
     def _select(self, path: str) -> None:
-        """Makes the model at a path the current one, else the first."""
         self._fit()
         at = self.rows.mapFromSource(self._models.index(self._models.row_of(path), 0))
         self.list.setCurrentIndex(at if at.isValid() else self.rows.index(0, 0))

@@ -24,7 +24,6 @@ translate = QCoreApplication.translate
 
 
 def phase_text(phase: Phase) -> str:
-    """What an answer is waiting for or doing."""
     part = "" if phase.fraction is None else f" {percent(phase.fraction)}"
     if phase.stage is Stage.NO_ENGINE:
         return translate("Chat", "waiting for the engine, which is not running")
@@ -51,12 +50,10 @@ def phase_text(phase: Phase) -> str:
 
 
 def rate(tokens_per_s: float) -> str:
-    """Tokens per second."""
     return translate("Chat", "{0} tokens/s").format(number(tokens_per_s, 1))
 
 
 def stats_text(message: Message) -> str:
-    """The statistics under a finished answer, and how it ended if not normally; who gave it if another server did."""
     parts = [message.model] if message.content and _is_elsewhere(message) else []
     stats = message.stats
     if stats is not None:
@@ -91,7 +88,6 @@ def stats_text(message: Message) -> str:
 
 
 def _pictures_text(stats: AnswerStats) -> str:
-    """How long the pictures of a prompt took, and which had been read before."""
     seconds = number(stats.pictures_s, 1 if stats.pictures_s >= 0.95 else 2)
     if stats.pictures == 1:
         if stats.pictures_kept:
@@ -106,12 +102,10 @@ def _pictures_text(stats: AnswerStats) -> str:
 
 
 def _is_elsewhere(message: Message) -> bool:
-    """Whether another server answered: then it is named behind its model."""
     return message.model.endswith(")") and "(" in message.model
 
 
 def thought_text(seconds: float, *, thinking: bool) -> str:
-    """How long a model has thought before its answer, or thinks now; 0 if that is unknown."""
     if thinking:
         return translate("Chat", "Thinking… {0}").format(duration(seconds))
     if seconds <= 0:
@@ -120,7 +114,6 @@ def thought_text(seconds: float, *, thinking: bool) -> str:
 
 
 def trouble_text(message: Message) -> str:
-    """What went wrong with an answer and what to do; empty if nothing did."""
     if message.role != "assistant" or message.reason_code in ("", CANCELLED, EDITED):
         return _only_thought(message) or _ran_out(message)
     text = said(message.reason) or translate("Chat", "The answer is incomplete.")
@@ -132,7 +125,6 @@ def trouble_text(message: Message) -> str:
 
 
 def _only_thought(message: Message) -> str:
-    """That a model's thoughts took all the room that there was for its answer."""
     reason = message.stats.finish_reason if message.stats is not None else ""
     if message.content or not message.reasoning or reason not in ("length", "context"):
         return ""
@@ -142,13 +134,11 @@ def _only_thought(message: Message) -> str:
 
 
 def ran_out(message: Message) -> bool:
-    """Whether there was no room in the context for this answer, or for the rest of it."""
     is_cut = message.stats is not None and message.stats.finish_reason == "context"
     return is_cut or message.reason_code == ErrorCode.PROMPT_TOO_LONG.value
 
 
 def _ran_out(message: Message) -> str:
-    """That the end of the context cut an answer off."""
     if not ran_out(message) or not message.content:
         return ""
     return translate("Chat", "The answer ran into the end of the context: make room, and let it continue.")
@@ -159,7 +149,6 @@ def model_text(model: ModelInfo) -> str:
 
 
 def about_text(row: ModelRow) -> str:
-    """What there is to know of a model before it is loaded, its speed apart."""
     entry = row.entry
     if row.remote:
         context = translate("Chat", "{0} tokens of context").format(count(entry.context_tokens))
@@ -177,7 +166,6 @@ def about_text(row: ModelRow) -> str:
 
 
 def speed_text(row: ModelRow) -> tuple[str, str]:
-    """The speed of a model, and where it comes from; empty if it is unknown."""
     if row.entry.measured_tokens_per_s:
         return rate(row.entry.measured_tokens_per_s), translate("Chat", "measured")
     return (rate(row.predicted), translate("Chat", "predicted")) if row.predicted else ("", "")
@@ -190,27 +178,23 @@ def title_text(row: ModelRow) -> str:
 
 
 def choice_text(row: ModelRow) -> str:
-    """A model that can be chosen, for those who do not see how it is painted."""
     said = (title_text(row), about_text(row), " ".join(speed_text(row)).strip(), row.entry.problem)
     return "\n".join(filter(None, said))
 
 
 def sent_text(endpoint: Endpoint) -> str:
-    """Where what is written goes."""
     if endpoint.is_here:
         return translate("Chat", "Sent to {0}, another program on this PC").format(called(endpoint))
     return translate("Chat", "Sent to {0}").format(called(endpoint))
 
 
 def leaves_text(endpoint: Endpoint) -> str:
-    """What that means, as long as it is so."""
     if endpoint.is_here:
         return translate("Chat", "{0}: what you write in this chat stays on this PC.").format(sent_text(endpoint))
     return translate("Chat", "{0}: what you write in this chat leaves this PC.").format(sent_text(endpoint))
 
 
 def not_taken_text(names: Sequence[str]) -> str:
-    """That a server does without some settings of a chat; empty if there are none."""
     words = {
         "top_k": translate("Chat", "top-k"),
         "min_p": translate("Chat", "min-p"),
@@ -245,7 +229,6 @@ MOST_NAMED = 3
 
 
 def seeing_text(seeing: Sequence[str]) -> str:
-    """Which models on this PC see."""
     if not seeing:
         return translate("Chat", "No model on this PC sees pictures.")
     named = ", ".join(seeing[:MOST_NAMED])
@@ -255,7 +238,6 @@ def seeing_text(seeing: Sequence[str]) -> str:
 
 
 def picture_text(width: int, height: int, tokens: int | None) -> str:
-    """A picture's size, and what it costs where that is known."""
     size = f"{count(width)} × {count(height)}"
     if tokens is None:
         return size
@@ -284,19 +266,16 @@ def too_long_text(used: int, limit: int, *, is_chat: bool, folds: bool) -> str:
 
 
 def filling_text(used: int, limit: int) -> str:
-    """That a chat will soon be too long."""
     words = translate("Chat", "This chat takes {0} of the {1} tokens the model reads. Make room before it is full.")
     return words.format(count(used), count(limit))
 
 
 def full_text(used: int, limit: int) -> str:
-    """That a chat is too long for anything more."""
     words = translate("Chat", "The context is full: {0} of {1} tokens are taken. Make room, or ask in a new chat.")
     return words.format(count(used), count(limit))
 
 
 def folding_text(share: float, *, is_writing: bool) -> str:
-    """How far a summary is."""
     if not is_writing:
         return translate("Chat", "The earlier turns are summarised once the model is idle.")
     words = translate("Chat", "Summarising the earlier turns… {0}. Your messages come first.")
@@ -341,31 +320,26 @@ def attachment_text(attachment: Attachment, share: float | None, where: str) -> 
 
 
 def source_place(source: Source) -> str:
-    """Where in its document a source stands."""
     page = translate("Chat", "page {0}").format(source.page) if source.page else ""
     return SEPARATOR.join(filter(None, (page, source.heading)))
 
 
 def left_out_text(names: Sequence[str]) -> str:
-    """That nothing of these documents fits beside the chat."""
     more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1) if len(names) > 1 else names[0]
     words = translate("Chat", "There was no room for {0} beside this chat: ask in a new chat, or shorten this one.")
     return words.format(more)
 
 
 def not_looked_into_text(error: Exception) -> str:
-    """That nothing of a chat's documents could be found."""
     words = translate("Chat", "The documents could not be searched ({0}), so the answer is given without them.")
     return words.format(reason(error))
 
 
 def unseen_text() -> str:
-    """That another server's model reads nothing of the pictures in a chat."""
     return translate("Chat", "It reads text only: the pictures in this chat are not sent.")
 
 
 def unseen_here_text(seeing: Sequence[str]) -> str:
-    """That the model on this PC reads nothing of the pictures in a chat, and which would."""
     words = translate("Chat", "This model reads text only: the pictures in this chat are not read.")
     return f"{words} {seeing_text(seeing)}"
 
@@ -378,7 +352,6 @@ def found_words(snippet: str) -> str:
 
 
 def gone_text(model: str) -> str:
-    """That the server which a chat was held with is not in the list any more."""
     name = model.partition(":")[2].partition("/")[0]
     return translate(
         "Chat", "The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat."

@@ -41,8 +41,6 @@ LAST_CHAT = "last_chat"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a question is answered: by whom, as `Conversation.model` says, and how tokens are sampled."""
-
     model: str = ""
     sampling: SamplingParams | None = None
 
@@ -56,8 +54,6 @@ class ChatPresenter(QObject):
         shown: another `Conversation` is on screen, with its draft and settings.
         changed: the current `Conversation` has new fields.
         deleted: a `Conversation` that `undo` can restore.
-        folders_changed: the tuple of all `Folder`s.
-        draft_replaced: new text for the composer.
         attached: what goes with the next message of the current chat is other pictures or documents now.
         told: a sentence about the documents of the current chat.
     """
@@ -65,8 +61,6 @@ class ChatPresenter(QObject):
     shown = Signal(object)
     changed = Signal(object)
     deleted = Signal(object)
-    folders_changed = Signal(object)
-    draft_replaced = Signal(str)
     attached = Signal()
     told = Signal(str)
 
@@ -109,10 +103,10 @@ class ChatPresenter(QObject):
         self._opens_last = False
         self._goes_on = False
         """Whether what another one showed is shown."""
-        self._conversation = self._new_conversation()
+        self.conversation = self._new_conversation()
         self._is_stored = False
         self._draft_timer = timer(self, self._save_draft, DRAFT_MS, once=True)
-        self._draft = ""
+        self.draft = ""
         self.queue.changed.connect(self._on_answer)
         documents.changed.connect(self._on_document)
         self.shown.connect(self._remember)
@@ -122,11 +116,6 @@ class ChatPresenter(QObject):
         store.loaded.connect(self._on_loaded)
 
     # --- which conversation ---
-
-    @property
-    def conversation(self) -> Conversation:
-        """The current one; not in the store until it has content."""
-        return self._conversation
 
     def begin(self) -> None:
         """Show an empty chat, then the list and the last chat once they are read.
@@ -149,7 +138,6 @@ class ChatPresenter(QObject):
         self._show(before.conversation, before.model.tree, stored=before._is_stored)
 
     def tree_of(self, conversation_id: str) -> MessageTree | None:
-        """The messages of a chat that was opened before."""
         return self._trees.get(conversation_id)
 
     def new_scratch(self) -> None:
@@ -163,22 +151,20 @@ class ChatPresenter(QObject):
 
     @property
     def is_scratch(self) -> bool:
-        """Whether nothing of the current chat is stored."""
-        return self._store.leaves_out(self._conversation.id)
+        return self._store.leaves_out(self.conversation.id)
 
     def keep_scratch(self) -> None:
-        """Store the current chat from now on, as any other."""
         if self.is_scratch and self.answering_id is None:
             first = next((m.content for m in self.model.tree.path() if m.role == "user"), "")
-            title = self._conversation.title or title_from(first) or translate("Chat", "Chat")
-            self._conversation = replace(self._conversation, title=title)
-            self._store.take_in(self._conversation, self.model.tree.messages())
-            self._store.set_unsent_pictures(self._conversation.id, self.pictures)
-            self._store.set_unsent_attachments(self._conversation.id, self.attachments)
-            self._documents.keep(self._documents_of(self._conversation.id).values())
-            self.list_model.put(self._conversation)
+            title = self.conversation.title or title_from(first) or translate("Chat", "Chat")
+            self.conversation = replace(self.conversation, title=title)
+            self._store.take_in(self.conversation, self.model.tree.messages())
+            self._store.set_unsent_pictures(self.conversation.id, self.pictures)
+            self._store.set_unsent_attachments(self.conversation.id, self.attachments)
+            self._documents.keep(self._documents_of(self.conversation.id).values())
+            self.list_model.put(self.conversation)
             self._note_last()
-            self.shown.emit(self._conversation)
+            self.shown.emit(self.conversation)
 
     def new_chat(self) -> None:
         """Show an empty chat; the current one if it is empty."""
@@ -186,13 +172,13 @@ class ChatPresenter(QObject):
             self._leave()
             self._show(self._new_conversation(), MessageTree(), stored=False)
         else:
-            self.shown.emit(self._conversation)
+            self.shown.emit(self.conversation)
 
     def open(self, conversation_id: str, message_id: str | None = None) -> None:
         """Show a conversation; `message_id` is put on the visible path."""
         self._wanted_message = message_id or ""
         known = self.list_model.conversation(conversation_id)
-        if conversation_id == self._conversation.id:
+        if conversation_id == self.conversation.id:
             self._choose_wanted()
             return
         if known is not None and conversation_id in self._trees:
@@ -203,59 +189,49 @@ class ChatPresenter(QObject):
             self._store.load(conversation_id)
 
     def step(self, offset: int) -> None:
-        """Go to the chat above (-1) or below (1) in the list."""
         rows = [entry.conversation.id for entry in self.list_model.entries if entry.conversation is not None]
         if rows:
-            at = rows.index(self._conversation.id) + offset if self._conversation.id in rows else 0
+            at = rows.index(self.conversation.id) + offset if self.conversation.id in rows else 0
             self.open(rows[max(0, min(at, len(rows) - 1))])
 
     # --- a conversation's own fields ---
 
     def keep(self) -> None:
-        """Put the current chat into the list, even if it is still empty."""
         self._store_if_new()
 
     def rename(self, conversation_id: str, title: str) -> None:
-        """Rename a conversation; an empty title changes nothing."""
         title = " ".join(title.split())
         if title:
             self._change(conversation_id, title=title)
 
     def set_pinned(self, conversation_id: str, pinned: bool) -> None:
-        """Pin a conversation to the top of the list, or unpin it."""
         self._change(conversation_id, pinned=pinned)
 
     def move(self, conversation_id: str, folder_id: str) -> None:
-        """Put a conversation into a folder, or into none ("")."""
         self._change(conversation_id, folder_id=folder_id)
 
     def set_system_prompt(self, text: str) -> None:
-        """The instructions that the model reads first."""
         self._store_if_new()
-        self._change(self._conversation.id, system_prompt=text)
+        self._change(self.conversation.id, system_prompt=text)
 
     def set_sampling(self, sampling: SamplingParams | None) -> None:
-        """How tokens are sampled in this chat; None is as the model's makers suggest."""
         self._store_if_new()
-        self._change(self._conversation.id, sampling=sampling)
+        self._change(self.conversation.id, sampling=sampling)
 
     def choose_model(self, model: str) -> None:
-        """Who answers in this chat alone: `endpoint:NAME/MODEL`, or empty for the model on this PC."""
         if self._is_stored:
-            self._change(self._conversation.id, model=model)
+            self._change(self.conversation.id, model=model)
         else:
-            self._conversation = replace(self._conversation, model=model)
-            self.changed.emit(self._conversation)
+            self.conversation = replace(self.conversation, model=model)
+            self.changed.emit(self.conversation)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a server elsewhere was chosen for this chat, be it there or not."""
-        return is_remote(self._conversation.model)
+        return is_remote(self.conversation.model)
 
     @property
     def remote(self) -> RemoteModel | None:
-        """That server's model; None if the model on this PC was chosen, or the server was removed."""
-        return self._endpoints.find(self._conversation.model)
+        return self._endpoints.find(self.conversation.model)
 
     _began_elsewhere = ""
     """What was to answer when the window was last closed, if it is another server's."""
@@ -267,18 +243,11 @@ class ChatPresenter(QObject):
         default = self._settings.default_sampling
         return replace(new_conversation(), model=self._settings.chat_model, sampling=default)
 
-    @property
-    def draft(self) -> str:
-        """The text that is not sent yet."""
-        return self._draft
-
     def set_draft(self, text: str) -> None:
-        """The composer's text; saved after a short delay."""
-        self._draft = text
+        self.draft = text
         self._draft_timer.start()
 
     def flush(self) -> None:
-        """Save everything that is only in memory."""
         if self._draft_timer.isActive():
             self._draft_timer.stop()
             self._save_draft()
@@ -286,7 +255,7 @@ class ChatPresenter(QObject):
     def delete(self, conversation_id: str, *, tells: bool = True) -> None:
         """Remove a conversation from the list; `undo` restores it, unless nothing of it was stored.  With `tells`,
         `deleted` says so."""
-        known = self._conversation if conversation_id == self._conversation.id else None
+        known = self.conversation if conversation_id == self.conversation.id else None
         conversation = self.list_model.conversation(conversation_id) or known
         if conversation is None or (known is not None and not self._is_stored):
             return
@@ -313,11 +282,9 @@ class ChatPresenter(QObject):
             self.deleted.emit(conversation)
 
     def can_undo(self, do: Callable[[], object]) -> None:
-        """`undo` does this next."""
         self._undo.append(do)
 
     def undo(self) -> bool:
-        """Take the last deletion or change of a chat back; False if there is none."""
         if not self._undo:
             return False
         self._undo.pop()()
@@ -332,39 +299,35 @@ class ChatPresenter(QObject):
 
     @property
     def answering_id(self) -> str | None:
-        """The answer in the current chat that is waiting or being written."""
         last = self.model.last
         return last.id if last is not None and last.state is MessageState.STREAMING else None
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """What goes with the next message."""
-        return self._attached.get(self._conversation.id, ())
+        return self._attached.get(self.conversation.id, ())
 
     def attach(self, pictures: Sequence[Picture]) -> None:
         """These go with the next message, and no others; kept as the draft is until then."""
         if tuple(pictures) != self.pictures:
             self._store_if_new()
-            self._attached[self._conversation.id] = tuple(pictures)
-            self._store.set_unsent_pictures(self._conversation.id, self.pictures)
+            self._attached[self.conversation.id] = tuple(pictures)
+            self._store.set_unsent_pictures(self.conversation.id, self.pictures)
         self.attached.emit()
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """Documents that go with the next message."""
-        return self._unsent.get(self._conversation.id, ())
+        return self._unsent.get(self.conversation.id, ())
 
     def attach_documents(self, attachments: Sequence[Attachment]) -> None:
         """These documents go with the next message, and no others; kept as the draft is until then."""
         if tuple(attachments) != self.attachments:
             self._store_if_new()
-            self._unsent[self._conversation.id] = tuple(attachments)
-            self._store.set_unsent_attachments(self._conversation.id, self.attachments)
+            self._unsent[self.conversation.id] = tuple(attachments)
+            self._store.set_unsent_attachments(self.conversation.id, self.attachments)
         self.attached.emit()
 
     @property
     def has_documents(self) -> bool:
-        """Whether any go with the next message or are in the visible turns."""
         return bool(self.attachments) or any(row.message.attachments for row in self.model.rows)
 
     @property
@@ -377,38 +340,34 @@ class ChatPresenter(QObject):
         return self.sees_here() if remote is None else not remote.is_blind
 
     def send(self, text: str) -> bool:
-        """Send a message; False if it is empty or an answer is still being written."""
         question = self.put_question(text)
         if question:
             self._answer(question)
         return bool(question)
 
     def put_question(self, text: str) -> str:
-        """Put a message and what goes with it at the end of the chat, unanswered; its id, or nothing as for `send`."""
         pictures, attachments = self.pictures, self.attachments
         if not (text.strip() or pictures or attachments) or self.answering_id is not None:
             return ""
         self._draft_timer.stop()
-        self._draft = ""
+        self.draft = ""
         self._store_if_new()
         changes: dict[str, Any] = {"draft": "", "updated_at": self._now()}
-        if self._client.model is not None and not is_remote(self._conversation.model):
+        if self._client.model is not None and not is_remote(self.conversation.model):
             changes["model"] = self._client.model.name
-        if not self._conversation.title:
+        if not self.conversation.title:
             changes["title"] = title_from(text) or _title_without_text(attachments)
         # The message first: a window that is killed in between still has it as a draft, too, and never lost it.
         question = self._say(text, self.model.tree.leaf_id(), pictures, attachments)
-        self._change(self._conversation.id, **changes)
+        self._change(self.conversation.id, **changes)
         self.attach(())
         self.attach_documents(())
         return question
 
     def answer_with(self, question_id: str, way: Way) -> str:
-        """Have a question answered in a way of its own, as another version; the answer's id."""
         return self._answer(question_id, way)
 
     def choose(self, message_id: str) -> None:
-        """Go on with this version of a turn."""
         if message_id in self.model.tree:
             self._choose(message_id)
 
@@ -419,7 +378,6 @@ class ChatPresenter(QObject):
             self._answer(self._say(text, edited.parent_id, edited.pictures, edited.attachments))
 
     def regenerate(self, message_id: str) -> None:
-        """Answer again, as another version."""
         if self.answering_id is None and message_id in self.model.tree:
             parent = self.model.tree[message_id].parent_id
             if parent is not None:
@@ -429,28 +387,24 @@ class ChatPresenter(QObject):
         """What is sent of the path to a message, of the visible one (None), or of none (""): first the instructions."""
         at, _, later = self.model.tree.folded(message_id) if message_id != "" else (None, [], [])
         return self._said(
-            instructions_with(self._conversation.system_prompt, at.fold if at is not None else None), later
+            instructions_with(self.conversation.system_prompt, at.fold if at is not None else None), later
         )
 
     def _said(self, instructions: str, lineage: Sequence[Message]) -> list[str]:
-        """All texts that are sent, descriptions of tools among them."""
-        offered = [each.tool for each in self._tools().offered()] if self._conversation.tools else []
+        offered = [each.tool for each in self._tools().offered()] if self.conversation.tools else []
         tools = "\n".join(f"{each.name} {each.description} {each.parameters}" for each in offered)
         texts = (instructions, tools, *map(self.sent_text, lineage))
         return [text for text in texts if text.strip()]
 
     def sent_text(self, message: Message) -> str:
-        """What is sent of a message in this chat, its calls of tools included."""
-        return sent_text(message, calls=bool(self._conversation.tools))
+        return sent_text(message, calls=bool(self.conversation.tools))
 
     def continue_answer(self, message_id: str) -> None:
-        """Ask the model to continue an incomplete answer."""
         if self.answering_id is None and message_id in self.model.tree:
             self._answer(self._say(translate("Chat", "Please continue."), message_id))
 
     def branch(self, message_id: str) -> None:
-        """Continue in a new chat that holds everything up to this message."""
-        source = self._conversation
+        source = self.conversation
         lineage = without_deleted(self.model.tree.nodes_to(message_id))
         now = self._now()
         title = translate("Chat", "{0} (branch)").format(source.title or translate("Chat", "Chat"))
@@ -467,9 +421,8 @@ class ChatPresenter(QObject):
         self._show(conversation, MessageTree(copies), stored=True)
 
     def set_tools(self, offers: bool) -> None:
-        """Offer tools to who answers in this chat, or none."""
         self._store_if_new()
-        self._change(self._conversation.id, tools="[]" if offers else "")
+        self._change(self.conversation.id, tools="[]" if offers else "")
 
     def decide(self, message_id: str, call_id: str, answer: Permission) -> None:
         """Let a call of a tool run, or not; with `chat` and `always` further ones of the same tool, too."""
@@ -482,8 +435,8 @@ class ChatPresenter(QObject):
         if offered is not None and answer == "always":
             tools.allow_always(offered.key)
         if offered is not None and answer == "chat":
-            allowed = sorted({*allowed_in(self._conversation), offered.key})
-            self._change(self._conversation.id, tools=json.dumps(allowed))
+            allowed = sorted({*allowed_in(self.conversation), offered.key})
+            self._change(self.conversation.id, tools=json.dumps(allowed))
             self.queue.allow_in_chat(message_id, offered.key)
         self.queue.decide(message_id, call_id, allowed=answer != "deny")
         if answer in ("chat", "always"):
@@ -492,22 +445,19 @@ class ChatPresenter(QObject):
                     self.queue.decide(message_id, other.id, allowed=True)
 
     def step_version(self, message_id: str, offset: int) -> None:
-        """Show another version of a turn, and what follows it."""
         sibling = self.model.tree.sibling(message_id, offset)
         if sibling is not None:
             self._choose(sibling)
 
     def stop(self) -> bool:
-        """Stop the current chat's answer; False if none is being written."""
         answering = self.answering_id
         if answering is not None:
             self.queue.stop(answering)
         return answering is not None
 
     def add_imported(self, conversations: Sequence[Conversation]) -> None:
-        """Lists chats that an import wrote; what was read of them before is read again."""
         for conversation in conversations:
-            is_shown = conversation.id == self._conversation.id
+            is_shown = conversation.id == self.conversation.id
             if not is_shown or self.answering_id is None:
                 self._trees.pop(conversation.id, None)
                 if is_shown:
@@ -519,9 +469,9 @@ class ChatPresenter(QObject):
 
     def _show(self, conversation: Conversation, tree: MessageTree, *, stored: bool) -> None:
         self._wanted = ""
-        self._conversation = conversation
+        self.conversation = conversation
         self._is_stored = stored
-        self._draft = conversation.draft
+        self.draft = conversation.draft
         if stored:
             self._trees[conversation.id] = tree
             self._note_last()
@@ -536,7 +486,6 @@ class ChatPresenter(QObject):
         return {one.id: one for some in (self._unsent.get(conversation_id, ()), *turns) for one in some}
 
     def _show_near(self, row: int | None) -> None:
-        """After a deletion: open what is now at its place in the list."""
         rest = [entry.conversation for entry in self.list_model.entries[row or 0 :] if entry.conversation is not None]
         near = rest[0] if rest else self.list_model.first()
         self._show(self._new_conversation(), MessageTree(), stored=False)
@@ -545,33 +494,33 @@ class ChatPresenter(QObject):
 
     def _leave(self) -> None:
         self.flush()
-        said = len(self.model.tree) or self._draft.strip() or self.pictures or self.attachments
-        empty = not said and not self._conversation.system_prompt
-        if self._is_stored and empty and not self._conversation.title:
-            self._trees.pop(self._conversation.id, None)
-            self._store.delete(self._conversation.id)
-            self.list_model.remove(self._conversation.id)
+        said = len(self.model.tree) or self.draft.strip() or self.pictures or self.attachments
+        empty = not said and not self.conversation.system_prompt
+        if self._is_stored and empty and not self.conversation.title:
+            self._trees.pop(self.conversation.id, None)
+            self._store.delete(self.conversation.id)
+            self.list_model.remove(self.conversation.id)
 
     def _store_if_new(self) -> None:
         if not self._is_stored:
             self._is_stored = True
-            self._trees[self._conversation.id] = self.model.tree
-            self._store.create(self._conversation)
-            self.list_model.put(self._conversation)
+            self._trees[self.conversation.id] = self.model.tree
+            self._store.create(self.conversation)
+            self.list_model.put(self.conversation)
             self._note_last()
 
     def _note_last(self) -> None:
         if not self.is_scratch:
-            self._settings.set(LAST_CHAT, self._conversation.id)
+            self._settings.set(LAST_CHAT, self.conversation.id)
 
     def _change(self, conversation_id: str, **changes: Any) -> None:
-        if conversation_id == self._conversation.id:
+        if conversation_id == self.conversation.id:
             if not self._is_stored:
                 self._store_if_new()
-            self._conversation = replace(self._conversation, **changes)
-            self.model.set_conversation(self._conversation)
-            self.list_model.put(self._conversation)
-            self.changed.emit(self._conversation)
+            self.conversation = replace(self.conversation, **changes)
+            self.model.set_conversation(self.conversation)
+            self.list_model.put(self.conversation)
+            self.changed.emit(self.conversation)
         else:
             known = self.list_model.conversation(conversation_id)
             if known is not None:
@@ -579,9 +528,9 @@ class ChatPresenter(QObject):
         self._store.change(conversation_id, **changes)
 
     def _save_draft(self) -> None:
-        if self._draft != self._conversation.draft:
+        if self.draft != self.conversation.draft:
             self._store_if_new()
-            self._change(self._conversation.id, draft=self._draft)
+            self._change(self.conversation.id, draft=self.draft)
 
     def _say(
         self,
@@ -592,7 +541,7 @@ class ChatPresenter(QObject):
     ) -> str:
         question = Message(
             new_id(),
-            self._conversation.id,
+            self.conversation.id,
             parent_id,
             "user",
             text,
@@ -605,15 +554,14 @@ class ChatPresenter(QObject):
         return question.id
 
     def _answer(self, parent_id: str, way: Way | None = None) -> str:
-        """Asks as the chat does, or in a way of its own."""
-        way = way or Way(self._conversation.model, self._conversation.sampling)
+        way = way or Way(self.conversation.model, self.conversation.sampling)
         remote = self._endpoints.find(way.model)
-        with_tools = self._conversation.tools
+        with_tools = self.conversation.tools
         answer = Message(
-            new_id(), self._conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
+            new_id(), self.conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
         )
         at, _, lineage = self.model.tree.folded(parent_id)
-        instructions = instructions_with(self._conversation.system_prompt, at.fold if at is not None else None)
+        instructions = instructions_with(self.conversation.system_prompt, at.fold if at is not None else None)
         self.model.add(answer)
         self._store.add_message(answer)
         if is_remote(way.model) and remote is None:
@@ -636,7 +584,7 @@ class ChatPresenter(QObject):
         """Asks once it is known which tools there are."""
         if not self.queue.is_held(answer.id):
             return  # it was stopped
-        tools, chat = self._tools(), self.list_model.conversation(answer.conversation_id) or self._conversation
+        tools, chat = self._tools(), self.list_model.conversation(answer.conversation_id) or self.conversation
         if tools.problems:
             self.told.emit(" ".join(map(said, tools.problems.values())))
         attached = {one.id: one for message in lineage for one in message.attachments}
@@ -696,7 +644,6 @@ class ChatPresenter(QObject):
             self._store.choose(node)
 
     def _choose_wanted(self) -> None:
-        """Put the message that a search found on the visible path, with all its ancestors."""
         wanted, self._wanted_message = self._wanted_message, ""
         if wanted and wanted in self.model.tree and self.model.row_of(wanted) is None:
             if all(message.id != wanted for message in self.model.tree.path()):
@@ -720,7 +667,6 @@ class ChatPresenter(QObject):
             tree.update(answer)
 
     def _on_document(self, found: Attachment) -> None:
-        """More is known of a document: wherever it is, it is shown so."""
         for chat, unsent in self._unsent.items():
             if any(one.id == found.id for one in unsent):
                 self._unsent[chat] = tuple(found if one.id == found.id else one for one in unsent)
@@ -735,7 +681,7 @@ class ChatPresenter(QObject):
         # Chats made before the list was read are newer than the list, which has none that are never stored.
         own = {each.id: each for each in self.list_model.known if self._store.leaves_out(each.id)}
         if self._is_stored:
-            own[self._conversation.id] = self._conversation
+            own[self.conversation.id] = self.conversation
         self.list_model.set_conversations([*(each for each in conversations if each.id not in own), *own.values()])
         last = self.list_model.conversation(self._settings.get(LAST_CHAT, ""))
         opens_last = self._is_untouched and not self._goes_on
@@ -745,7 +691,7 @@ class ChatPresenter(QObject):
 
     @property
     def _is_untouched(self) -> bool:
-        return not self._is_stored and not self._draft
+        return not self._is_stored and not self.draft
 
     def _on_loaded(
         self,
@@ -766,7 +712,6 @@ class ChatPresenter(QObject):
 
 
 def allowed_in(conversation: Conversation) -> tuple[str, ...]:
-    """Keys of the tools that may run unasked in a chat."""
     try:
         kept = json.loads(conversation.tools or "[]")
     except ValueError:

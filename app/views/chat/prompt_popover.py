@@ -1,28 +1,31 @@
-"""Saved prompts: found by typing, filled in where they have variables, kept, changed and removed."""
+"""Saved prompts: found by typing, filled in where they have variables, kept, changed and removed; their button."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
 
-from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtCore import QEvent, QObject, QPoint, Qt, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QFormLayout,
     QHBoxLayout,
     QListWidget,
     QListWidgetItem,
+    QMenu,
     QPushButton,
     QVBoxLayout,
     QWidget,
 )
 
+from app.icons import IconButton, icon
 from app.services.kept import Named, SavedPrompts, fill, name_for, variables
 from app.theme import scaled
-from app.widgets.popover import Popover
+from app.views.chat.composer import Composer
+from app.views.chat.presenter import ChatPresenter
+from app.widgets.fields import TextBox
+from app.widgets.page import BatchDraft, Popover, note_keys
 from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label, vbox
-from app.widgets.shortcuts import note_keys
-from app.widgets.text_box import TextBox
 
 WIDTH_PX = 440
 MOST_ROWS = 6
@@ -60,7 +63,6 @@ class PromptPopover(Popover):
     # --- opening ---
 
     def open_list(self, button: QWidget, message: str, *, by_slash: bool = False) -> None:
-        """Opens with all prompts; `message` is what could be kept as another."""
         self._message, self._by_slash, self._removed = message, by_slash, None
         self.save_button.setEnabled(bool(message.strip()))
         self.filter.clear()
@@ -70,7 +72,6 @@ class PromptPopover(Popover):
         self.filter.setFocus()
 
     def open_editor(self, button: QWidget, text: str, name: str = "") -> None:
-        """Opens the editor for a new prompt, or for the one of this name."""
         self._by_slash = False
         self._editing = name
         self.name.setText(name or name_for(text))
@@ -318,3 +319,75 @@ def _row(*widgets: QWidget | None) -> QHBoxLayout:
         else:
             row.addWidget(widget)
     return row
+
+
+class MessageTools(QObject):
+    """The buttons beside the message, and what they open."""
+
+    batch_wanted = Signal(object)
+
+    def __init__(
+        self,
+        presenter: ChatPresenter,
+        composer: Composer,
+        prompts: SavedPrompts,
+        tell: Callable[[str], object],
+        compare: Callable[[str], object],
+        page: QWidget,
+    ) -> None:
+        super().__init__(page)
+        self._presenter, self._composer, self._prompts, self._compare = presenter, composer, prompts, compare
+        self.popover = PromptPopover(prompts, page)
+        self.popover.chosen.connect(self._insert)
+        self.popover.typed.connect(self._insert)
+        prompts.trouble.connect(tell)
+        self.prompts_button = IconButton("prompts", self.tr("Saved prompts  /"), self.open_prompts, composer)
+        self.more_button = IconButton("more", self.tr("More for this message"), self._open_more, composer)
+        for button in (self.prompts_button, self.more_button):
+            composer.add_tool(button)
+        composer.box.slashed.connect(self._on_slash)
+        prompts.changed.connect(self._on_prompts)
+        self._on_prompts()
+
+    def open_prompts(self) -> None:
+        self.popover.open_list(self.prompts_button, self._composer.text)
+
+    def compare(self) -> None:
+        self._compare(self._composer.text)
+
+    def to_batch(self, text: str) -> None:
+        chat = self._presenter.conversation
+        self.batch_wanted.emit(BatchDraft(text, chat.system_prompt, chat.sampling))
+
+    def last_question(self) -> str:
+        asked = (row.message.content for row in reversed(self._presenter.model.rows) if row.message.role == "user")
+        return self._composer.text if self._composer.text.strip() else next(asked, "")
+
+    def menu(self) -> QMenu:
+        menu, text = QMenu(self._composer), self._composer.text
+        menu.addAction(icon("prompts"), self.tr("Saved prompts…\t/"), self.open_prompts)
+        save = menu.addAction(self.tr("Save this message as a prompt…"))
+        save.triggered.connect(lambda: self.popover.open_editor(self.prompts_button, text))
+        save.setEnabled(bool(text.strip()))
+        menu.addSeparator()
+        menu.addAction(icon("columns"), self.tr("Ask two, side by side…\tCtrl+Shift+D"), self.compare)
+        rows = menu.addAction(icon("rows"), self.tr("Ask this of every row of a file…"))
+        rows.triggered.connect(lambda: self.to_batch(self.last_question()))
+        rows.setEnabled(bool(self.last_question().strip()))
+        return menu
+
+    def _open_more(self) -> None:
+        menu = self.menu()
+        menu.aboutToHide.connect(menu.deleteLater)
+        at = self.more_button.mapToGlobal(QPoint(0, 0))
+        menu.popup(at - QPoint(0, menu.sizeHint().height() + 4))
+
+    def _on_slash(self) -> None:
+        self.popover.open_list(self.prompts_button, "", by_slash=True)
+
+    def _on_prompts(self) -> None:
+        self._composer.box.opens_prompts = bool(self._prompts.entries)
+
+    def _insert(self, text: str) -> None:
+        self._composer.box.insertPlainText(text)
+        self._composer.setFocus()

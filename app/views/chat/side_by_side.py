@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from PySide6.QtCore import QObject, QSize, Qt, QUrl, Signal
-from PySide6.QtGui import QDesktopServices, QKeySequence
+from PySide6.QtCore import QObject, QSize, Qt, Signal
+from PySide6.QtGui import QKeySequence
 from PySide6.QtWidgets import QDialog, QFrame, QPushButton, QScrollArea, QWidget
 
 from app.models.conversation import MessageRow
@@ -18,18 +18,17 @@ from app.services.answer_queue import Phase
 from app.services.chat_store import Message, MessageState
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
-from app.services.kept import SavedPresets
+from app.services.kept import Preset, SavedPresets
 from app.services.library import Library
-from app.services.sampling_presets import Preset
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.presenter import ChatPresenter, Way
 from app.views.chat.turn_column import TurnColumn
-from app.widgets.fields import ComboBox
+from app.widgets.answer_text import open_link
+from app.widgets.fields import ComboBox, TextBox
+from app.widgets.page import add_shortcut
 from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import RIGHT, WrappedLabel, hbox, push_button, set_message, vbox
-from app.widgets.shortcuts import add_shortcut
-from app.widgets.text_box import TextBox
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, is_remote, remote_name
@@ -40,8 +39,6 @@ Agree = Callable[[RemoteModel, Callable[[], object]], object]
 
 
 class Column(QFrame):
-    """One of the two: who answers and how, the answer, and the button that goes on with it."""
-
     changed = Signal()
     picked = Signal()
     acted = Signal(str)
@@ -85,16 +82,14 @@ class Column(QFrame):
         return Way(self.model.currentData() or "", self.sampling)
 
     def say(self, words: str) -> None:
-        """What it waits for, or why it has no answer."""
         set_message(self.words, words)
 
     def show_answer(self, message: Message) -> None:
-        """Shows an answer, which may be growing."""
         row = MessageRow(message)
         if self.answer is None:
             self.answer = AnswerMessage(row, self._turns)
             self.answer.acted.connect(self.acted)
-            self.answer.link_activated.connect(_open)
+            self.answer.link_activated.connect(open_link)
             self._turns.insert(0, self.answer)
             self._turns.place()
         else:
@@ -103,7 +98,6 @@ class Column(QFrame):
         self.pick_button.setEnabled(message.state is not MessageState.STREAMING and bool(message.content))
 
     def clear(self) -> None:
-        """Without an answer."""
         if self.answer is not None:
             self._turns.remove(self.answer)
             self.answer.deleteLater()
@@ -111,14 +105,8 @@ class Column(QFrame):
         self.pick_button.setEnabled(False)
 
     def set_able(self, able: bool) -> None:
-        """Whether it can be set up."""
         self.model.setEnabled(able)
         self.sampling_button.setEnabled(able)
-
-
-def _open(url: QUrl) -> None:
-    if url.scheme() in ("http", "https", "mailto"):
-        QDesktopServices.openUrl(url)
 
 
 class Comparison(QObject):
@@ -152,7 +140,6 @@ class Comparison(QObject):
         client.state_changed.connect(self._on_state)
 
     def ask(self, text: str, ways: tuple[Way, Way]) -> bool:
-        """Puts the question into the chat, and asks; False if it cannot be put now."""
         self.question = self._presenter.put_question(text)
         if not self.question:
             return False
@@ -165,12 +152,10 @@ class Comparison(QObject):
         return True
 
     def ask_one(self, number: int) -> None:
-        """Asks the first or the second, again if it has answered."""
         self.answers[number] = self._presenter.answer_with(self.question, self._ways[number])
         self.answered.emit(number, self._presenter.model.tree[self.answers[number]])
 
     def stop(self) -> None:
-        """Stops what is being written, and asks no more."""
         self._waiting.clear()
         self._loading = ""
         self._presenter.queue.stop_all(id_ for id_ in self.answers if id_)
@@ -284,7 +269,6 @@ class SideBySide(QDialog):
         self._enable()
 
     def open_for(self, text: str) -> None:
-        """Opens with a question, the chat's own way first, and another one beside it."""
         chat = self._presenter.conversation
         first, second = self.columns
         self._choose(first, chat.model if is_remote(chat.model) else "")
@@ -334,7 +318,6 @@ class SideBySide(QDialog):
             column.acted.connect(partial(self._act, number))
 
     def _fill_models(self) -> None:
-        """The models there are to choose from: that which is loaded, the others on this PC, and those of servers."""
         model = self._client.model
         here = self.tr("The model here") if model is None else model.name
         choices = [(here, "")]
@@ -393,7 +376,6 @@ class SideBySide(QDialog):
         self._enable()
 
     def _pick(self, number: int) -> None:
-        """Goes on with an answer, and with the way in which it was given."""
         way, answer = self.columns[number].way, self.comparison.answers[number]
         self.comparison.stop()
         self._presenter.choose(answer)

@@ -16,13 +16,11 @@ from app.theme import Theme, colours, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.phrases import thought_text
 from app.widgets.answer_text import AnswerView
+from app.widgets.fields import TextBox
 from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
-from app.widgets.text_box import TextBox
 
 
 class _LongEdit(GrowingEdit):
-    """Enter starts a new line, and Ctrl+Enter submits."""
-
     most_lines = 24
     largest_share = 0.4
 
@@ -87,7 +85,6 @@ class VersionSwitch(QWidget):
         return self._label.text()
 
     def show_version(self, version: int, versions: int) -> None:
-        """Show which version of how many."""
         self._label.setText(self.tr("{0} of {1}").format(version, versions))
         self._back.setEnabled(version > 1)
         self._on.setEnabled(version < versions)
@@ -100,8 +97,6 @@ INDENT_PX = 10
 
 
 class ThoughtText(AnswerView):
-    """Markdown in a calmer colour."""
-
     def theme(self) -> Theme:
         theme = colours()
         return replace(theme, text=theme.muted)
@@ -120,7 +115,6 @@ class Thought(QWidget):
         self._message: Message | None = None
         self._told_s = 0.0
         self.body: ThoughtText | None = None
-        """The text, once it has been opened."""
         self.header = push_button(self, kind="fold", checkable=True)
         self.header.setIconSize(QSize(ICON_PX, ICON_PX))
         self.header.setCursor(Qt.CursorShape.PointingHandCursor)
@@ -137,12 +131,10 @@ class Thought(QWidget):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the answer has not begun yet."""
         message = self._message
         return message is not None and message.state is MessageState.STREAMING and not message.content
 
     def set_message(self, message: Message) -> None:
-        """Show this answer's reasoning."""
         self._message, self._told_s = message, monotonic()
         self.setVisible(bool(message.reasoning))
         if message.reasoning and self.is_thinking:

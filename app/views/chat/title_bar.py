@@ -96,13 +96,11 @@ class TitleBar(QFrame):
     _gone = ""
 
     def set_title(self, title: str) -> None:
-        """Show the name of the chat."""
         self._title.set_full_text(title)
         self._title.set_tip(self.tr("Double-click or press F2 to rename"))
         self._fit()
 
     def offer_chats(self, offered: bool, *, shown: bool) -> None:
-        """Show a button for the list of chats when it does not fit beside the chat."""
         self.chats_button.setVisible(offered)
         self.chats_button.setChecked(shown)
         self._fit()
@@ -121,7 +119,6 @@ class TitleBar(QFrame):
             self._fit()
 
     def _fit(self) -> None:
-        """When space runs out, hide the device (the model's tooltip has it), then the shortcut; elide the model."""
         margins = self._row.contentsMargins()
         words = self._title.full_text[:LEAST_TITLE_CHARACTERS]
         room = self.width() - margins.left() - margins.right() - self._title.fontMetrics().horizontalAdvance(words)
@@ -191,7 +188,6 @@ class TitleBar(QFrame):
         self._fit()
 
     def _name_at(self, path: str) -> str:
-        """What to call the model at a path that is being loaded: as it is listed, else as its file is called."""
         entry = self._library.entry(path)
         if entry is not None:
             return entry.name

@@ -3,22 +3,156 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 from PySide6.QtCore import QEvent, QMargins, QModelIndex, QRect, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QScrollArea, QWidget
+from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QSizePolicy, QWidget
 
-from app.icons import icon
+from app.icons import IconMark, icon
 from app.models.conversation import ConversationModel, MessageRow
+from app.models.conversation import FoldCard as Card
 from app.services.answer_queue import Phase
 from app.services.background import timer
-from app.services.thumbnails import Thumbnails
+from app.services.pictures import Thumbnails
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
-from app.views.chat.fold_card import FoldCard
+from app.views.chat.thought import MessageEditor
 from app.views.chat.turn_column import TurnColumn
 from app.views.chat.user_message import UserMessage
-from app.widgets.scaffold import push_button
+from app.widgets.flow_layout import Flow
+from app.widgets.quantities import count
+from app.widgets.scaffold import TOP, WrappedLabel, hbox, push_button, text_label, vbox
+
+CARD_PX = 680
+
+FoldAction = Literal["show", "hide", "unfold", "again"]
+
+
+class FoldCard(QFrame):
+    """Signals: `acted` (a `FoldAction`), `rewritten` (another summary)."""
+
+    acted = Signal(str)
+    rewritten = Signal(str)
+
+    def __init__(self, row: MessageRow, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "true")
+        self._row = row
+        self.editor: MessageEditor | None = None
+        self._title = text_label(self, role="heading", wrap=True)
+        head = hbox((IconMark("fold", "muted", 18, self), TOP), (self._title, 1))
+        self.summary = WrappedLabel("", self)
+        self.note = WrappedLabel("", self, role="secondary")
+        self.show_button = self._button("", self._toggle)
+        self.edit_button = self._button(self.tr("Edit the summary"), self.start_editing)
+        self.again_button = self._button(self.tr("Summarise again"), lambda: self.acted.emit("again"))
+        self.unfold_button = self._button(self.tr("Send the turns again"), lambda: self.acted.emit("unfold"))
+        self.unfold_button.setToolTip(self.tr("The model reads the turns themselves again, as far as they fit."))
+        self._actions = Flow(
+            self.show_button, self.edit_button, self.again_button, self.unfold_button, parent=self, gap=4
+        )
+        self._column = vbox(head, self.summary, self.note, self._actions, into=self, margins=(16, 12, 12, 10))
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        policy.setHeightForWidth(True)
+        self.setSizePolicy(policy)
+        self._set_width()
+        self.set_row(row)
+
+    @property
+    def message_id(self) -> str:
+        return self._row.message.id
+
+    @property
+    def title(self) -> str:
+        return self._title.text()
+
+    def set_row(self, row: MessageRow) -> None:
+        self._row = row
+        card = row.card
+        assert card is not None
+        summary = card.fold.summary
+        self._title.setText(self._heading(card))
+        self.setAccessibleName(f"{self._title.text()}. {summary}")
+        self.summary.setText(summary)
+        self.summary.setVisible(bool(summary) and self.editor is None)
+        self.note.setText(self._note(card))
+        self.show_button.setText(self.tr("Hide the turns") if card.is_open else self.tr("Show the turns"))
+        self.show_button.setVisible(card.turns > 0)
+        self.edit_button.setText(self.tr("Edit the summary") if summary else self.tr("Write a summary"))
+        self.again_button.setVisible(card.is_outdated)
+
+    def find_text(self, text: str) -> int:  # noqa: ARG002
+        """See `Findable`; a summary is not searched, what it stands for is."""
+        return 0
+
+    def show_match(self, number: int | None) -> QRect:  # noqa: ARG002
+        return self.rect()
+
+    def start_editing(self) -> None:
+        card = self._row.card
+        if self.editor is not None or card is None:
+            return
+        editor = self.editor = MessageEditor(card.fold.summary, self.tr("Summary of the earlier turns"), self)
+        editor.saved.connect(self._on_saved)
+        editor.cancelled.connect(self.stop_editing)
+        self.summary.hide()
+        self._actions.hide()
+        self._column.insertWidget(2, editor)
+        editor.box.setFocus()
+
+    def stop_editing(self) -> None:
+        if self.editor is not None:
+            self.editor.hide()
+            self.editor.deleteLater()
+            self.editor = None
+            self._actions.show()
+            self.set_row(self._row)
+            self.edit_button.setFocus()
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(0, super().minimumSizeHint().height())
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._set_width()
+
+    def _on_saved(self, text: str) -> None:
+        self.stop_editing()
+        self.rewritten.emit(text)
+
+    def _toggle(self) -> None:
+        card = self._row.card
+        self.acted.emit("hide" if card is not None and card.is_open else "show")
+
+    def _heading(self, card: Card) -> str:
+        if card.fold.summary:
+            one, more = self.tr("Summary of one earlier turn"), self.tr("Summary of {0} earlier turns", "", card.turns)
+        else:
+            one, more = (
+                self.tr("One earlier turn is left out"),
+                self.tr("{0} earlier turns are left out", "", card.turns),
+            )
+        return one if card.turns == 1 else more.format(count(card.turns))
+
+    def _note(self, card: Card) -> str:
+        if card.is_outdated:
+            return self.tr("These turns were changed since the summary was made.")
+        if not card.fold.summary:
+            return self.tr("The model reads nothing of them. They are kept, and can be sent again.")
+        by = card.fold.model or self.tr("you")
+        return self.tr("The model reads this instead of the turns, which are kept. Written by {0}.").format(by)
+
+    def _button(self, text: str, do: object) -> QPushButton:
+        button = push_button(self, text, kind="quiet")
+        button.setProperty("compact", "true")
+        button.clicked.connect(lambda: do())  # type: ignore[operator]
+        return button
+
+    def _set_width(self) -> None:
+        self.setMaximumWidth(scaled(CARD_PX))
+
 
 COLUMN_PX = 744
 """Maximum width of the transcript and the composer, at the standard font size."""
@@ -66,7 +200,7 @@ class Transcript(QScrollArea):
         self._thumbnails = thumbnails
         self._turns: list[Turn] = []
         self._unbuilt: list[MessageRow] = []
-        self._at_end = True
+        self.is_at_end = True
         self._engine_is_down = False
         self.setWidgetResizable(True)
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
@@ -95,55 +229,43 @@ class Transcript(QScrollArea):
     # --- for the page ---
 
     @property
-    def is_at_end(self) -> bool:
-        return self._at_end
-
-    @property
     def turns(self) -> tuple[Turn, ...]:
-        """The widgets created so far, top to bottom."""
         return tuple(self._turns)
 
     def turn(self, message_id: str) -> Turn | None:
-        """The widget of a message, if it is shown."""
         return next((turn for turn in reversed(self._turns) if turn.message_id == message_id), None)
 
     def set_phase(self, message_id: str, phase: Phase | None) -> None:
-        """Show what an answer is waiting for or doing."""
         turn = self.turn(message_id)
         if isinstance(turn, AnswerMessage):
             turn.set_phase(phase)
 
     def set_engine_down(self, down: bool) -> None:
-        """Offer a restart instead of another answer."""
         self._engine_is_down = down
         for turn in self._turns:
             if isinstance(turn, AnswerMessage):
                 turn.set_engine_down(down)
 
     def jump_to_end(self) -> None:
-        """Scroll to the latest text, and follow it."""
-        self._at_end, self._held = True, None
+        self.is_at_end, self._held = True, None
         bar = self.verticalScrollBar()
         bar.setValue(bar.maximum())
         self._show_jump()
 
     def show_message(self, message_id: str) -> None:
-        """Scroll to a message, such as a search result."""
         self.build_all()
         turn = self.turn(message_id)
         if turn is not None:
-            self._at_end = False
+            self.is_at_end = False
             QTimer.singleShot(0, turn, lambda: self.ensureWidgetVisible(turn, 0, 80))
 
     def built(self, message_id: str) -> Turn | None:
-        """The widget of a message, created now if need be."""
         if self.turn(message_id) is None:
             self.build_all()
         return self.turn(message_id)
 
     def show_place(self, turn: Turn, place: QRect) -> None:
-        """Scroll to a place in a turn, unless it is on screen, and stay there until people scroll."""
-        self._at_end, self._held = False, (turn, place)
+        self.is_at_end, self._held = False, (turn, place)
         self._column.place()
         self._show_held()
         self._show_jump()
@@ -162,7 +284,6 @@ class Transcript(QScrollArea):
     _held: tuple[Turn, QRect] | None = None
 
     def build_all(self) -> None:
-        """Create all widgets now."""
         while self._unbuilt:
             self._insert(0, self._unbuilt.pop())
         self._build.stop()
@@ -174,7 +295,7 @@ class Transcript(QScrollArea):
         for turn in self._turns:
             self._discard(turn)
         self._turns.clear()
-        self._at_end = True
+        self.is_at_end = True
         self._unbuilt = list(self._model.rows)
         self._build_some()
         self._show_jump()
@@ -234,7 +355,7 @@ class Transcript(QScrollArea):
         self._put(number, turn)
 
     def _act_on(self, card: FoldCard, action: str) -> None:
-        self._at_end = False  # the card stays in view, whatever is shown below it
+        self.is_at_end = False  # the card stays in view, whatever is shown below it
         self.fold_acted.emit(card.message_id, action)
 
     def _put(self, number: int, turn: Turn) -> None:
@@ -252,16 +373,16 @@ class Transcript(QScrollArea):
     def _on_range(self, _least: int, most: int) -> None:
         if self._held is not None:
             self._show_held()
-        elif self._at_end:
+        elif self.is_at_end:
             self.verticalScrollBar().setValue(most)
         self._show_jump()
 
     def _on_scrolled(self, value: int) -> None:
-        self._at_end = value >= self.verticalScrollBar().maximum() - NEAR_END_PX
+        self.is_at_end = value >= self.verticalScrollBar().maximum() - NEAR_END_PX
         self._show_jump()
 
     def _show_jump(self) -> None:
-        self._jump.setVisible(not self._at_end)
+        self._jump.setVisible(not self.is_at_end)
         self._jump.move((self.viewport().width() - 32) // 2, self.viewport().height() - 44)
         self._jump.raise_()
 

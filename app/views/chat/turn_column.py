@@ -40,7 +40,6 @@ class TurnColumn(QWidget):
         turn.show()
 
     def remove(self, turn: QWidget) -> None:
-        """Takes a turn out, and hides it."""
         number = self._turns.index(turn)
         turn.removeEventFilter(self)
         del self._turns[number], self._heights[number]
@@ -49,13 +48,11 @@ class TurnColumn(QWidget):
         self._place_soon()
 
     def set_margins(self, margins: QMargins) -> None:
-        """What is kept free around all of them."""
         if margins != self._margins:
             self._margins = margins
             self._ask_again()
 
     def place(self) -> None:
-        """Puts those that have moved where they belong."""
         self._measure(self.width())
         left = self._margins.left()
         top = self._margins.top()
@@ -112,7 +109,6 @@ class TurnColumn(QWidget):
         self._place_soon()
 
     def _place_soon(self) -> None:
-        """Once for all that changes before the next paint."""
         QCoreApplication.postEvent(self, QEvent(QEvent.Type.LayoutRequest))
 
     def _update(self) -> None:
@@ -120,12 +116,10 @@ class TurnColumn(QWidget):
         self.updateGeometry()  # the view gives it the height that it now wants
 
     def _number_of(self, turn: QWidget) -> int:
-        """The place of a turn; those that change are mostly the last."""
         last = len(self._turns) - 1
         return next(number for number in range(last, -1, -1) if self._turns[number] is turn)
 
     def _measure(self, width: int) -> None:
-        """Finds the heights that are not known, at a width of the column."""
         inside = max(width - self._margins.left() - self._margins.right(), 0)
         if inside != self._width:
             self._width, self._placed = inside, 0

@@ -11,11 +11,10 @@ from PySide6.QtWidgets import QFrame, QWidget
 
 from app.icons import IconButton
 from app.models.conversation import MessageRow
-from app.services.thumbnails import Thumbnails
+from app.services.pictures import Thumbnails
 from app.theme import scaled
-from app.views.chat.attachment_row import AttachmentRow
+from app.views.chat.attachment_row import AttachmentRow, PictureRow
 from app.views.chat.growing_edit import GrowingEdit
-from app.views.chat.picture_row import PictureRow
 from app.views.chat.thought import VersionSwitch
 from app.widgets.answer_text.style import MOST_MATCHES, mark_format
 from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
@@ -42,7 +41,7 @@ class UserMessage(QWidget):
     def __init__(self, row: MessageRow, thumbnails: Thumbnails, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._row = row
-        self._editor: GrowingEdit | None = None
+        self.editor: GrowingEdit | None = None
         self._matches: list[tuple[int, int]] = []
         """Where what is looked for stands, and which of these is shown."""
         self._match: int | None = None
@@ -92,12 +91,11 @@ class UserMessage(QWidget):
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
         self._pictures.show_pictures(row.message.pictures)
         self.attachments.show_attachments(row.message.attachments)
-        self._text.setVisible(self._editor is None and self._has_text)
+        self._text.setVisible(self.editor is None and self._has_text)
         self._versions.show_version(row.version, row.versions)
         self._fit()
 
     def find_text(self, text: str) -> int:
-        """See `Findable`."""
         content = few_marks(self._row.message.content)
         found = re.finditer(re.escape(text), content, re.IGNORECASE) if text else ()
         matches = [match.span() for match in found][:MOST_MATCHES]
@@ -107,7 +105,6 @@ class UserMessage(QWidget):
         return len(matches)
 
     def show_match(self, number: int | None) -> QRect:
-        """See `Findable`."""
         if number != self._match:
             self._match = number
             self._show_text()
@@ -119,7 +116,6 @@ class UserMessage(QWidget):
         return box
 
     def _show_text(self) -> None:
-        """Rich text only for the line height and for what is found: the whole message is escaped."""
         content, at, parts = few_marks(self._row.message.content), 0, []
         for number, (start, end) in enumerate(self._matches):
             look = mark_format(is_chosen=number == self._match)
@@ -132,11 +128,10 @@ class UserMessage(QWidget):
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{text}</div>')
 
     def start_editing(self) -> None:
-        """Turn the bubble into an editor with its text."""
-        if self._editor is not None:
+        if self.editor is not None:
             return
         self._text.hide()
-        editor = self._editor = GrowingEdit(self._bubble)
+        editor = self.editor = GrowingEdit(self._bubble)
         editor.setAccessibleName(self.tr("Edit message"))
         editor.setPlainText(self._row.message.content)
         editor.selectAll()
@@ -157,19 +152,14 @@ class UserMessage(QWidget):
         editor.setFocus()
 
     def stop_editing(self) -> None:
-        """Show the unchanged text again."""
-        if self._editor is not None:
-            self._editor.deleteLater()
-            self._editor = None
+        if self.editor is not None:
+            self.editor.deleteLater()
+            self.editor = None
             self._actions.deleteLater()
             self._text.setVisible(self._has_text)
             for button in self._buttons:
                 button.show()
             self._fit()
-
-    @property
-    def editor(self) -> GrowingEdit | None:
-        return self._editor
 
     def eventFilter(self, _watched: object, event: QEvent) -> bool:
         if isinstance(event, QKeyEvent) and event.key() == Qt.Key.Key_Escape:
@@ -201,8 +191,8 @@ class UserMessage(QWidget):
         return super().event(event)
 
     def _resend(self) -> None:
-        if self._editor is not None:
-            text = self._editor.toPlainText()
+        if self.editor is not None:
+            text = self.editor.toPlainText()
             if text.strip() or self._row.message.pictures or self._row.message.attachments:
                 self.stop_editing()
                 self.resent.emit(text)
@@ -213,8 +203,8 @@ class UserMessage(QWidget):
         return bool(message.content) or not (message.pictures or message.attachments)
 
     def _save(self) -> None:
-        if self._editor is not None:
-            text = self._editor.toPlainText()
+        if self.editor is not None:
+            text = self.editor.toPlainText()
             self.stop_editing()
             self.edited.emit(text)
 
@@ -225,9 +215,8 @@ class UserMessage(QWidget):
         QGuiApplication.clipboard().setText(self._row.message.content)
 
     def _fit(self) -> None:
-        """As wide as the text needs, up to a limit."""
         widest = scaled(BUBBLE_PX)
-        if self._editor is not None:
+        if self.editor is not None:
             width = min(widest, max(self.width() - EDIT_BESIDE_PX, 120))
             self._bubble.setFixedWidth(width)
             self._fit_pictures(width - 2 * PADDING.width())

@@ -71,7 +71,6 @@ class MachineFooter(QWidget):
         self._say_where()
 
     def set_folded(self, folded: bool) -> None:
-        """Shows one bar only: of the VRAM, or of the RAM where no card is in use."""
         self._is_folded = folded
         words = self.tr("Show what holds the memory") if folded else self.tr("Fold the memory into one bar")
         self.fold.set_icon("chevron-up" if folded else "chevron-down", words)
@@ -94,7 +93,6 @@ class MachineFooter(QWidget):
             self._show_bars()
 
     def set_narrow(self, narrow: bool) -> None:
-        """Shows only the bars, for the icon rail."""
         self._is_narrow = narrow
         self._show_bars()
         side = 2 if narrow else 8
@@ -103,7 +101,6 @@ class MachineFooter(QWidget):
             bar.set_narrow(narrow)
 
     def fit(self, width: int, height: int) -> None:
-        """Shows what fits: always the bars, then their legend, then the model and the hardware."""
         margins = self._inner.contentsMargins()
         room = width - margins.left() - margins.right()
         bars = [bar for bar in (self._vram_bar, self._ram_bar) if not bar.isHidden()]
@@ -122,13 +119,11 @@ class MachineFooter(QWidget):
         self._tell_rest()
 
     def _tell_rest(self) -> None:
-        """Puts into the tooltip what does not fit."""
         hidden = [label.text() for label in (self._where, self._hardware, self._no_gpu) if label.isHidden()]
         bars = [bar.accessibleName() for bar in (self._vram_bar, self._ram_bar) if self._is_folded and bar.isHidden()]
         self.setToolTip("\n".join(filter(None, (*hidden, *(bars if self._has_vram else ())))))
 
     def take_over(self, before: MachineFooter) -> None:
-        """Shows what another has heard of."""
         self._sample, self._held = before._sample, before._held
         if before._profile is not None:
             self._on_hardware(before._profile)
@@ -175,7 +170,6 @@ class MachineFooter(QWidget):
             self._vram_bar.show_parts(parts, used, card.vram_total, source=source)
 
     def _show_emulated_memory(self) -> None:
-        """An emulated card's memory as counted by the engine; it is part of RAM, and also shown there."""
         held = self._held
         total, used, experts, kv = (
             held.device_total_bytes,

@@ -12,9 +12,8 @@ from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
 from app.icons import IconMark, icon
 from app.theme import BODY_PX, body_px
 from app.views.main_window.machine_footer import MachineFooter
-from app.widgets.page import MODELS, PageEntry
+from app.widgets.page import MODELS, PageEntry, add_shortcut
 from app.widgets.scaffold import LEFT, STRETCH, add_items, hbox, push_button, text_label, vbox
-from app.widgets.shortcuts import add_shortcut
 
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download
@@ -43,7 +42,6 @@ class DownloadsMark(QPushButton):
         self.hide()
 
     def show_downloads(self, downloads: Sequence[Download]) -> None:
-        """Shows these; paused ones are left alone."""
         under_way = [one for one in downloads if one.state in ("running", "waiting")]
         failed = [one for one in downloads if one.state == "failed"]
         if under_way:
@@ -63,7 +61,6 @@ class DownloadsMark(QPushButton):
         self._show_text()
 
     def set_narrow(self, narrow: bool) -> None:
-        """For the icon rail."""
         self._is_rail = narrow
         self._show_text()
 
@@ -135,14 +132,12 @@ class Sidebar(QWidget):
         return handled
 
     def choose(self, name: str) -> None:
-        """Marks the page as current; emits nothing."""
         self.button(name).setChecked(True)
 
     def has_focus(self) -> bool:
         return any(button.hasFocus() for button in self._group.buttons())
 
     def button(self, name: str) -> QPushButton:
-        """A page's button, for focus and tests."""
         return self._buttons[name]
 
     def _button(self, index: int, page: PageEntry) -> QPushButton:
@@ -169,7 +164,6 @@ class Sidebar(QWidget):
         self._name.setVisible(not self._is_rail)
 
     def _fit(self) -> None:
-        """The footer takes the height left over; the logo is hidden before a gauge is."""
         short = self.height() < SHORT_PX * body_px() / BODY_PX
         self._head.setVisible(not (short and self._is_rail))
         margins = self._column.contentsMargins()

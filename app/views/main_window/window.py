@@ -21,20 +21,31 @@ from PySide6.QtWidgets import (
 
 from app.icons import logo
 from app.services.background import LatestTask
-from app.services.diagnosis import Diagnosis
 from app.services.engine_client import EngineState
 from app.services.engine_part import is_needed
+from app.services.installation import Diagnosis
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.sidebar import Sidebar
 from app.widgets.asking import ask_where_to_report
 from app.widgets.banner import Banner, BannerStack, Kind
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
-from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
+from app.widgets.fields import dropped_model, model_at
+from app.widgets.page import (
+    BATCH,
+    CHAT,
+    FIRST_RUN,
+    MODELS,
+    TUNE,
+    BatchDraft,
+    Key,
+    Page,
+    PageEntry,
+    add_shortcut,
+    keys_of,
+)
 from app.widgets.quantities import figures
 from app.widgets.scaffold import TOP, PageHeader, hbox, text_label, vbox
-from app.widgets.shortcuts import Key, add_shortcut, keys_of
-from app.widgets.text_box import dropped_model, model_at
 from engine.common.settings import STARTER
 from engine.remote.endpoint import is_remote
 
@@ -52,8 +63,6 @@ SMALLEST = QSize(640, 400)
 
 
 class ShortcutsDialog(QDialog):
-    """Shows the shortcuts by group; empty groups are left out."""
-
     def __init__(self, groups: Sequence[tuple[str, Sequence[Key]]], parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setWindowTitle(self.tr("Keyboard shortcuts"))
@@ -171,7 +180,6 @@ class MainWindow(QMainWindow):
         (self._carried or self).setFocus()
 
     def _passing_texts(self) -> list[tuple[str, str]]:
-        """What banners say that only hear of it once; in the language in which they heard it."""
         names = ("problem_banner", "notice_banner", "tune_banner", "card_banner")
         return [(name, getattr(self, name).text) for name in names if not getattr(self, name).isHidden()]
 
@@ -194,7 +202,6 @@ class MainWindow(QMainWindow):
             self._focus_page()
 
     def _show_frame(self, name: str) -> None:
-        """Shows the page's place, until charts are there to fill it."""
         frame = QWidget(self.pages)
         vbox((PageHeader(self._entries[name].label, frame), TOP), into=frame, gap=-1)
         self.pages.addWidget(frame)
@@ -209,7 +216,6 @@ class MainWindow(QMainWindow):
         when_ready(frame, fill)
 
     def page(self, name: str) -> Page:
-        """The page of this name; created when first shown, so that the window opens sooner."""
         before = self._built.get(name)
         if before is None or (name in self._outdated and not before.is_in_use):
             self._outdated.discard(name)
@@ -272,7 +278,6 @@ class MainWindow(QMainWindow):
         self.notice_banner.show_text(self.tr("Switchyard {0} is available: get it in Settings.").format(version))
 
     def come_forward(self) -> None:
-        """Brings the window to the front, also if it is minimised."""
         self.setWindowState(self.windowState() & ~Qt.WindowState.WindowMinimized)
         self.show()
         self.raise_()
@@ -283,7 +288,6 @@ class MainWindow(QMainWindow):
         self.services.model_start.restart()
 
     def show_shortcuts(self) -> None:
-        """Lists the current page's shortcuts and the global ones."""
         page = self.pages.currentWidget()
         name = self.sidebar.button(self._shown).accessibleName()
         everywhere = keys_of(self, excluding=self.pages)
@@ -294,7 +298,6 @@ class MainWindow(QMainWindow):
         dialog.open()
 
     def quit_by_hand(self) -> None:
-        """Closes the window as its close button does, with all confirmations."""
         self.quitting.emit()
         frame = self.windowHandle()
         if frame is not None:
@@ -402,7 +405,6 @@ class MainWindow(QMainWindow):
         self._to_models.show()
 
     def _on_starter(self, is_there: bool) -> None:
-        """Loads the starter that was got anywhere but on the page of the first run, which loads it itself."""
         the = self.services
         if is_there:
             the.library.look()
@@ -416,7 +418,6 @@ class MainWindow(QMainWindow):
             self.show_page(CHAT)
 
     def _leave_first_run(self, name: str) -> None:
-        """Goes to a page; to the chat for good."""
         if name == CHAT:
             self._needs_model = False
         self.show_page(name)
@@ -424,7 +425,6 @@ class MainWindow(QMainWindow):
     # --- building ---------------------------------------------------------------------------------
 
     def _build(self, pages: Sequence[PageEntry], first_run: PageEntry) -> QWidget:
-        """Everything in the window but its pages."""
         self._entries = {entry.name: entry for entry in (*pages, first_run)}
         centre = QWidget(self)
         settings = self.services.settings

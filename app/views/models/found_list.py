@@ -17,9 +17,9 @@ from PySide6.QtWidgets import (
 from app.models.headed_table import ROW_ROLE, HeadedTable
 from app.theme import ColourName, scaled, themed
 from app.views.models.phrases import badges, found_text, found_words, offer_line, offer_text
+from app.widgets.chip import draw_elided, draw_pills, pills_width, small_font
 from app.widgets.fit_table import draw_verdict_mark
 from app.widgets.quantities import translate
-from app.widgets.small_font import draw_elided, draw_pills, pills_width, small_font
 from engine.checkpoint.hub import Found
 from engine.tuning.fit import Recommendation
 
@@ -39,8 +39,6 @@ def _words(row: Row) -> str:
 
 
 class FoundList(QListView):
-    """Signals: `chosen(Row)`, when another became current."""
-
     chosen = Signal(object)
 
     def __init__(self, parent: QWidget) -> None:
@@ -63,18 +61,15 @@ class FoundList(QListView):
         return row if isinstance(row, Recommendation | Found) else None
 
     def show_rows(self, rows: tuple[Row, ...]) -> None:
-        """Shows these; none is chosen if they are others than before."""
         if rows != self.rows.rows:
             self.rows.show_rows(rows)
         self.setVisible(bool(rows))
         self._fit_height()
 
     def choose(self, at: int) -> None:
-        """Makes the one at this place current."""
         self.setCurrentIndex(self.rows.index(at, 0))
 
     def fit(self, *, wide: bool) -> None:
-        """Beside the chosen one, or above it."""
         if wide:
             self.setFixedWidth(scaled(_LIST_PX))
         else:

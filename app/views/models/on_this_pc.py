@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPoint, QRectF, QSize, Qt, Signal
-from PySide6.QtGui import QAction, QFont, QFontMetricsF, QKeyEvent, QPainter
+from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPoint, QRectF, QSize, Qt, QUrl, Signal
+from PySide6.QtGui import QAction, QDesktopServices, QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
+    QDialog,
+    QListWidget,
     QMenu,
     QProgressBar,
     QStyle,
@@ -17,6 +20,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.library import ROW_ROLE, Column, LibraryTable, ModelRow
+from app.services.background import TaskQueue, sentence_of
 from app.services.library import Work
 from app.theme import themed, use_tabular_figures
 from app.views.models.phrases import (
@@ -30,15 +34,107 @@ from app.views.models.phrases import (
     speed_sentence,
     work_words,
 )
-from app.widgets.chip import ElidedLabel
+from app.widgets.asking import ask_path
+from app.widgets.chip import ElidedLabel, draw_pills, pills_width, small_font
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import SEPARATOR, file_size
-from app.widgets.scaffold import Card, hbox, muted_label, push_button, set_message, warning_label
-from app.widgets.shortcuts import native, note_keys
-from app.widgets.small_font import draw_pills, pills_width, small_font
+from app.widgets.page import native, note_keys
+from app.widgets.quantities import SEPARATOR, file_size, translate
+from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, set_message, vbox, warning_label
 from app.widgets.text_table import TextTable
 from engine.checkpoint.library import LibraryEntry
+from engine.checkpoint.model_directories import add_model_folder, drop_model_folder, model_folders
+
+
+class FoldersDialog(QDialog):
+    """Folders are added and dropped in the background: one on a network that does not answer takes long to look at.
+
+    Signals: `changed`, when a folder was added or dropped.
+    """
+
+    changed = Signal()
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.setWindowTitle(self.tr("Model folders"))
+        self._changes = TaskQueue(self)
+        words = muted_label(
+            self,
+            self.tr(
+                "Models in these folders are listed and used where they lie. The Models page asks which of them a "
+                "download goes into. Those of LM Studio, Ollama, Jan, GPT4All and the hub's own cache are found "
+                "automatically."
+            ),
+        )
+        self.list = QListWidget(self)
+        self.list.setAccessibleName(self.tr("Model folders"))
+        self.list.setTextElideMode(Qt.TextElideMode.ElideMiddle)
+        self.trouble = warning_label(self)
+        self.add = push_button(self, self.tr("Add a folder…"), self._ask)
+        self.drop = push_button(self, self.tr("Remove from list"), self._drop)
+        self.open_ = push_button(self, self.tr("Open"), self._open)
+        close = push_button(self, self.tr("Close"), self.accept)
+        vbox(
+            words,
+            self.list,
+            self.trouble,
+            hbox(self.add, self.drop, self.open_, STRETCH, close, gap=-1),
+            into=self,
+            margins=(20, 18, 20, 18),
+            gap=10,
+        )
+        self.resize(560, 320)
+        self.list.currentRowChanged.connect(lambda _at: self._show_buttons())
+        self.finished.connect(lambda _result: self._delete_when_idle())
+        self._show(model_folders())
+
+    def add_folder(self, folder: Path) -> None:
+        self._change(lambda: add_model_folder(folder))
+
+    def _ask(self) -> None:
+        ask_path(self, self.tr("Folder with models"), self.add_folder, folder=True)
+
+    def _drop(self) -> None:
+        item = self.list.currentItem()
+        if item is not None:
+            folder = Path(item.text())
+            self._change(lambda: drop_model_folder(folder))
+
+    def _open(self) -> None:
+        item = self.list.currentItem()
+        if item is not None:
+            QDesktopServices.openUrl(QUrl.fromLocalFile(item.text()))
+
+    def _change(self, change: Callable[[], tuple[Path, ...]]) -> None:
+        set_message(self.trouble, "")
+        self._changes.add(change, self._on_changed, self._on_failed)
+        self._show_buttons()
+
+    def _on_changed(self, folders: tuple[Path, ...]) -> None:
+        self._show(folders)
+        self.changed.emit()
+        self._delete_when_idle()
+
+    def _on_failed(self, error: Exception) -> None:
+        self._show_buttons()
+        self._delete_when_idle()
+        set_message(self.trouble, sentence_of(error))
+
+    def _delete_when_idle(self) -> None:
+        """A change that goes on when the dialog is closed is still reported."""
+        if self.isHidden() and not self._changes.is_busy:
+            self.deleteLater()
+
+    def _show_buttons(self) -> None:
+        self.add.setEnabled(not self._changes.is_busy)
+        self.drop.setEnabled(not self._changes.is_busy and self.list.currentRow() > 0)
+
+    def _show(self, folders: tuple[Path, ...]) -> None:
+        self.list.clear()
+        self.list.addItems([str(folder) for folder in folders])
+        self.list.setCurrentRow(0)
+        self._show_buttons()
+
 
 LEAST_ROWS, MOST_ROWS = 2, 7
 _WIDTHS: dict[int, int] = {Column.ORIGIN: 9, Column.SIZE: 8, Column.PRECISION: 9, Column.SPEED: 8, Column.USED: 10}
@@ -66,8 +162,7 @@ class OnThisPcCard(Card):
     cancel_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("On this PC"))
+        super().__init__(translate("OnThisPcCard", "On this PC"), parent)
         self._default = ""
         headings = (
             self.tr("Model"),
@@ -126,7 +221,6 @@ class OnThisPcCard(Card):
         default: str,
         predicted: Mapping[str, float],
     ) -> None:
-        """Shows these; arguments as of `LibraryTable.show`."""
         self._shown, self._of_rows = entries, {"loaded": loaded, "default": default, "predicted": predicted}
         set_message(self.trouble, " ".join(problems))
         self.able.setVisible(len(entries) > 1)
@@ -153,7 +247,6 @@ class OnThisPcCard(Card):
         self._show_row()
 
     def choose(self, path: str) -> None:
-        """Makes the model at a path the chosen one."""
         at = self.rows.row_of(path)
         if at >= 0:
             self.table.setCurrentIndex(self.rows.index(at, 0))
@@ -238,8 +331,6 @@ class OnThisPcCard(Card):
 
 
 class ModelTable(TextTable):
-    """Signals: `opened_by_key` (Enter) and `removed` (Delete), of the current model."""
-
     opened_by_key = Signal()
     removed = Signal()
 
@@ -304,8 +395,6 @@ class NameDelegate(QStyledItemDelegate):
 
 
 class WorkLine(QWidget):
-    """What is being done with a model: words, a bar and a way to stop it."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._words = ElidedLabel(self)
@@ -318,7 +407,6 @@ class WorkLine(QWidget):
         self.hide()
 
     def show_work(self, work: Work | None) -> None:
-        """Shows how far it is; None hides the line."""
         self.setVisible(work is not None)
         if work is not None:
             words = work_words(work)

@@ -19,25 +19,20 @@ from app.services.background import timer
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
 from app.services.hub import Hub, RepositoryAnswer, Trouble
-from app.services.library import Library, Work
-from app.services.model_speeds import SOON_MS, ModelSpeeds
+from app.services.library import SOON_MS, Library, ModelSpeeds, Work
 from app.services.settings import Settings
-from app.views.models.folders_dialog import FoldersDialog
-from app.views.models.on_this_pc import OnThisPcCard
+from app.views.models.on_this_pc import FoldersDialog, OnThisPcCard
 from app.views.models.phrases import ended_words
 from app.views.models.search_card import SearchCard, SearchLine, page_of
 from app.widgets.asking import ask, ask_model, ask_path
 from app.widgets.banner import Banner, Toast
-from app.widgets.downloads_card import DownloadsCard, before_cancelling
-from app.widgets.fit_words import Presence
-from app.widgets.folder_choice import FolderChoice
-from app.widgets.page import Page
+from app.widgets.downloads_card import DownloadsCard, FolderChoice, TokenDialog, ask_token_of, before_cancelling
+from app.widgets.fields import dropped_model
+from app.widgets.fit_table import Presence
+from app.widgets.page import Page, add_shortcut
 from app.widgets.quantities import file_size
 from app.widgets.scaffold import PageBody, PageHeader, push_button
-from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
-from app.widgets.text_box import dropped_model
-from app.widgets.token_dialog import TokenDialog, ask_token_of
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.library import LibraryEntry
@@ -97,7 +92,6 @@ class ModelsPage(Page):
         self._show_offers()
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Below the models on this PC."""
         self.here.body.insertWidget(self.here.body.count() - 1, offer)
         offer.follow(self._library)
 
@@ -168,7 +162,6 @@ class ModelsPage(Page):
         )
 
     def _presence(self, references: Iterable[str]) -> dict[str, Presence]:
-        """What of this is on this PC, or on its way."""
         coming: dict[str, Presence] = {one.reference: "downloading" for one in self._downloads.entries}
         return coming | {one: "here" for one in references if self._library.entry_from(one) is not None}
 

@@ -8,7 +8,7 @@ from PySide6.QtCore import QCoreApplication, QDateTime, QLocale
 
 from app.models.library import Column, ModelRow
 from app.services.library import Work
-from app.widgets.fit_words import speed_words, verdict_words
+from app.widgets.fit_table import speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, count, figures, file_size, number, percent, rough
 from app.widgets.recommendations import role_words
 from engine.checkpoint.hub import Found
@@ -25,7 +25,6 @@ _DAY_S = 86400.0
 
 
 def origin_words(entry: LibraryEntry) -> str:
-    """Whose it is: ours, or another program's by its own name."""
     known = {
         "switchyard": translate("Models", "Switchyard"),
         "hub cache": translate("Models", "Hub cache"),
@@ -35,7 +34,6 @@ def origin_words(entry: LibraryEntry) -> str:
 
 
 def also_words(entry: LibraryEntry) -> str:
-    """`also in LM Studio`, or in the folders of yours where the same model lies; empty for one that lies once."""
     places = [str(path.parent) if origin in ("switchyard", "folder") else origin for origin, path in entry.also]
     return translate("Models", "also in {0}").format(", ".join(places)) if places else ""
 
@@ -71,7 +69,6 @@ def speed_sentence(row: ModelRow) -> str:
 
 
 def used_words(last_used: float | None, now: float | None = None) -> str:
-    """`today`, `yesterday`, `12 days ago`, or a date."""
     if last_used is None:
         return translate("Models", "never")
     date = QDateTime.fromSecsSinceEpoch(int(last_used)).date()
@@ -96,7 +93,6 @@ def marks(row: ModelRow) -> list[str]:
 
 
 def able_words(entry: LibraryEntry) -> list[str]:
-    """What a model on this PC can do beside answering texts, in words short enough for labels."""
     labels = (
         translate("Models", "pictures"),
         translate("Models", "tools"),
@@ -107,7 +103,6 @@ def able_words(entry: LibraryEntry) -> list[str]:
 
 
 def abilities_of(entry: LibraryEntry) -> tuple[bool, ...]:
-    """Whether it sees, calls tools, thinks first and embeds."""
     return entry.sees, entry.calls_tools, entry.thinks, entry.embeds
 
 
@@ -121,7 +116,6 @@ def able_choices() -> tuple[str, ...]:
 
 
 def model_text(row: ModelRow) -> str:
-    """A model for screen readers and tooltips."""
     entry = row.entry
     said = [", ".join([entry.name, *marks(row)])]
     facts = [origin_words(entry), file_size(entry.bytes_on_disk), entry.precision_words, speed_sentence(row)]
@@ -132,7 +126,6 @@ def model_text(row: ModelRow) -> str:
 
 
 def model_facts(entry: LibraryEntry) -> str:
-    """Family, parameters, experts, context and converted weights in one line."""
     parts = [entry.family]
     if entry.parameters:
         parts.append(translate("Models", "{0} B parameters").format(figures(entry.parameters / 1e9)))
@@ -152,7 +145,6 @@ def model_facts(entry: LibraryEntry) -> str:
 
 
 def work_words(work: Work) -> str:
-    """What is being done: `Verifying Qwen3-30B, 43%`."""
     words = {
         "verify": translate("Models", "Verifying {0}"),
         "move": translate("Models", "Moving {0}"),
@@ -165,7 +157,6 @@ def work_words(work: Work) -> str:
 
 
 def ended_words(work: Work) -> str:
-    """What came of it, if it went well; empty where the list says it."""
     result = work.result
     if isinstance(result, Verification):
         return _verified(result)
@@ -199,7 +190,6 @@ def _verified(found: Verification) -> str:
 
 
 def ability_words(ability: str) -> str:
-    """What a model is especially good at."""
     return {
         "reasoning": translate("Models", "Thinks first"),
         "code": translate("Models", "Code"),
@@ -212,20 +202,17 @@ def ability_words(ability: str) -> str:
 
 
 def badges(offer: Recommendation) -> list[str]:
-    """An offer's labels: what it is the best of, then what it is good at."""
     role = [role_words(offer.role)] if offer.role else []
     return role + [ability_words(ability) for ability in offer.entry.abilities]
 
 
 def offer_line(offer: Recommendation) -> str:
-    """Speed, size and licence in one line."""
     size = f"≈ {file_size(offer.bytes)}" if "bytes" in offer.entry.unchecked else file_size(offer.bytes)
     speed = speed_words(offer.speed) if offer.speed is not None else verdict_words(offer.verdict)
     return SEPARATOR.join((speed, size, offer.entry.licence))
 
 
 def offer_facts(offer: Recommendation) -> str:
-    """What a model is, in one line."""
     entry = offer.entry
     billions = figures(entry.parameters / 1e9)
     size = (
@@ -238,7 +225,6 @@ def offer_facts(offer: Recommendation) -> str:
 
 
 def offer_text(offer: Recommendation) -> str:
-    """An offer for screen readers and tooltips."""
     return "\n".join(
         (
             ", ".join((offer.entry.name, *badges(offer))),
@@ -252,7 +238,6 @@ def offer_text(offer: Recommendation) -> str:
 
 
 def found_words(found: Found) -> str:
-    """Downloads, size and licence of a search result in one line."""
     parts = []
     if found.parameters:
         parts.append(translate("Models", "{0} B").format(figures(found.parameters / 1e9)))
@@ -264,7 +249,6 @@ def found_words(found: Found) -> str:
 
 
 def found_text(found: Found) -> str:
-    """A search result for screen readers and tooltips."""
     return "\n".join(filter(None, (found.id, found_words(found), found.problem)))
 
 

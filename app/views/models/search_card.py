@@ -16,7 +16,7 @@ from app.views.models.phrases import ability_words, offer_facts
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.fit_card import FitCardView
-from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
+from app.widgets.fit_table import Presence, range_words, speed_words, verdict_words
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, translate
 from app.widgets.recommendations import VerdictMark, figures_words, role_words, show_presence
@@ -85,7 +85,7 @@ class OfferView(QWidget):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._offer: Recommendation | None = None
+        self.offer: Recommendation | None = None
         self.name = muted_label(self, role="heading")
         self.facts = muted_label(self)
         self.labels = Flow(parent=self)
@@ -96,7 +96,7 @@ class OfferView(QWidget):
         self.why = muted_label(self)
         self.figures = muted_label(self)
         self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
-        self.get = push_button(self, self.tr("Download"), lambda: self.wanted.emit(self._offer), kind="primary")
+        self.get = push_button(self, self.tr("Download"), lambda: self.wanted.emit(self.offer), kind="primary")
         self.files = push_button(self, self.tr("All files…"), self._ask_for_files)
         vbox(
             self.name,
@@ -112,15 +112,10 @@ class OfferView(QWidget):
             into=self,
         )
 
-    @property
-    def offer(self) -> Recommendation | None:
-        return self._offer
-
     def show_offer(self, offer: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> None:
-        """Shows it; `bytes_per_s` is the line's measured speed, if it is known."""
         entry, speed = offer.entry, offer.speed
-        if offer != self._offer:
-            self._offer = offer
+        if offer != self.offer:
+            self.offer = offer
             self.name.setText(entry.name)
             self.facts.setText(offer_facts(offer))
             self.labels.clear()
@@ -140,8 +135,8 @@ class OfferView(QWidget):
         self.get.setVisible(speed is not None or presence is not None)
 
     def _ask_for_files(self) -> None:
-        if self._offer is not None:
-            self.files_wanted.emit(self._offer.reference.rpartition(":")[0])
+        if self.offer is not None:
+            self.files_wanted.emit(self.offer.reference.rpartition(":")[0])
 
 
 WIDE_EM = 92
@@ -149,8 +144,6 @@ _SIZES_GB = (8, 16, 32, 64)
 
 
 class SearchLine(QWidget):
-    """The field and its button, for the top of the page."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.field = line_edit(self, "", hint=self.tr("Name or words"))
@@ -175,10 +168,8 @@ class SearchCard(Card):
     used = Signal()
 
     def __init__(self, line: SearchLine, parent: QWidget | None = None) -> None:
-        """`line` stands at the top of the page."""
-        super().__init__("", parent)
-        self.set_heading(self.tr("Get a model"))
-        self._reference = ""
+        super().__init__(translate("SearchCard", "Get a model"), parent)
+        self.reference = ""
         self._page = ""
         self._offers: tuple[Recommendation, ...] = ()
         self._found: tuple[Found, ...] = ()
@@ -214,15 +205,9 @@ class SearchCard(Card):
         self.right.hide()
         self._show_rows()
 
-    @property
-    def reference(self) -> str:
-        """The repository that is shown; empty for none."""
-        return self._reference
-
     # --- the catalogue --------------------------------------------------------------------------------
 
     def show_offers(self, offers: tuple[Recommendation, ...] | None, bytes_per_s: float | None) -> None:
-        """The catalogue on this machine; None while that is being looked at."""
         self._offers, self._bytes_per_s, self._is_looking = offers or (), bytes_per_s, offers is None
         known = {ability for offer in self._offers for ability in offer.entry.abilities}
         for ability in ABILITIES:  # of which some model is offered
@@ -231,7 +216,6 @@ class SearchCard(Card):
         self._show_rows()
 
     def show_presence(self, presence: Mapping[str, Presence]) -> None:
-        """What of all this is on this PC, or on its way, by references."""
         self._presence = presence
         self.fit.show_presence(presence)
         if (offer := self.offer.offer) is not None:
@@ -239,7 +223,6 @@ class SearchCard(Card):
 
     @property
     def filter(self) -> OfferFilter:
-        """What is wanted of the catalogue."""
         return OfferFilter(
             self.field.text().strip(),
             self.sizes.currentData(),
@@ -276,7 +259,6 @@ class SearchCard(Card):
     # --- the hub --------------------------------------------------------------------------------------
 
     def show_found(self, answer: SearchAnswer) -> None:
-        """The results of a search, or why there are none."""
         self.button.setEnabled(True)
         self._found, self._outcome = answer.results, ""
         if answer.trouble is not None and not answer.trouble.is_network:
@@ -290,7 +272,6 @@ class SearchCard(Card):
             self.results.choose(self.results.rows.rowCount() - len(answer.results))
 
     def show_repository(self, answer: RepositoryAnswer) -> None:
-        """What a repository holds, as far as it has been read."""
         self._trouble = trouble = answer.trouble
         self.token.setVisible(trouble is not None and trouble.needs_token)
         if trouble is not None:
@@ -337,14 +318,13 @@ class SearchCard(Card):
             self._open(row.id if row.hub == HUGGINGFACE else f"{row.hub}:{row.id}")
 
     def _open(self, reference: str) -> None:
-        if reference != self._reference or not self.fit.trouble.isHidden():
+        if reference != self.reference or not self.fit.trouble.isHidden():
             self.read_again(reference)
         self.offer.hide()
         self.right.show()
 
     def read_again(self, reference: str) -> None:
-        """Reads a repository, also if it is shown already: a token may have opened it."""
-        self._reference = reference
+        self.reference = reference
         self.name.set_full_text(reference)
         self.facts.hide()
         self.open_page.hide()
@@ -405,7 +385,6 @@ def page_of(repository: Repository) -> str:
 
 
 def page_at(endpoint: str, hub: str, name: str) -> str:
-    """The page of `ORG/NAME`; empty if the endpoint is no address of the web."""
     if not endpoint.startswith(("https://", "http://")):
         return ""
     return f"{endpoint.rstrip('/')}/{'models/' if hub == MODELSCOPE else ''}{name}"

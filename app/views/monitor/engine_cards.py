@@ -4,36 +4,167 @@ from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QSize, Qt
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QBoxLayout, QGridLayout, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import (
+    QBoxLayout,
+    QGridLayout,
+    QLabel,
+    QSizePolicy,
+    QSpacerItem,
+    QTableView,
+    QVBoxLayout,
+    QWidget,
+)
 
 from app.models.cache_figures import FREE, TokenFigures, memory_places, sound, token_figures
 from app.services.engine_client import EngineClient
 from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ColourName, scaled, use_tabular_figures
-from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
-from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.cache_card import CacheCard
 from app.views.monitor.machine_card import MachineCard
+from app.views.monitor.prediction_card import PoliciesCard, PredictionCard
+from app.widgets.expert_map.data import MapData, map_data
+from app.widgets.expert_map.view import ExpertMapView, ExpertTable, MapLegend
+from app.widgets.fields import Slider
 from app.widgets.memory_bar import BarPart, MemoryBar, MemoryGauge, MemoryLegend
 from app.widgets.quantities import number, translate
-from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, push_button, text_label, vbox
+from engine.common.errors import EngineError
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.messages import CacheReport
+from engine.telemetry.messages import CacheReport, ExpertMap
+
+_COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
+"""Column widths in digits; a wider table scrolls."""
+
+
+class ExpertCard(Card):
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(translate("ExpertCard", "Expert map"), parent)
+        self.explain(
+            self.tr(
+                "A model like this has many small parts in each layer, called experts, and every token uses only a few "
+                "of them. Each square is one expert: the stronger its colour, the more it is used; its pattern shows "
+                "where it is stored."
+            )
+        )
+        self.by_use = push_button(
+            self,
+            self.tr("By use"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("Sort each layer's experts by use instead of by number"),
+        )
+        self.as_table = push_button(
+            self,
+            self.tr("Table"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("The same experts as numbers, sorted by any column"),
+            name=self.tr("Show the experts as a table"),
+        )
+        add_items(self.head, self.by_use, self.as_table)
+        self.view = ExpertMapView(self)
+        self.legend = MapLegend(self)
+        self.table = self._make_table()
+        self._hint = muted_label(self)
+        add_items(self.body, (self.view, 1), (self.table, 1), self.legend, self._hint)
+        self._room = QSpacerItem(0, 0)
+        self.body.addItem(self._room)
+        self.by_use.toggled.connect(self.view.sort_by_use)
+        self.as_table.toggled.connect(lambda: self._show_parts())
+        self._event: ExpertMap | None = None
+        self._data: MapData | None = None
+        self._replayed: list[tuple[int, ExpertMap]] | None = None
+        self.replay = Slider(self, name=self.tr("Time in the recorded session"))
+        self.replay.setToolTip(self.tr("Scrubs through the session's maps"))
+        self.replay.valueChanged.connect(self._show_replayed)
+        self.replay.hide()
+        self.body.insertWidget(3, self.replay)
+        self.show_event(None)
+
+    def show_recording(self, maps: list[tuple[int, ExpertMap]] | None) -> None:
+        self._replayed = maps
+        self.replay.setVisible(bool(maps) and len(maps or ()) > 1)
+        if maps is not None:
+            self.replay.setRange(0, max(0, len(maps) - 1))
+            self.replay.setValue(len(maps) - 1)
+            self._show_replayed()
+
+    def _show_replayed(self) -> None:
+        if self._replayed is not None:
+            self._show(self._replayed[self.replay.value()][1] if self._replayed else None)
+
+    def show_event(self, event: ExpertMap | None) -> None:
+        if self._replayed is None:
+            self._show(event)
+
+    def _show(self, event: ExpertMap | None) -> None:
+        if event is not None and event is self._event:
+            return
+        self._event = event
+        data: MapData | None = None
+        if event is not None:
+            try:
+                data = map_data(event)
+            except EngineError:
+                data = None
+        self._data = data
+        self.view.show_data(data)
+        self.legend.show_data(data)
+        self._show_parts()
+        if data is None:
+            self.caption.setText("")
+            self._hint.setText(self.tr("Load a model with experts and ask something: each square is an expert."))
+            return
+        rows, columns = data.shape
+        self.caption.setText(self.tr("{0} × {1}").format(rows, columns))
+        self.caption.setToolTip(self.tr("{0} layers with {1} experts each").format(rows, columns))
+        self.caption.setAccessibleName(self.caption.toolTip())
+
+    def _show_parts(self) -> None:
+        data, as_table = self._data, self.as_table.isChecked()
+        self.experts.show_data(data if as_table else None)
+        self.view.setVisible(data is not None and not as_table)
+        self.table.setVisible(data is not None and as_table)
+        self.legend.setVisible(data is not None and not as_table)
+        self._hint.setVisible(data is None)
+        self._room.changeSize(0, 0, QSizePolicy.Policy.Minimum, _growing(data is None))
+        self.body.invalidate()
+        self.by_use.setVisible(data is not None and not as_table)
+        self.as_table.setVisible(data is not None)
+
+    def _make_table(self) -> QTableView:
+        table = QTableView(self)
+        self.experts = ExpertTable(self)
+        table.setModel(self.experts)
+        table.setAccessibleName(self.tr("Experts as a table"))
+        table.verticalHeader().hide()
+        table.verticalHeader().setDefaultSectionSize(24)
+        wide = table.fontMetrics().horizontalAdvance("0")
+        for column, digits in enumerate(_COLUMN_DIGITS):  # no resizing to contents: there may be 60,000 rows
+            table.setColumnWidth(column, digits * wide)
+        table.horizontalHeader().setStretchLastSection(True)
+        table.horizontalHeader().setSortIndicator(0, Qt.SortOrder.AscendingOrder)
+        table.setSortingEnabled(True)
+        table.setEditTriggers(QTableView.EditTrigger.NoEditTriggers)
+        table.setSelectionBehavior(QTableView.SelectionBehavior.SelectRows)
+        table.setMinimumHeight(160)
+        return table
+
+
+def _growing(grows: bool) -> QSizePolicy.Policy:
+    return QSizePolicy.Policy.Expanding if grows else QSizePolicy.Policy.Fixed
+
 
 _NOTHING = "–"
 _SWATCH = QSize(10, 10)
 _PARTS = 1000
-"""Of the bar."""
 _KINDS = ("hit", "fetched", "cpu")
 
 
 class TokenCard(Card):
-    """Means over the last tokens; unknown values are dashes, unavailable ones say so."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Per token"))
-        self.setAccessibleName(self.tr("Per token"))
+        super().__init__(translate("TokenCard", "Per token"), parent)
         self.explain(
             self.tr(
                 "What one token, a word or a part of one, costs on average. Of the experts that it used, a hit was "
@@ -62,12 +193,6 @@ class TokenCard(Card):
         self.show_figures(None, None)
 
     def show_figures(self, figures: TokenFigures | None, watts: float | None) -> None:
-        """Shows new figures.
-
-        Args:
-            figures: None while nothing has been decoded.
-            watts: present power of cards and processors, if reported.
-        """
         texts = dict.fromkeys(self.values, _NOTHING)
         shares = (0.0, 0.0, 0.0)
         if figures is not None:
@@ -121,7 +246,6 @@ class TokenCard(Card):
 
 
 def _parts(hit: float, fetched: float, on_cpu: float) -> tuple[BarPart, ...]:
-    """Shares of their sum, in the colours and hatching that the timeline has for them."""
     scale = _PARTS / ((hit + fetched + on_cpu) or 1.0)
     return (
         BarPart("", round(scale * hit), "hit"),
@@ -147,9 +271,7 @@ class MemoryCard(Card):
     """A bar per place with named parts; counted by the engine as far as it can, the rest reported by the system."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Memory"))
-        self.setAccessibleName(self.tr("Memory"))
+        super().__init__(translate("MemoryCard", "Memory"), parent)
         self.explain(
             self.tr(
                 "What fills the computer's memory and its graphics card's. Weights and experts are the model itself; "
@@ -167,11 +289,6 @@ class MemoryCard(Card):
     def show_report(
         self, report: CacheReport | None, ram_used: int | None = None, ram_total: int | None = None
     ) -> None:
-        """The latest report; None while no engine runs.
-
-        Args:
-            ram_used, ram_total: bytes of the machine's RAM, of all programs, if known.
-        """
         if self._shown != (report, ram_used, ram_total):
             self._shown = report, ram_used, ram_total
             self._show()
@@ -233,16 +350,9 @@ _WIDE_PX = 780
 """Below this width the cards are stacked."""
 
 _SHARES, _SHARES_WITHOUT_CACHE = (42, 38, 20), (50, 25, 25)
-"""Shares of the first row's width: map, cache, token; the cache card shrinks when it has only a sentence."""
 
 
 class EngineCards(QWidget):
-    """The latest cache report and token figures.
-
-    Args:
-        experts: the expert map's card, beside the cache's.
-    """
-
     def __init__(
         self,
         client: EngineClient,
@@ -276,7 +386,6 @@ class EngineCards(QWidget):
         experts.replay.valueChanged.connect(self._show_moment)
 
     def refresh(self) -> None:
-        """Shows the latest data; cheap if nothing is new, or while a session is open."""
         hub = self._hub
         if self._session is not None:
             return
@@ -354,7 +463,6 @@ def _shown(row: QBoxLayout) -> list[QWidget]:
 
 
 def _watts(sample: SensorSample | None) -> float | None:
-    """Total of cards and processors, as far as they report it."""
     if sample is None:
         return None
     known = [power for power in (*(gpu.power_w for gpu in sample.gpus), sample.cpu_power_w) if power is not None]

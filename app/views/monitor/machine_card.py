@@ -12,7 +12,7 @@ from PySide6.QtWidgets import QLabel, QSizePolicy, QWidget
 from app.theme import themed, use_tabular_figures
 from app.widgets.chart import Chart
 from app.widgets.memory_bar import BarPart, MemoryBar
-from app.widgets.quantities import memory, number
+from app.widgets.quantities import memory, number, translate
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, vbox
 from engine.hardware.sensors import GpuSample, SensorSample
 
@@ -24,8 +24,6 @@ BUSY = 0.9
 
 
 class CoreGrid(Chart):
-    """Cells in the system's order, left to right and top to bottom."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._busy: tuple[float, ...] = ()
@@ -43,7 +41,6 @@ class CoreGrid(Chart):
         self.dress()
 
     def show_cores(self, busy: Sequence[float]) -> None:
-        """Shares of 0 to 1, one per CPU."""
         shown = tuple(min(max(share, 0.0), 1.0) for share in busy)
         if len(shown) != len(self._busy):
             self.updateGeometry()
@@ -57,14 +54,12 @@ class CoreGrid(Chart):
             self.setAccessibleName(text.format(len(shown), mean, most, number(100 * shown[most], 0)))
 
     def grid(self, width: int) -> tuple[int, int]:
-        """(rows, columns) at this width."""
         count = max(len(self._busy), 1)
         columns = min(count, max(1, width // _LEAST_PX))
         rows = -(-count // columns)
         return rows, -(-count // rows)
 
     def cells(self) -> list[QRectF]:
-        """Each CPU's bar."""
         rows, columns = self.grid(self.width())
         wide = min(self.width() / columns, _MOST_PX)
         high = self.height() / rows
@@ -74,7 +69,6 @@ class CoreGrid(Chart):
         ]
 
     def text_at(self, at: QPointF) -> str:
-        """A description of the CPU there; empty between CPUs."""
         for index, (cell, share) in enumerate(zip(self.cells(), self._busy, strict=True)):
             if cell.contains(at):
                 return self.tr("CPU {0}: {1}% busy").format(index, number(100 * share, 0))
@@ -101,7 +95,6 @@ class CoreGrid(Chart):
         self._draw()
 
     def _draw(self) -> None:
-        """In the view's pixels."""
         self.view.setRange(xRange=(0, self.view.width()), yRange=(0, self.view.height()), padding=0)
         busy = np.array(self._busy)
         edges = [(cell.left(), cell.right(), cell.top(), cell.bottom()) for cell in self.cells()]
@@ -118,12 +111,8 @@ _PARTS = 1000
 
 
 class MachineCard(Card):
-    """Sensor samples, a few times per second; missing values are left out or marked as not available."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Machine"))
-        self.setAccessibleName(self.tr("Machine"))
+        super().__init__(translate("MachineCard", "Machine"), parent)
         self.explain(
             self.tr(
                 "Sensor and driver data of the whole machine, other programs included. If the processor is much "
@@ -141,7 +130,6 @@ class MachineCard(Card):
         self.show_sample(None)
 
     def show_sample(self, sample: SensorSample | None) -> None:
-        """The latest sample; None if there is none."""
         self.cores.setVisible(sample is not None and bool(sample.cpu_by_core))
         self.no_gpu.setVisible(sample is not None and not sample.gpus)
         if sample is None:
@@ -199,7 +187,6 @@ class _GpuRow(QWidget):
         vbox(self.head, self._busy, self._memory, self.tail, into=self, gap=3)
 
     def show_gpu(self, place: int, gpu: GpuSample) -> None:
-        """A sample of the card at index `place` of the driver's list."""
         name = self.tr("GPU {0}").format(place)
         known = gpu.busy is not None or gpu.vram_total is not None
         busy = self.tr("{0}% busy").format(number(100 * gpu.busy, 0)) if gpu.busy is not None else ""

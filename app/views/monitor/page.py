@@ -31,8 +31,7 @@ from app.services.session_library import (
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import scaled
-from app.views.monitor.engine_cards import EngineCards
-from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.engine_cards import EngineCards, ExpertCard
 from app.views.monitor.second import PredictButton, SecondTimeline
 from app.views.monitor.summary import SummaryCard
 from app.views.monitor.timeline_card import TimelineCard
@@ -82,7 +81,6 @@ class SessionsButton(QPushButton):
         self._naming.close()
 
     def read(self, entry: SessionEntry, *, compare: bool) -> None:
-        """Reads a session; one of the signals follows."""
         self.setEnabled(False)
         self.setText(self.tr("Reading…"))
         self._reading.ask(lambda: open_session(entry), lambda session: self._done(session, compare=compare), self._fail)
@@ -128,7 +126,6 @@ class SessionsButton(QPushButton):
 
 
 def session_title(entry: SessionEntry, first_words: str) -> str:
-    """`starter: Why is the sky blue?   21.11. 07:20, 3 MB`, in local time."""
     when = QLocale().toString(QDateTime.fromSecsSinceEpoch(int(entry.started_s)), QLocale.FormatType.ShortFormat)
     what = ": ".join(part for part in (entry.model, first_words) if part)
     return "   ".join(part for part in (what.replace("&", "&&"), f"{when}, {memory(entry.nbytes)}") if part)
@@ -222,7 +219,6 @@ class ExportButton(QPushButton):
         self._writing.close()
 
     def write_records(self, path: Path) -> None:
-        """Writes the visible range as a trace, or as tables if the name ends in `.csv`; `reported` follows."""
         history = self._view.navigator.history
         if history is None or not history.has_engine:
             self.reported.emit(self.tr("Nothing to export yet: ask something in Chat first."))
@@ -239,7 +235,6 @@ class ExportButton(QPushButton):
         )
 
     def write_picture(self, path: Path) -> None:
-        """Writes the view as PNG, or as SVG if the name ends in `.svg`."""
         done = self._view.write_picture(path)
         self.reported.emit(
             self.tr("Written to {0}").format(path)
@@ -267,8 +262,6 @@ class ExportButton(QPushButton):
 
 
 class MonitorPage(Page):
-    """Live data, or an opened session."""
-
     def __init__(
         self,
         client: EngineClient,
@@ -335,7 +328,6 @@ class MonitorPage(Page):
         self.lay_out(header, self.session_banner, self.notice, body=body)
 
     def _fold(self, key: str) -> None:
-        """Shows the lanes and figures, or the summary alone."""
         if key == "monitor_details":
             shown = self._settings.monitor_details
             self.unfold.setChecked(shown)
@@ -369,7 +361,6 @@ class MonitorPage(Page):
         self._say()
 
     def _refresh(self) -> None:
-        """Updates what changes more slowly than the timeline."""
         self.experts.show_event(self._hub.experts)
         self._is_second = not self._is_second
         if self._is_second:  # the map alone is updated twice a second
@@ -380,7 +371,6 @@ class MonitorPage(Page):
     # --- sessions ---------------------------------------------------------------------------------
 
     def show_session(self, session: OpenedSession) -> None:
-        """Shows a recorded session instead of live data; recording continues."""
         self._session = session
         self._settings.monitor_details = True  # people want to look into it
         self.timeline.view.navigator.set_source(session.history, recorded=True)
@@ -408,7 +398,6 @@ class MonitorPage(Page):
         return self._session is not None or self.second.isVisibleTo(self)
 
     def close_down(self) -> None:
-        """Waits for file reads and writes; called before the window closes."""
         self.sessions.wait()
         self.export.wait()
         self.predict.wait()

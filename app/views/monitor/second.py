@@ -55,12 +55,10 @@ class PredictButton(QPushButton):
         self.toggled.connect(self._on_toggled)
 
     def show_session(self, session: OpenedSession | None) -> None:
-        """What to predict: an opened session's requests, or with None the live ones."""
         self._session = session
         self.setChecked(False)
 
     def follow(self) -> None:
-        """Predicts again if another request is visible; cheap if it is the same."""
         if self.isChecked() and not self._predicting.is_busy:
             shape = self._shape()
             if shape is not None and (self._asked is None or _differ(shape, self._asked)):
@@ -70,7 +68,6 @@ class PredictButton(QPushButton):
         self._predicting.close()
 
     def measured_tokens_per_s(self) -> float | None:
-        """The visible request's decode speed."""
         history = self._navigator.history
         runs = history.last_request(self._navigator.viewport.end_ns) if history is not None else []
         decoded = [run for run in runs if run.phase == DECODE]
@@ -117,7 +114,6 @@ class PredictButton(QPushButton):
 
 
 def _differ(one: RequestShape, other: RequestShape) -> bool:
-    """Whether they need separate predictions: an answer that grew within the same number of steps does not."""
     if (one.config, one.prompt_tokens) != (other.config, other.prompt_tokens):
         return True
     return one.tokens > 1.3 * other.tokens + 16
@@ -224,7 +220,7 @@ class SecondTimeline(Card):
     def __init__(self, first: TimelineView, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self._first = first
-        self._predicted: Predicted | None = None
+        self.predicted: Predicted | None = None
         self.view = TimelineView(self)
         self.view.setAccessibleName(self.tr("Second timeline"))
         close = push_button(self, self.tr("Close"), self._close, kind="quiet")
@@ -238,27 +234,20 @@ class SecondTimeline(Card):
         self.hide()
 
     def show_history(self, title: str, caption: str, history: History) -> None:
-        self._predicted = None
+        self.predicted = None
         self.said.hide()
         self._show(title, caption, history)
 
     def show_predicted(self, predicted: Predicted, measured_tokens_per_s: float | None) -> None:
-        """Shows the prediction for the request in the first timeline."""
-        self._predicted = predicted
+        self.predicted = predicted
         self.said.setText(assumptions(predicted))
         self.said.setAccessibleName(self.said.text())
         self.said.show()
         self._show(self.tr("Predicted"), speeds(predicted, measured_tokens_per_s), predicted.history)
 
-    @property
-    def predicted(self) -> Predicted | None:
-        """The prediction, if it shows one."""
-        return self._predicted
-
     def dismiss(self) -> None:
-        """Hides it and clears its data."""
         self.hide()
-        self._predicted = None
+        self.predicted = None
         self.view.navigator.set_source(None, recorded=True)
 
     def _close(self) -> None:
@@ -279,8 +268,8 @@ class SecondTimeline(Card):
         if self.isHidden() or theirs is None or theirs.end_ns is None or mine.history is None:
             return
         viewport = replace(mine.viewport, span_ns=first.viewport.span_ns)
-        if self._predicted is not None:
-            start_ns = aligned_ns(theirs, first.viewport.start_ns, first.viewport.end_ns, self._predicted.steps_ns)
+        if self.predicted is not None:
+            start_ns = aligned_ns(theirs, first.viewport.start_ns, first.viewport.end_ns, self.predicted.steps_ns)
             mine.place(replace(viewport, start_ns=start_ns or 0.0))
             return
         end_ns = mine.history.end_ns or 0
@@ -288,7 +277,6 @@ class SecondTimeline(Card):
         mine.place(viewport.ending_at(end_ns - max(behind, 0.0)))
 
     def _point(self, at_ns: float | None) -> None:
-        """Mirrors the first timeline's crosshair."""
         if not self.isHidden():
             theirs, mine = self._first.navigator.viewport, self.view.navigator.viewport
             self.view.set_cursor(None if at_ns is None else mine.start_ns + at_ns - theirs.start_ns)

@@ -63,13 +63,11 @@ class SummaryCard(QFrame):
         self._draw(())
 
     def show_waiting(self, waiting: Waiting, advice: Advice | None) -> None:
-        """Shows what tokens waited for, and what would help."""
         headline, details = waiting_words(waiting)
         self._tell(headline, advice_sentence(advice), details, waiting)
         self.button.setVisible(advice is not None and advice.change not in ("none", "other_programs"))
 
     def show_state(self, state: EngineState, *, has_model: bool) -> None:
-        """Before anything has been decoded: shows what to do first."""
         sentence, hint = {
             EngineState.STARTING: (self.tr("The engine is starting."), ""),
             EngineState.LOADING: (self.tr("The model is loading."), ""),
@@ -90,7 +88,6 @@ class SummaryCard(QFrame):
         self.button.hide()
 
     def show_recorded(self, waiting: Waiting, hint: str) -> None:
-        """About an opened session, instead of live data."""
         headline, details = waiting_words(waiting)
         if not waiting.tokens:
             headline = self.tr("Nothing was decoded in this session.")
@@ -126,7 +123,6 @@ class SummaryCard(QFrame):
 
 
 def time_parts(waiting: Waiting) -> tuple[BarPart, ...]:
-    """Where the time of the last tokens went, as parts of a bar, the largest first."""
     colours: dict[str, tuple[ColourName, bool]] = {
         track.name: (lane.colour, place > 0) for lane in LANES for place, track in enumerate(lane.tracks)
     }
@@ -138,16 +134,11 @@ def time_parts(waiting: Waiting) -> tuple[BarPart, ...]:
     return tuple(part for part in parts if part.amount)
 
 
-def waiting_sentence(waiting: Waiting) -> str:
-    """`Last 200 tokens, 48.7 tokens/s. Their time went to: 61% computing experts on the CPU, 21% ...`
+def waiting_words(waiting: Waiting) -> tuple[str, str]:
+    """A headline and the text below it: `Last 200 tokens, 48.7 tokens/s. Their time went to: 61% computing ...`
 
     Other programs' CPU use comes first: it is a cause of its own, and prolongs everything else.
     """
-    return " ".join(part for part in waiting_words(waiting) if part)
-
-
-def waiting_words(waiting: Waiting) -> tuple[str, str]:
-    """The same as a headline and the text below it."""
     if not waiting.tokens:
         return translate("SummaryCard", "Nothing has been decoded yet."), ""
     shares = [(lane, share) for lane, share in waiting.share.items() if share >= _LEAST][:3]
@@ -192,7 +183,6 @@ def _pace_words(waiting: Waiting) -> str:
 
 
 def advice_sentence(advice: Advice | None) -> str:
-    """What would help, and the predicted gain."""
     if advice is None:
         return ""
     gain = number(advice.gain, 1 if advice.gain >= 1.1 else 2)

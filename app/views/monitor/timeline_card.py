@@ -15,10 +15,10 @@ from PySide6.QtWidgets import (
 from app.services.history.gauges import Floats
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
+from app.widgets.page import note_keys
 from app.widgets.scaffold import hbox, push_button, text_label, vbox
-from app.widgets.shortcuts import note_keys
-from app.widgets.timeline.keys import timeline_keys
 from app.widgets.timeline.lanes import LaneData, amount_text, lane_words
+from app.widgets.timeline.navigator import timeline_keys
 from app.widgets.timeline.view import TimelineView
 from engine.common.lanes import Lane
 
@@ -31,8 +31,6 @@ Index = QModelIndex | QPersistentModelIndex
 
 
 class LaneTable(QAbstractTableModel):
-    """A row per lane, for stacks one per part: last value, average, maximum."""
-
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._rows: list[tuple[str, str, str, str]] = []
@@ -98,8 +96,6 @@ def rows_of_lane(lane: Lane, data: LaneData) -> list[tuple[str, str, str, str]]:
 
 
 class TimelineCard(QFrame):
-    """`view` is the timeline."""
-
     def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._settings = settings
@@ -147,11 +143,9 @@ class TimelineCard(QFrame):
         self.view.said.connect(lambda text: self._said.setText(text or self._hint))
 
     def add_control(self, control: QWidget) -> None:
-        """Adds a button beside those below the lanes."""
         self.foot.addWidget(control)
 
     def refresh_table(self) -> None:
-        """Updates the table if it is shown instead of the timeline."""
         if self.as_table.isChecked():
             self._lanes.show_lanes(self.view.read_lanes())
 

@@ -37,7 +37,6 @@ class SettingsCard(QFrame):
         self.setProperty("card", "true" if heading else "false")
         self.setAccessibleName(heading)
         self.controls: dict[str, QWidget] = {}
-        """Of its settings, by key."""
         self._rows: list[Row] = []
         self._maker: SettingControls | None = None
         self._column = vbox(into=self, margins=(20, 16, 20, 18) if heading else (0, 0, 0, 0), gap=16)
@@ -61,7 +60,6 @@ class SettingsCard(QFrame):
         self.unfold.setAccessibleName(f"{self.unfold.text()}: {self.heading}")
 
     def add_row(self, name: str, explanation: str, *controls: QWidget) -> QLabel:
-        """Adds a row; returns the label of its explanation."""
         return self._add(Row(name, explanation, controls, self)).words
 
     def add_setting(
@@ -90,7 +88,6 @@ class SettingsCard(QFrame):
         return self._add(row).words
 
     def add_settings(self, card: str, settings: Settings | SettingValues) -> None:
-        """Adds the row of each setting of this card that has none yet."""
         for setting in settings_on(card):
             if setting.key not in self.controls:
                 self.add_setting(setting, settings)
@@ -99,7 +96,6 @@ class SettingsCard(QFrame):
         self._column.addWidget(widget)
 
     def show_found(self, wanted: str) -> bool:
-        """Shows only the rows with these words; whether there are any.  Without words it is as it was."""
         words = wanted.casefold().split()
         is_meant = bool(self.heading) and all(word in self.heading.casefold() for word in words)
         inside = [card.show_found(wanted) for card in self.findChildren(SettingsCard)]
@@ -119,8 +115,6 @@ class SettingsCard(QFrame):
 
 
 class Row(QWidget):
-    """A name, its explanation, and controls to the right, or below where there is no room for both."""
-
     def __init__(self, name: str, explanation: str, controls: Sequence[QWidget], parent: QWidget) -> None:
         super().__init__(parent)
         self.hidden_words = ""
@@ -167,5 +161,4 @@ class Row(QWidget):
 
 
 def settings_on(card: str) -> list[Setting[Any]]:
-    """The settings of a card, in order."""
     return [setting for setting in kept_settings().values() if setting.name and setting.card == card]

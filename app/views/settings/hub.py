@@ -10,7 +10,7 @@ from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QLineEdit, QPushButton, QWidget
 
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, sentence_of
 from app.views.settings.card import SettingsCard
 from app.widgets.asking import ask_path
 from app.widgets.scaffold import hbox, push_button, set_message, text_label, vbox, warning_label
@@ -23,7 +23,6 @@ from engine.checkpoint.mirror import (
     use_packages_mirror,
     use_proxy,
 )
-from engine.common.errors import EngineError
 
 if TYPE_CHECKING:
     from engine.checkpoint.catalogue import Catalogue
@@ -45,7 +44,6 @@ class AddressField(QLineEdit):
         tell: Callable[[Exception | None], object],
         parent: QWidget,
     ) -> None:
-        """`use` keeps an address, in the background; `tell` gets why it could not be, or None for a new try."""
         super().__init__(kept(), parent)
         self._kept, self._use, self._doing, self._tell = kept, use, doing, tell
         self.setFixedWidth(WIDTH_PX)
@@ -99,18 +97,15 @@ class HubCard(SettingsCard):
         set_message(self.trouble, "")
 
     def use_catalogue(self, path: Path) -> None:
-        """Keeps a newer catalogue, or says why it cannot be used."""
         set_message(self.trouble, "")
         self.load.setEnabled(False)
         self._reading.ask(lambda: _keep(path), self._on_kept, self._on_failed)
 
     def forget_token(self, host: str) -> None:
-        """Removes the token that is kept for a hub, and says so; that of another program stays."""
         set_message(self.trouble, "")
         self._doing.add(lambda: _forget(host), lambda left: self._on_forgotten(host, left), self._on_failed)
 
     def close_down(self) -> None:
-        """Waits for what is being read or done."""
         self._reading.close()
         self._doing.close()
 
@@ -135,9 +130,7 @@ class HubCard(SettingsCard):
 
     def _on_failed(self, error: Exception) -> None:
         self.load.setEnabled(True)
-        if not isinstance(error, EngineError):
-            raise error
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
 
     def _tell(self, error: Exception | None) -> None:
         if error is None:

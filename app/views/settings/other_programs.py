@@ -106,8 +106,6 @@ _EXAMPLES = {"curl": _CURL, "Python (openai)": _PYTHON}
 
 
 class OtherProgramsCard(SettingsCard):
-    """The switch, and what follows from it."""
-
     def __init__(self, settings: Settings, server: ApiServer, parent: QWidget | None = None) -> None:
         super().__init__(setting_words(SERVER_CARD), parent)
         self._settings, self._server = settings, server

@@ -28,11 +28,10 @@ from app.services.tools import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
 from app.views.settings.card import SettingsCard
-from app.views.settings.computing import ComputingCard
-from app.views.settings.few_rows import AboutCard, KeptCard, ModelCard, UpdatesCard
+from app.views.settings.few_rows import AboutCard, ComputingCard, KeptCard, ModelCard, UpdatesCard
 from app.views.settings.hub import HubCard
 from app.views.settings.other_programs import OtherProgramsCard
-from app.views.settings.servers import ServersCard
+from app.views.settings.server_dialog import ServersCard
 from app.views.settings.tools import ToolsCard
 from app.widgets.fields import ComboBox
 from app.widgets.page import TUNE, Page
@@ -64,8 +63,6 @@ COLUMN_WIDTH_PX = 800
 
 
 class DataCard(SettingsCard):
-    """A change is scheduled here and carried out at the next start."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("DataCard", "Data"), parent)
         self._open = push_button(self, self.tr("Open folder"), self._open_folder)
@@ -78,7 +75,6 @@ class DataCard(SettingsCard):
         self._show_plan()
 
     def plan(self, target: Path, *, copy: bool) -> None:
-        """Schedules the change and shows it, or shows why it is not possible."""
         try:
             plan_change(FolderChange(target, copy))
         except EngineError as error:
@@ -156,7 +152,6 @@ class SettingsPage(Page):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self._settings, self._theme = settings, theme
         self.cards: dict[str, SettingsCard] = {}
-        """By name, in the order of the Tab key."""
         self._add_rows(APPEARANCE_CARD)
         self.cards[MODEL_CARD] = self.model = ModelCard(settings, self)
         self.cards[COMPUTING_CARD] = self.computing = ComputingCard(settings, self)

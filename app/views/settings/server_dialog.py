@@ -1,28 +1,35 @@
-"""The dialog for a server elsewhere: its address is tested before it is kept."""
+"""Servers elsewhere: their card, and the dialog in which an address is tested before it is kept."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, Qt
+from PySide6.QtCore import QCoreApplication, Qt, QTimer
+from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import (
     QMessageBox,
+    QScrollArea,
     QWidget,
 )
 
+from app.services.background import sentence_of
 from app.services.endpoints import Endpoints
 from app.theme import scaled
+from app.views.settings.card import Row, SettingsCard
 from app.widgets.asking import ask, ask_path
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.quantities import SEPARATOR, count, number
-from app.widgets.scaffold import FormDialog, line_edit, push_button, set_message
+from app.widgets.scaffold import FormDialog, line_edit, muted_label, push_button, set_message, vbox, warning_label
 from engine.common.errors import EngineError
-from engine.remote.endpoint import Endpoint, Found, Lack, Server, endpoint_at
+from engine.remote.endpoint import Endpoint, Found, Lack, Server, called, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
 
 if TYPE_CHECKING:
     from engine.remote.capabilities import About
+    from engine.remote.nearby import Nearby
+
 
 translate = QCoreApplication.translate
 
@@ -40,7 +47,6 @@ _MOST_NAMED = 4
 
 
 def found_text(found: Found) -> str:
-    """Which server it is, its models, and what it cannot do."""
     if not found.server:
         return translate("Servers", "Not tested yet.")
     server = SERVERS.get(found.server, translate("Servers", "A server with OpenAI's interface"))
@@ -73,7 +79,6 @@ def lack_text(lack: Lack) -> str:
 
 
 def money_text(endpoint: Endpoint) -> str:
-    """Its limits and prices, as far as they are given."""
     currency = f" {endpoint.currency}".rstrip()
     per_minute, at_once = endpoint.requests_per_minute, endpoint.at_once
     parts = [
@@ -187,7 +192,6 @@ class ServerDialog(FormDialog):
         self.more.setChecked(endpoint != plain)
 
     def _offer(self, models: tuple[str, ...], chosen: str) -> None:
-        """These models, of which one is chosen, or none."""
         self.model.clear()
         self.model.addItem(self.tr("Chosen in each chat"), "")
         for model in dict.fromkeys((*models, *filter(None, (chosen,)))):
@@ -203,7 +207,6 @@ class ServerDialog(FormDialog):
     # --- what was entered ---
 
     def _entered(self) -> Endpoint:
-        """Raises EngineError: it makes no sense."""
         return endpoint_at(
             self.address.text(),
             self.name.text(),
@@ -218,14 +221,12 @@ class ServerDialog(FormDialog):
         )
 
     def _key(self) -> str | None:
-        """A new key; None for the one that is kept."""
         return self.key.text().strip() or None
 
     def _place(self) -> tuple[str, str, str]:
         return self.address.text().strip(), self.key.text().strip(), self.certificate.text().strip()
 
     def _show_state(self) -> None:
-        """It can be kept if what was tested is still what stands there."""
         is_tested = self._found is not None and self._place() == self._tested_place
         self.save.setEnabled(is_tested)
         self.test.setEnabled(bool(self.address.text().strip()))
@@ -259,7 +260,6 @@ class ServerDialog(FormDialog):
         self._endpoints.test(endpoint, self._key(), self.show_seen, self._on_failed)
 
     def show_seen(self, seen: About) -> None:
-        """What a test has found, which can be kept now."""
         self.test.setEnabled(True)
         self._found, self._tested_place = seen.found, self._place()
         self._offer(seen.found.models, self.model.currentData())
@@ -280,10 +280,8 @@ class ServerDialog(FormDialog):
         self._found = None
         self._show_state()
         self._lead_to(self.address)
-        if not isinstance(error, EngineError):
-            raise error
         self.said.setText("")
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
         self.trust.setVisible(isinstance(error, RemoteError) and error.kind is Trouble.CERTIFICATE)
         self.fit()
 
@@ -298,7 +296,6 @@ class ServerDialog(FormDialog):
         self._endpoints.offered(endpoint, lambda offered: self.show_offered(endpoint, *offered), self._on_not_offered)
 
     def show_offered(self, endpoint: Endpoint, pem: bytes, fingerprint: str) -> None:
-        """Asks whether this is the certificate of the right server."""
         self.trust.setEnabled(True)
         details = self.tr(
             "Its fingerprint (SHA-256) is\n{0}\nCompare it with what that server shows: “switchyard serve --https” "
@@ -312,7 +309,6 @@ class ServerDialog(FormDialog):
         self.question = ask(self, question, details, [(self.tr("Trust it"), "do", trust)])
 
     question: QMessageBox | None = None
-    """The last that was asked."""
 
     def _on_trusted(self, file: str) -> None:
         self.certificate.setText(file)
@@ -334,9 +330,7 @@ class ServerDialog(FormDialog):
 
     def _on_not_kept(self, error: Exception) -> None:
         self._show_state()
-        if not isinstance(error, EngineError):
-            raise error
-        set_message(self.trouble, error.message)
+        set_message(self.trouble, sentence_of(error))
         self.fit()
 
     def _choose_certificate(self) -> None:
@@ -349,3 +343,122 @@ class ServerDialog(FormDialog):
         self._endpoints.stop_testing()
         self.key.clear()
         self.deleteLater()
+
+
+class ServersCard(SettingsCard):
+    def __init__(self, endpoints: Endpoints, parent: QWidget | None = None) -> None:
+        super().__init__(translate("ServersCard", "Remote servers"), parent)
+        self._endpoints = endpoints
+        self.add = push_button(self, self.tr("Add…"), lambda: self.edit(None), name=self.tr("Add a server"))
+        words = self.tr(
+            "vLLM, SGLang, llama.cpp, Ollama, another Switchyard. Text goes to one only in chats and jobs where you "
+            "choose it."
+        )
+        self.look = push_button(self, self.tr("Look on this network"), self._look_around)
+        self.add_row(self.tr("Models that run elsewhere"), words, self.look, self.add)
+        self._seen = muted_label(self)
+        self.add_wide(self._seen)
+        self._seen.hide()
+        self.trouble = warning_label(self)
+        self.add_wide(self.trouble)
+        self.rows = QWidget(self)
+        self._lines = vbox(into=self.rows, gap=12)
+        self.add_wide(self.rows)
+        self.dialog: ServerDialog | None = None
+        endpoints.changed.connect(self._show)
+        self._show()
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self._endpoints.look_again()
+
+    def edit(self, endpoint: Endpoint | None, near: Nearby | None = None) -> None:
+        self.dialog = ServerDialog(self._endpoints, endpoint, self.window())
+        if near is not None:
+            self.dialog.address.setText(near.url)
+            self.dialog.name.setText(near.name)
+        if endpoint is None:
+            self.dialog.accepted.connect(self._show_new)
+        self.dialog.open()
+
+    def _show_new(self) -> None:
+        area: QWidget | None = self
+        while area is not None and not isinstance(area, QScrollArea):
+            area = area.parentWidget()
+        if area is not None:
+            QTimer.singleShot(0, self.rows, partial(area.ensureWidgetVisible, self.rows))
+
+    def _look_around(self) -> None:
+        self.look.setEnabled(False)
+        self._tell(self.tr("Looking…"))
+        self._endpoints.look_around(self.show_near, self._on_not_looked)
+
+    def show_near(self, found: tuple[Nearby, ...]) -> None:
+        self.look.setEnabled(True)
+        known = {endpoint.url for endpoint in self._endpoints.entries}
+        self._near = tuple(each for each in found if each.url not in known)
+        if not found:
+            self._tell(
+                self.tr(
+                    "No Switchyard answered. One does if it was started with “switchyard serve --host 0.0.0.0 --https "
+                    "--announce NAME” in this network."
+                )
+            )
+        elif not self._near:
+            self._tell(self.tr("All that answered are in the list."))
+        else:
+            self._tell("")
+        self._show()
+
+    def _tell(self, words: str) -> None:
+        set_message(self._seen, words)
+
+    def _on_not_looked(self, error: Exception) -> None:
+        self.look.setEnabled(True)
+        self._tell("")
+        self._on_failed(error)
+
+    _near: tuple[Nearby, ...] = ()
+
+    def _show(self) -> None:
+        set_message(self.trouble, self._endpoints.problem)
+        while (item := self._lines.takeAt(0)) is not None:
+            if (row := item.widget()) is not None:
+                row.hide()
+                row.deleteLater()
+        for endpoint in self._endpoints.entries:
+            self._lines.addWidget(self._row(endpoint))
+        known = {endpoint.url for endpoint in self._endpoints.entries}
+        near = [each for each in self._near if each.url not in known]
+        for each in near:
+            self._lines.addWidget(self._near_row(each))
+        self.rows.setVisible(bool(self._endpoints.entries or near))
+
+    def _near_row(self, near: Nearby) -> QWidget:
+        add = push_button(
+            self.rows, self.tr("Add…"), lambda: self.edit(None, near), name=self.tr("Add {0}").format(near.name)
+        )
+        return Row(near.name, self.tr("Found on this network · {0}").format(near.url), (add,), self.rows)
+
+    def _row(self, endpoint: Endpoint) -> QWidget:
+        words = "\n".join(filter(None, (found_text(endpoint.found), money_text(endpoint))))
+        edit = push_button(
+            self.rows, self.tr("Edit…"), lambda: self.edit(endpoint), name=self.tr("Edit {0}").format(endpoint.name)
+        )
+        remove = push_button(
+            self.rows,
+            self.tr("Remove"),
+            lambda: self._ask_to_remove(endpoint),
+            name=self.tr("Remove {0}").format(endpoint.name),
+        )
+        return Row(called(endpoint), words, (edit, remove), self.rows)
+
+    def _ask_to_remove(self, endpoint: Endpoint) -> None:
+        details = self.tr(
+            "Its key is removed, too. Chats that were held with it stay; nothing else answers in them by itself."
+        )
+        remove = (self.tr("Remove"), "destroy", lambda: self._endpoints.remove(endpoint, self._on_failed))
+        ask(self.window(), self.tr("Remove {0}?").format(endpoint.name), details, [remove])  # type: ignore[list-item]
+
+    def _on_failed(self, error: Exception) -> None:
+        set_message(self.trouble, sentence_of(error))

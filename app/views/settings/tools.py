@@ -18,6 +18,7 @@ from app.engine_words import said
 from app.services.tools import Tools
 from app.theme import scaled
 from app.views.settings.card import SettingsCard
+from app.widgets.fields import TextBox
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import (
     TOP,
@@ -30,7 +31,6 @@ from app.widgets.scaffold import (
     set_message,
     vbox,
 )
-from app.widgets.text_box import TextBox
 from engine.tools.built_in import BUILT_IN
 from engine.tools.rounds import Outcome
 from engine.tools.servers import ServerError, ToolServer, server_of, servers_of
@@ -43,8 +43,6 @@ _KEPT = "••••••••"
 
 
 class ToolsCard(SettingsCard):
-    """The built-in tools, each with a switch, and a row for each server."""
-
     def __init__(self, tools: Tools, parent: QWidget | None = None) -> None:
         super().__init__(translate("ToolsCard", "Tools"), parent)
         self._tools = tools
@@ -89,7 +87,6 @@ class ToolsCard(SettingsCard):
         self._show()
 
     def edit(self, server: ToolServer | None) -> None:
-        """Opens the dialog for a server, or for new ones."""
         self.dialog = ToolServerDialog(self._tools, server, self.window())
         self.dialog.open()
 
@@ -197,11 +194,6 @@ class ToolServerDialog(FormDialog):
         return box
 
     def entered(self) -> tuple[ToolServer, ...]:
-        """What was entered.
-
-        Raises:
-            ServerError: it makes no sense.
-        """
         pasted = self.pasted.toPlainText().strip()
         if pasted and self._old is None:
             return servers_of(pasted)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
+from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QGridLayout, QLabel, QSizePolicy, QWidget
 
 from app.models.plan_table import PlanTable
+from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.theme import use_tabular_figures
 from app.views.tune.machine_boxes import Found, driver_trouble, machine_boxes
 from app.views.tune.phrases import (
@@ -22,27 +24,206 @@ from app.views.tune.phrases import (
 from app.views.tune.race_card import RaceCard
 from app.views.tune.run_card import RunCard
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
-from app.views.tune.what_if_card import WhatIfCard
+from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
+from app.widgets.flow_layout import Flow
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
-from app.widgets.quantities import rough
+from app.widgets.quantities import figures, rough, translate
 from app.widgets.roofline_plot import RooflinePlot
-from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, set_message, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.hardware.assumptions import card_choices, find_card
 from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
 from engine.hardware.other_programs import is_busy
 from engine.planner.plan_parts import Plan
+from engine.planner.what_helps import Change
 from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import Measured, TuningNumber
 from engine.tuning.result import busy_note
 from engine.tuning.saved_results import day
+
+_GAP_PX = 8
+_GIB = 2**30
+_ALIKE = 0.08
+"""A prediction that differs by less says that nothing changes."""
+
+
+class WhatIfCard(Card):
+    close_wanted = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(translate("WhatIfCard", "What if this machine had…"), parent)
+        self._look: MachineLook | None = None
+        self._config: EngineConfig | None = None
+        self._before: Plan | None = None
+        self.planning = Planning(self)
+        self.card = FindBox(self.tr("A few letters, such as 4090"), self)
+        self.card.addItem(self.tr("Graphics card as it is"))
+        for choice in card_choices():
+            self.card.addItem(choice.name)
+        self.vram = self._size(self.tr(" GB of VRAM"), self.tr("VRAM as it is"))
+        self.ram = self._size(self.tr(" GB of RAM"), self.tr("RAM as it is"))
+        self.link = self._speed(self.tr(" GB/s to the card"), self.tr("Link as it is"))
+        self.disk = self._speed(self.tr(" GB/s from disk"), self.tr("Disk as it is"))
+        for widget, name in (
+            (self.card, self.tr("Graphics card")),
+            (self.vram, self.tr("VRAM")),
+            (self.ram, self.tr("RAM")),
+            (self.link, self.tr("Link to the card")),
+            (self.disk, self.tr("Disk")),
+        ):
+            widget.setAccessibleName(name)
+            widget.setMinimumWidth(130)
+            widget.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Preferred)  # all of one height
+        self.reset = push_button(self, self.tr("Reset"), self.clear)
+        self.close_button = push_button(self, self.tr("Close"), self.close_wanted, kind="quiet")
+        self.result = text_label(self, role="title", wrap=True, tabular=True)
+        self.words = muted_label(self)
+        self.bars = PlanBars(self)
+        fields = QWidget(self)
+        self._grid = QGridLayout(fields)
+        self._grid.setContentsMargins(0, 0, 0, 0)
+        self._grid.setSpacing(_GAP_PX)
+        fields.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
+        self._columns = 0
+        self._place_fields()
+        buttons = QWidget(self)
+        hbox(self.reset, self.close_button, into=buttons)
+        self.head.removeWidget(self.heading)
+        self.head.insertWidget(0, Flow(self.heading, buttons, parent=self, ends_right=True), 1)
+        self.caption.hide()
+        add_items(self.body, fields, 2, self.result, self.words, self.bars)
+        self.card.chosen.connect(self._ask)
+        for box in (self.vram, self.ram, self.link, self.disk):
+            box.valueChanged.connect(self._ask)
+        self.planning.planned.connect(self._on_planned)
+        self.setTabOrder(self.card, self.vram)
+        self._show("", "")
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._place_fields()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange and self.isVisible():
+            self._place_fields()
+
+    def _place_fields(self) -> None:
+        """As many side by side as there is room for, three at most; the card is twice as wide."""
+        boxes = (self.vram, self.ram, self.link, self.disk)
+        margins = self.body.contentsMargins()
+        room = self.width() - margins.left() - margins.right() + _GAP_PX
+        widest = max(box.sizeHint().width() for box in boxes) + _GAP_PX
+        columns = max(1, min(3, room // widest))
+        if columns == self._columns:
+            return
+        self._columns = columns
+        for column in range(3):
+            self._grid.setColumnStretch(column, column < columns)
+        self._grid.addWidget(self.card, 0, 0, 1, min(columns, 2))
+        for at, box in enumerate(boxes, 2 if columns > 1 else 1):
+            self._grid.addWidget(box, at // columns, at % columns)
+
+    def show_base(self, look: MachineLook, config: EngineConfig, plan: Plan | None) -> None:
+        self._look, self._config, self._before = look, config, plan
+        self._ask()
+
+    def clear(self) -> None:
+        self.card.setCurrentIndex(0)
+        for box in (self.vram, self.ram, self.link, self.disk):
+            box.setValue(0)
+        self._ask()
+
+    def change(self) -> Change | None:
+        """What differs from the actual machine; None if nothing does.
+
+        Raises:
+            EngineError: the typed name is not a known card.
+        """
+        typed = self.card.currentText().strip()
+        change = Change(
+            gpu=find_card(typed).machine if typed and typed != self.card.itemText(0) else None,
+            vram_bytes=self.vram.value() * _GIB or None,
+            ram_bytes=self.ram.value() * _GIB or None,
+            link_bytes_per_s=self.link.value() * 1e9 or None,
+            disk_bytes_per_s=self.disk.value() * 1e9 or None,
+        )
+        return None if change == Change() else change
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _size(self, suffix: str, special: str) -> SpinBox:
+        box = SpinBox(self)
+        box.setRange(0, 4096)
+        box.setSingleStep(4)
+        box.setSuffix(suffix)
+        box.setSpecialValueText(special)
+        box.lineEdit().setTextMargins(10, 0, 0, 0)
+        return box
+
+    def _speed(self, suffix: str, special: str) -> DoubleSpinBox:
+        box = DoubleSpinBox(self)
+        box.setRange(0, 1000)
+        box.setDecimals(1)
+        box.setSuffix(suffix)
+        box.setSpecialValueText(special)
+        box.lineEdit().setTextMargins(10, 0, 0, 0)
+        return box
+
+    def _ask(self, *_news: object) -> None:
+        if self._look is None or self._config is None or self.isHidden():
+            return
+        try:
+            change = self.change()
+        except EngineError as error:
+            self._show("", error.message)
+            return
+        if change is None:
+            self._show("", self.tr("Change something above to see its effect."))
+            return
+        if change.gpu is None and change.link_bytes_per_s is not None and self._look.profile.gpu is None:
+            self._show("", self.tr("The link needs a graphics card: choose one first."))
+            return
+        self._show("", self.tr("Planning…"))
+        self.planning.ask(PlanQuestion(self._look, self._config, change))
+
+    def _on_planned(self, answer: PlanAnswer) -> None:
+        if answer.plan is None:
+            self._show("", answer.problem)
+            return
+        after = answer.plan
+        rate = rough(after.speed.decode_tokens_per_s)
+        if self._before is None:
+            text = self.tr("It would fit, at about {0} tokens/s").format(rate)
+        else:
+            before = self._before.speed
+            now = before.decode_tokens_per_s
+            times = after.speed.decode_tokens_per_s / now if now else 0.0
+            if abs(times - 1) < _ALIKE:
+                words = self.tr("About {1} tokens/s: as fast as now")
+            elif before.timed_at:
+                words = self.tr("{0} tokens/s now, measured → about {1} predicted, {2} times as fast")
+            else:
+                words = self.tr("About {0} → about {1} tokens/s, {2} times as fast")
+            text = words.format(figures(now) if before.timed_at else rough(now), rate, rough(times))
+        self._show(text, "\n".join(filter(None, (plan_summary(after), after.sharing_words, after.bottleneck))))
+        self.bars.show_tiers(tier_bars(after, None))
+        self.bars.show()
+
+    def _show(self, result: str, words: str) -> None:
+        set_message(self.result, result)
+        set_message(self.words, words)
+        self.bars.hide()
+
 
 WIDE_PX = 860
 THIRDS = 3
 
 
 def arrange(grid: QGridLayout, cards: Iterable[QWidget], shown: Sequence[tuple[QWidget, int]], *, wide: bool) -> None:
-    """Shows some of the cards in this order, each spanning its number of columns, and hides the others."""
     for card in cards:
         grid.removeWidget(card)
         card.setVisible(any(card is one for one, _thirds in shown))
@@ -63,11 +244,8 @@ _ORDER: tuple[Measured, ...] = (
 
 
 class NumbersCard(Card):
-    """Shows an earlier run's saved numbers, or those of the current run."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Measurements"))
+        super().__init__(translate("NumbersCard", "Measurements"), parent)
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(12)
         self._grid.setVerticalSpacing(6)
@@ -79,7 +257,6 @@ class NumbersCard(Card):
         add_items(self.body, self.notes, STRETCH)
 
     def show_kept(self, look: MachineLook) -> None:
-        """The numbers known of this machine."""
         measured = look.measurements
         if measured is None:
             self.words.setText(
@@ -106,7 +283,6 @@ class NumbersCard(Card):
         self._show_notes((*busy, *measured.notes, *unsteady, *skipped))
 
     def show_found(self, found: Found) -> None:
-        """The numbers measured so far."""
         self.words.setText(
             self.tr("Each is measured several times; the best of each kind so far:")
             if found
@@ -142,7 +318,6 @@ class NumbersCard(Card):
 
 
 def best_numbers(look: MachineLook, measured: Measurements) -> dict[str, tuple[str, str]]:
-    """(value, detail) of the best measured number of each kind, by its name."""
     profile = look.profile
     paths: tuple[tuple[Measured, str, float, str], ...] = (
         ("ram", "cpu.ram_bytes_per_s", profile.cpu.ram_bytes_per_s, "bytes/s"),
@@ -163,11 +338,8 @@ def best_numbers(look: MachineLook, measured: Measurements) -> dict[str, tuple[s
 
 
 class PlanCard(Card):
-    """Shows a plan, or why there is none."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Plan"))
+        super().__init__(translate("PlanCard", "Plan"), parent)
         self.speed = text_label(self, role="title", tabular=True)
         self.range = muted_label(self)
         self.summary = muted_label(self)
@@ -192,11 +364,9 @@ class PlanCard(Card):
         self.show_busy("")
 
     def show_busy(self, model: str) -> None:
-        """A plan is being made."""
         self._fill(None, self.tr("Planning…"), model)
 
     def show_problem(self, model: str, sentence: str) -> None:
-        """There is no plan, and why."""
         self._fill(None, sentence, model)
 
     def show_plan(self, plan: Plan, model: str, look: MachineLook | None) -> None:
@@ -227,8 +397,6 @@ class PlanCard(Card):
 
 
 class TuneCards(QWidget):
-    """The run card on top, the others below in the order that suits the step."""
-
     def __init__(self, model: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.run = RunCard(model, self)
@@ -251,17 +419,11 @@ class TuneCards(QWidget):
         vbox(self.run, self._grid, into=self, gap=14)
 
     def show_machine(self, look: MachineLook, found: Found) -> None:
-        """The machine's picture, with what a run has measured so far; below it any driver problem."""
         self.picture.show_machine(*machine_boxes(look, found))
         note = driver_trouble(look)
         set_message(self.machine_note, note)
 
     def show_step(self, step: int, *, what_if: bool, wide: bool) -> None:
-        """Shows a step's cards, in two columns, or in one where those would be cramped.
-
-        Args:
-            what_if: whether to show the what-if card; it belongs to the plan step.
-        """
         machine: list[tuple[QWidget, int]] = [(self.machine, 2), (self.numbers, 1)]
         plan: list[tuple[QWidget, int]] = [(self.plan, 2), (self.work, 1)]
         places: dict[int, list[tuple[QWidget, int]]] = {

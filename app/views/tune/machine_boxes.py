@@ -40,7 +40,6 @@ _SETS = (
 
 
 def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tuple[PictureLink, ...]]:
-    """Boxes and links for `MachinePicture`."""
     boxes = (_gpu(look, found), _cpu(look, found), _ram(look), _disk(look))
     return boxes, tuple(
         link for link in (_card_link(look, found), _ram_link(look, found), _disk_link(look, found)) if link
@@ -48,7 +47,6 @@ def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tup
 
 
 def driver_trouble(look: MachineLook) -> str:
-    """Why a driver does not report a card that may well exist, and what to do; empty if nothing is wrong."""
     note = look.probe.gpu_note
     return "" if note in _NO_DRIVER else note
 
@@ -66,8 +64,6 @@ _NO_DRIVER = ("", "No NVIDIA driver was found.", "The NVIDIA driver lists no gra
 
 
 class _Numbers:
-    """A machine's numbers: those just measured come first, assumed ones are marked."""
-
     def __init__(self, look: MachineLook, found: Found) -> None:
         self._origins, self._found = look.profile.origins, found
 

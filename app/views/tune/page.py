@@ -18,10 +18,9 @@ from app.views.tune.phrases import plan_summary, speed_headline, speed_range
 from app.views.tune.run_following import MakingRoom, RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
-from app.widgets.page import MODELS, Page
+from app.widgets.page import MODELS, Page, add_shortcut
 from app.widgets.quantities import memory
 from app.widgets.scaffold import PageBody, PageHeader, push_button
-from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
 from engine.planner.plan_parts import Plan, TierBytes, total_held
@@ -33,7 +32,6 @@ LOOK_AGAIN_MS = 10_000
 
 
 def page_report(look: MachineLook | None, plan: Plan | None, result: TuningResult | None) -> str:
-    """The machine with each number's source, the plan with its memory, and the timings."""
     parts = []
     if look is not None:
         boxes, links = machine_boxes(look, {})
@@ -108,17 +106,14 @@ class TunePage(Page):
         self.scrolling.verticalScrollBar().setValue(0)
 
     def on_outrun(self) -> None:
-        """A saved result was exceeded in use: updates it if it is shown."""
         if self.isVisible():
             self.recall()
 
     def recall(self) -> None:
-        """Shows the model's latest saved result; a new, unsaved one stays visible."""
         if not self.tuning.is_running and not self.following.has_unsaved and self.cards.run.is_on_this_pc:
             self.tuning.recall(self.cards.run.model)
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Where it is not there."""
         self.cards.run.add_starter(offer)
         offer.ready.connect(self._on_starter)
 
@@ -200,7 +195,6 @@ class TunePage(Page):
             self._arrange()
 
     def _look(self) -> None:
-        """Queries the machine, and updates the plan even if nothing has changed."""
         self._planned_with = None
         self.tuning.look()
 
@@ -312,7 +306,6 @@ class TunePage(Page):
 
 
 def _models() -> tuple[list[str], list[str]]:
-    """The names of the models on this PC, and of those in the catalogue."""
     from engine.checkpoint.catalogue import read_catalogue  # imported late: they are slow to load
     from engine.checkpoint.library import list_models
 

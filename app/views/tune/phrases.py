@@ -48,7 +48,6 @@ def measured_name(what: Measured) -> str:
 
 
 def number_words(number: TuningNumber) -> str:
-    """`33.1 GB/s`."""
     if number.unit == "bytes/s":
         return rate(number.value)
     if number.unit == "flop/s":
@@ -65,7 +64,6 @@ def speed_headline(plan: Plan) -> str:
 
 
 def speed_range(plan: Plan) -> str:
-    """Where the figure comes from: a prediction and its range, or a timing and why it takes precedence."""
     speed = plan.speed
     if speed.timed_at:
         return _timed_words(speed)
@@ -96,7 +94,6 @@ def _timed_words(speed: Speed) -> str:
 
 
 def plan_summary(plan: Plan) -> str:
-    """Precision, policy, threads and cache in one line."""
     parts = [plan.words(plan.precision), plan.policy]
     parts.append(
         translate("Tune", "1 thread")
@@ -113,7 +110,6 @@ def plan_summary(plan: Plan) -> str:
 
 
 def disk_warning(plan: Plan, look: MachineLook | None) -> str:
-    """A warning if the disk has no room for what is converted; empty if it has, or if that is unknown."""
     disk = look.probe.models_disk if look is not None else None
     if disk is None or disk.free_bytes is None or plan.written_bytes <= disk.free_bytes:
         return ""
@@ -123,7 +119,6 @@ def disk_warning(plan: Plan, look: MachineLook | None) -> str:
 
 
 def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:
-    """A plan's memory for `PlanBars`: VRAM, RAM, and disk where experts or layers stay there."""
     bars = []
     if plan.card is not None:
         bars.append(TierBar(translate("Tune", "VRAM"), memory_parts(plan.card, plan.cache.slots), plan.card.total))

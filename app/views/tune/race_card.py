@@ -17,7 +17,8 @@ from PySide6.QtWidgets import (
 from app.models.headed_table import ROW_ROLE
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
 from app.theme import tabular, themed
-from app.widgets.quantities import figures, number
+from app.widgets.chip import small_font
+from app.widgets.quantities import figures, number, translate
 from app.widgets.scaffold import (
     STRETCH,
     Card,
@@ -29,7 +30,6 @@ from app.widgets.scaffold import (
     text_label,
     warning_label,
 )
-from app.widgets.small_font import small_font
 from app.widgets.text_table import show_whole_rows
 from engine.tuning.report import verdict
 from engine.tuning.result import TuningResult
@@ -82,8 +82,6 @@ class RaceView(QTableView):
 
 
 class RaceDelegate(QStyledItemDelegate):
-    """Paints every cell of the table."""
-
     def __init__(self, table: PlanTable, view: RaceView) -> None:
         super().__init__(view)
         self._table, self._view = table, view
@@ -187,16 +185,13 @@ def _name_font(font: QFont, row: PlanRow) -> QFont:
 
 
 class RaceCard(Card):
-    """Signals: `use_wanted(str)`, the name of the plan to use for the model."""
-
     use_wanted = Signal(str)
 
     def __init__(self, table: PlanTable, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Timed on the real engine"))
+        super().__init__(translate("RaceCard", "Timed on the real engine"), parent)
         self._table = table
         self._result: TuningResult | None = None
-        self._in_use = ""
+        self.in_use = ""
         self._is_saved = True
         self.empty = muted_label(
             self, self.tr("Nothing timed yet: “Tune” times the best plans and the current settings with real tokens.")
@@ -224,17 +219,10 @@ class RaceCard(Card):
         return self._result
 
     @property
-    def in_use(self) -> str:
-        """Name of the plan in use by the loaded model; empty if it is not loaded."""
-        return self._in_use
-
-    @property
     def has_offer(self) -> bool:
-        """Whether the winning plan is not in use yet: its button is then the page's primary one."""
         return self.use.isVisibleTo(self)
 
     def show_none(self) -> None:
-        """Nothing was timed, or timing is in progress: there is nothing to choose."""
         self._result = None
         self.caption.setText("")
         for widget in (self.gain, self.verdict, self.warning, self.use, self.keep):
@@ -242,13 +230,7 @@ class RaceCard(Card):
         self._show_table()
 
     def show_result(self, result: TuningResult, in_use: str, *, saved: bool = True) -> None:
-        """A complete result.
-
-        Args:
-            in_use: name of the plan in use by the loaded model; empty if it is not loaded.
-            saved: whether it is saved; otherwise no plan can be chosen from it.
-        """
-        self._result, self._in_use, self._is_saved = result, in_use, saved
+        self._result, self.in_use, self._is_saved = result, in_use, saved
         self._table.show_result(result)
         if not saved:
             self._table.show_winner("")
@@ -270,8 +252,7 @@ class RaceCard(Card):
         self._show_buttons()
 
     def show_in_use(self, name: str) -> None:
-        """The user has chosen a plan."""
-        self._in_use, self._is_saved = name, True
+        self.in_use, self._is_saved = name, True
         if self._result is not None:
             set_message(self.warning, self._doubt(self._result))
         self._table.show_winner(name)
@@ -292,12 +273,11 @@ class RaceCard(Card):
     def _show_buttons(self) -> None:
         best = self._best()
         before = self._result.before if self._result is not None else None
-        self.use.setVisible(best is not None and self._in_use != best)
+        self.use.setVisible(best is not None and self.in_use != best)
         able = self._is_saved and before is not None and not before.problem and before.contestant.name != best
-        self.keep.setVisible(able and before is not None and self._in_use != before.contestant.name)
+        self.keep.setVisible(able and before is not None and self.in_use != before.contestant.name)
 
     def _doubt(self, result: TuningResult) -> str:
-        """Why the figures are unreliable, and what to do; empty if they are fine."""
         if result.outrun and result.won is not None:
             return self.tr(
                 "This model has since run at {0} tokens/s, much faster than the {1} timed here: the machine was "

@@ -58,7 +58,7 @@ class RunCard(Card):
         self.heading.hide()
         self.caption.hide()
         self.setAccessibleName(self.tr("Tuning"))
-        self._model, self._in_library, self._names = model, True, [model]
+        self._model, self.is_on_this_pc, self._names = model, True, [model]
         self._catalogue: tuple[str, ...] = ()
         self.models = FindBox(self.tr("A model, by a few letters of its name"), self)
         self.models.setAccessibleName(self.tr("Model"))
@@ -100,20 +100,13 @@ class RunCard(Card):
 
     @property
     def model(self) -> str:
-        """`starter`, a library name, a folder, or free text."""
         return self._model
-
-    @property
-    def is_on_this_pc(self) -> bool:
-        """Whether it is meant to be one that can be timed here, and not only planned for."""
-        return self._in_library
 
     @property
     def kind(self) -> TuningKind:
         return "thorough" if self.thorough.isChecked() else "quick"
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Shown where the starter was chosen and is not there, which `show_models` says."""
         self.starter = offer
         self._missing.add(offer, first=True)
         self._show_can_run()
@@ -124,7 +117,7 @@ class RunCard(Card):
         """Updates the models that are there, and those of the catalogue, which can be planned for; keeps the
         selection."""
         self._here = set(names)
-        self._names = list(dict.fromkeys((STARTER, *names, *([self._model] if self._in_library else []))))
+        self._names = list(dict.fromkeys((STARTER, *names, *([self._model] if self.is_on_this_pc else []))))
         self._catalogue = tuple(name for name in catalogue if name not in self._names)
         self.models.clear()
         self.models.addItems([_shown(name) for name in self._names])
@@ -135,14 +128,13 @@ class RunCard(Card):
 
     def choose(self, model: str) -> None:
         """Selects a model of the library; emits nothing."""
-        self._model, self._in_library = model, True
+        self._model, self.is_on_this_pc = model, True
         if model not in self._names:
             self._names.append(model)
             self.models.insertItem(len(self._names) - 1, _shown(model))
         self._show_model()
 
     def show_waiting(self, text: str) -> None:
-        """A run was requested, and has not reported anything yet."""
         self._show_running(running=True)
         self.cancel.setEnabled(True)
         self.cancel.setText(self.tr("Cancel"))
@@ -152,7 +144,6 @@ class RunCard(Card):
         self.show_unsaved("")
 
     def show_progress(self, sentence: str, done: float) -> None:
-        """The run's current stage and progress."""
         self.bar.setRange(0, _STEPS)
         self.bar.setValue(round(_STEPS * done))
         self.bar.setAccessibleDescription(sentence)
@@ -160,7 +151,6 @@ class RunCard(Card):
             self.doing.setText(sentence)
 
     def show_cancelling(self) -> None:
-        """Cancel was pressed."""
         self.cancel.setEnabled(False)
         self.cancel.setText(self.tr("Cancelling"))
         self.doing.setText(self.tr("Cancelling. The previous model is loaded again."))
@@ -178,7 +168,6 @@ class RunCard(Card):
         self.notes.setVisible(bool(said))
 
     def show_unsaved(self, sentence: str) -> None:
-        """Why a result is not saved, and a button to save it anyway; empty to hide both."""
         set_message(self.unsaved, sentence)
         self.keep.setVisible(bool(sentence))
 
@@ -229,16 +218,16 @@ class RunCard(Card):
         self.running.setVisible(running)
 
     def _show_model(self) -> None:
-        shown = _shown(self._model) if self._in_library else self._model
+        shown = _shown(self._model) if self.is_on_this_pc else self._model
         self.models.setCurrentIndex(self.models.findText(shown))
         self.models.setEditText(shown)
         self._show_can_run()
 
     def _show_can_run(self) -> None:
-        is_missing = self._in_library and self._model not in self._here
+        is_missing = self.is_on_this_pc and self._model not in self._here
         for button in (self.start, self.measure_only):
-            button.setEnabled(self._in_library)
-        tip = "" if self._in_library else self.tr("Only models on this PC can be timed; of this one you see a plan.")
+            button.setEnabled(self.is_on_this_pc)
+        tip = "" if self.is_on_this_pc else self.tr("Only models on this PC can be timed; of this one you see a plan.")
         self.start.setToolTip(tip)
         is_listed = self._model in self._catalogue
         self.others.setText(self.tr("Get it on the Models page…") if is_listed else self.tr("Get another model…"))
@@ -255,9 +244,9 @@ class RunCard(Card):
             self._take(name or text, in_library=name is not None)
 
     def _take(self, model: str, *, in_library: bool) -> None:
-        if (model, in_library) == (self._model, self._in_library):
+        if (model, in_library) == (self._model, self.is_on_this_pc):
             return
-        self._model, self._in_library = model, in_library
+        self._model, self.is_on_this_pc = model, in_library
         self._show_model()
         self.model_chosen.emit(model)
 

@@ -37,8 +37,6 @@ from engine.tuning.result import TuningResult
 
 
 class MakingRoom(QObject):
-    """Asks before a run pauses a batch job or waits for an answer."""
-
     def __init__(self, client: EngineClient, jobs: BatchJobs, page: QWidget) -> None:
         super().__init__(page)
         self._client, self._jobs, self._page = client, jobs, page
@@ -46,7 +44,6 @@ class MakingRoom(QObject):
         self._precision = ""
 
     def before_run(self, run: Callable[[], object]) -> None:
-        """Does `run` at once if the engine is idle, else after the user agrees."""
         running = len(self._jobs.running)
         if running == 1:
             self._ask(
@@ -83,7 +80,6 @@ class MakingRoom(QObject):
         before_loading(self._jobs, self._page, load)
 
     def run_ended(self) -> str:
-        """Resumes paused jobs; returns a sentence about those that cannot be resumed, or an empty text."""
         held, self._holds = self._holds, False
         if not held:
             return ""
@@ -162,28 +158,23 @@ class RunFollowing(QObject):
         self._cards.run.show_notes(sentence)
 
     def ask_to_run(self, *, only_measure: bool) -> None:
-        """Starts a run, asking first if the engine is busy."""
         if not self._tuning.is_running:
             self._room.before_run(lambda: self._run(only_measure=only_measure))
 
     def cancel(self) -> None:
-        """Cancels the run, if there is one."""
         if self._tuning.is_running and not self._tuning.is_cancelling:
             self._cards.run.show_cancelling()
             self._tuning.cancel()
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether the last run's result is not saved."""
         return self._unsaved is not None
 
     def forget_unsaved(self) -> None:
-        """Discards it."""
         self._unsaved = None
         self._cards.run.show_unsaved("")
 
     def draw_machine(self) -> None:
-        """The machine's picture, with the run's measurements so far."""
         if self._tuning.machine is not None:
             self._cards.show_machine(self._tuning.machine, self._found)
 
@@ -208,7 +199,6 @@ class RunFollowing(QObject):
         run.cancel.setFocus()
 
     def _has_numbers(self) -> bool:
-        """Whether there are measurements already: then pressing the button means to measure again."""
         return self._tuning.machine is not None and self._tuning.machine.measurements is not None
 
     def _on_progress(self, event: TuningProgress) -> None:

@@ -45,7 +45,6 @@ class StepBar(QWidget):
         self._name_them()
 
     def show_short(self, *, short: bool) -> None:
-        """Whether only the current step shows its name, for lack of room."""
         if short != self._short:
             self._short = short
             self._name_them()
@@ -56,7 +55,6 @@ class StepBar(QWidget):
         return QSize(widest + 44 + 3 * 56, super().minimumSizeHint().height())
 
     def full_width(self) -> int:
-        """Width in pixels of all full names."""
         texts = [self._text(at, short=False) for at in range(len(self._names))]
         return sum(self.fontMetrics().horizontalAdvance(text) + 44 for text in texts)
 

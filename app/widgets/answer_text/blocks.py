@@ -20,8 +20,6 @@ Alignment: TypeAlias = Literal["left", "center", "right"]
 
 
 class Gap(Enum):
-    """The size of the space above a segment."""
-
     ITEM = "item"  # between the items of a tight list
     LOOSE = "loose"  # between the items of a loose list
     PARAGRAPH = "paragraph"
@@ -55,8 +53,6 @@ class TextSpan:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A list item's marker: a bullet, a number, or a checkbox."""
-
     number: int | None = None
     checked: bool | None = None
 
@@ -100,8 +96,6 @@ class TableBlock:
 
 @dataclass(frozen=True, slots=True)
 class MathsBlock:
-    """A displayed formula: its TeX, and its source with the delimiters."""
-
     tex: str
     source: str
     containers: str = ""
@@ -110,8 +104,6 @@ class MathsBlock:
 
 @dataclass(frozen=True, slots=True)
 class RuleBlock:
-    """A thematic break."""
-
     containers: str = ""
     gap: Gap = Gap.PARAGRAPH
 
@@ -140,7 +132,6 @@ class _List:
 
 
 def allowed_link(href: str) -> str:
-    """`href` if it is an http, https or mailto address, otherwise an empty string."""
     return href if _ALLOWED_LINK.match(href) else ""
 
 
@@ -205,7 +196,6 @@ class TokenReader:
         self._containers = self._containers[:-1]
 
     def _flush_marker(self) -> None:
-        """Adds an empty line for the marker of an item without text of its own (empty, or begun by code or a quote)."""
         if self._marker is not None:
             self._add_text(())
 

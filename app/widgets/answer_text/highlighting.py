@@ -48,7 +48,6 @@ _TOKEN_STYLES = (
 
 
 def token_style(token: str) -> str:
-    """The style of a Pygments token type by name; empty for plain text."""
     for prefix, name in _TOKEN_STYLES:
         if token == prefix or token.startswith(prefix + "."):
             return name
@@ -64,15 +63,12 @@ def _aliases() -> dict[str, tuple[str, str]]:
 
 
 def find_lexer(language: str) -> tuple[str, str] | None:
-    """Module and class of the lexer for a fence's language, or None."""
     name = language.lower().strip("{}.")
     return _aliases().get(name) or _aliases().get(name.split(":")[0]) if name else None
 
 
 @dataclass(slots=True)
 class _Card:
-    """A block of code in a document."""
-
     start: QTextCursor
     language: str
     code: str = ""
@@ -104,7 +100,6 @@ class Highlighter(QObject):
         self.scans = 0
 
     def show(self, number: int, start: int, language: str, code: str, *, is_open: bool) -> None:
-        """The code of this number begins at this place; the last line of one that is open is not finished."""
         if find_lexer(language) is None:
             return
         card = self._cards.get(number)
@@ -121,14 +116,12 @@ class Highlighter(QObject):
                 self._timer.start(0)
 
     def forget(self, first: int) -> None:
-        """The code of this number and higher ones is no longer in the document."""
         for number in [number for number in self._cards if number >= first]:
             if self._cards.pop(number) is self._card:
                 self._card = self._scan = None
             self._changed.pop(number, None)
 
     def finish(self) -> None:
-        """Colours everything now."""
         self._timer.stop()
         while self._advance(float("inf")):
             pass

@@ -26,8 +26,6 @@ SOURCE, TEX, DISPLAY, EM = (_PROPERTY + number for number in range(4))
 
 
 class FormulaObjects(QPyTextObject):
-    """Measures and draws the formulas of one document."""
-
     def __init__(self, document: QTextDocument, picture: Callable[[Formula], Picture | None]) -> None:
         super().__init__(document)
         self._picture = picture
@@ -80,19 +78,15 @@ def formula_of(char: QTextCharFormat) -> Formula:
 
 
 def formula_in(tex: str, source: str) -> Formula:
-    """What a part of a line is, which is written as `source`."""
     return Formula(tex, display=source.startswith(("$$", "\\[")))
 
 
 def _middle(char: QTextCharFormat) -> float:
-    """Half the height of the small letters, as Qt reckons it."""
     return QFontMetrics(char.font()).xHeight() / 4.0
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where the source of a formula stands, and what its picture will be."""
-
     position: int
     length: int
     char: QTextCharFormat
@@ -121,7 +115,6 @@ class FormulaWriter(QObject):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether pictures are still to come."""
         return bool(self._waiting)
 
     def write(
@@ -157,7 +150,6 @@ class FormulaWriter(QObject):
             self._waiting.setdefault(formula, []).append(_Place(start, cursor.position() - start, char))
 
     def forget(self, position: int) -> None:
-        """What was written from here on is no longer in the document."""
         for formula, places in list(self._waiting.items()):
             self._waiting[formula] = [place for place in places if place.position < position]
             if not self._waiting[formula]:

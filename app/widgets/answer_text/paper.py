@@ -41,7 +41,6 @@ _FAR = 40
 
 
 def read_markdown(text: str) -> list[Segment]:
-    """What a whole Markdown text consists of."""
     parser = StreamParser()
     parser.append(text)
     parser.finish()
@@ -49,7 +48,6 @@ def read_markdown(text: str) -> list[Segment]:
 
 
 def formulas_in(segments: Iterable[Segment]) -> set[Formula]:
-    """What is to be drawn of a text."""
     found: set[Formula] = set()
     for segment in segments:
         spans: Iterable[TextSpan] = ()
@@ -77,7 +75,6 @@ def write_markdown(
 
 
 def print_document(document: QTextDocument, device: QPagedPaintDevice, style: Style) -> None:
-    """Prints written Markdown, or makes a PDF of it, with numbers on its pages if there are several."""
     painter = QPainter(device)
     scale = device.logicalDpiY() / 96.0
     page = QSizeF(device.width() / scale, device.height() / scale)
@@ -144,7 +141,6 @@ def _part_of(block: QTextBlock, start: int, end: int) -> str:
 
 
 def _fragments(block: QTextBlock) -> Iterator[tuple[int, int, QTextCharFormat]]:
-    """(position, length, format) of each stretch of a block."""
     at = block.begin()
     while not at.atEnd():
         fragment = at.fragment()
@@ -153,7 +149,6 @@ def _fragments(block: QTextBlock) -> Iterator[tuple[int, int, QTextCharFormat]]:
 
 
 def first_block(document: QTextDocument, y: float) -> QTextBlock:
-    """The block at this height, or the next one above."""
     position = document.documentLayout().hitTest(QPointF(0, y), Qt.HitTestAccuracy.FuzzyHit)
     return document.findBlock(max(0, position))
 

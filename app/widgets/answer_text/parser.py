@@ -339,7 +339,6 @@ class StreamParser:
 
 
 def import_parser() -> None:
-    """Loads the parser before the first text needs it; callable from any thread."""
     markdown()
 
 

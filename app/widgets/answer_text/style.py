@@ -15,7 +15,6 @@ MOST_MATCHES = 500
 
 
 def mark_format(*, is_chosen: bool) -> QTextCharFormat:
-    """A match; the chosen one is stronger, and underlined for those who do not see its colour."""
     theme, look = colours(), QTextCharFormat()
     mark, ground = QColor(theme.cpu), QColor(theme.surface)
     share = 1.0 if is_chosen else 0.4 if theme.is_dark else 0.45
@@ -75,7 +74,6 @@ class Style:
         return self.px(1.1)
 
     def left_of(self, containers: str) -> int:
-        """Distance of these containers' contents from the left edge."""
         visible = containers[:MAX_VISIBLE_DEPTH]
         return visible.count("l") * self.indent + visible.count("q") * self.quote_indent
 
@@ -89,7 +87,6 @@ class Style:
         return self.px(_GAP_EMS[segment.gap])
 
     def line_distance(self, font: QFont) -> float:
-        """Space between two lines, so that a line is about 1.5 em high."""
         px = QFontInfo(font).pixelSize()
         wanted = px * (1.5 if px <= self.body_px else 1.3)
         return max(0.0, wanted - QFontMetricsF(font).height())
@@ -119,7 +116,6 @@ class Style:
         return font
 
     def syntax(self, name: str) -> QColor:
-        """The colour of a kind of token, named as by `token_style` in the highlighter."""
         if name == "comment":
             return QColor(self.theme.muted)
         return QColor((_DARK_SYNTAX if self.theme.is_dark else _LIGHT_SYNTAX)[name])
@@ -130,17 +126,14 @@ class Style:
 
     @property
     def card_padding(self) -> int:
-        """Between the frame of code and its text."""
         return self.px(0.85)
 
     @cached_property
     def card_header(self) -> int:
-        """The height of the line above code that names its language."""
         return int(QFontMetricsF(self.small_font).height()) + 16
 
     @property
     def card_top(self) -> int:
-        """From the top of the card to its first line."""
         return self.card_header + self.px(0.55)
 
     @property

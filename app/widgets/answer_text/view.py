@@ -24,6 +24,7 @@ from PySide6.QtCore import (
 from PySide6.QtGui import (
     QColor,
     QContextMenuEvent,
+    QDesktopServices,
     QFocusEvent,
     QGuiApplication,
     QHelpEvent,
@@ -76,8 +77,6 @@ _WITH_KEYS = Qt.TextInteractionFlag.TextBrowserInteraction | Qt.TextInteractionF
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A place where a text was found: from here to there in the document."""
-
     start: int
     end: int
 
@@ -89,8 +88,6 @@ def _number_in(address: str) -> int:
 
 
 class CopyButton(QPushButton):
-    """Copies one block of code, over whose corner it lies, and says so for two seconds."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.code = ""
@@ -110,6 +107,12 @@ class CopyButton(QPushButton):
     def _show_copy(self) -> None:
         self.setText(self.tr("Copy"))
         self.setAccessibleName(self.tr("Copy code"))
+
+
+def open_link(url: QUrl) -> None:
+    """In the browser or mail program that people use."""
+    if url.scheme() in ("http", "https", "mailto"):
+        QDesktopServices.openUrl(url)
 
 
 class AnswerView(QTextBrowser):
@@ -186,7 +189,6 @@ class AnswerView(QTextBrowser):
             self.finish()
 
     def set_markdown(self, text: str) -> None:
-        """Shows a complete text instead of the present one."""
         self._restart()
         self._select(0, 0)
         self._take(text)
@@ -217,24 +219,20 @@ class AnswerView(QTextBrowser):
         self._timer.start(0)
 
     def flush(self) -> None:
-        """Writes all pending text now."""
         self._timer.stop()
         while not self._update_slice(float("inf")):
             pass
 
     def markdown(self) -> str:
-        """The source, unchanged."""
         if len(self._source) > 1:
             self._source = ["".join(self._source)]
         return self._source[0] if self._source else ""
 
     def plain_text(self) -> str:
-        """The answer without markup."""
         self.flush()
         return self._text_between(0, self.document().characterCount())
 
     def copy_all(self) -> None:
-        """Copies the whole answer as Markdown."""
         # As text instead of a custom QMimeData: the clipboard may outlive the interpreter that such an object needs.
         QGuiApplication.clipboard().setText(self.markdown())
 
@@ -243,13 +241,11 @@ class AnswerView(QTextBrowser):
         self.selectAll()
 
     def selected_text(self) -> str:
-        """The selection as plain text."""
         cursor = self.textCursor()
         return self._text_between(cursor.selectionStart(), cursor.selectionEnd())
 
     @property
     def copy_buttons(self) -> list[CopyButton]:
-        """One for each block of code, top to bottom."""
         return list(self._buttons)
 
     @property
@@ -263,7 +259,6 @@ class AnswerView(QTextBrowser):
     # Finding
 
     def find_matches(self, text: str) -> list[Match]:
-        """Marks every place of a text, whatever its case, also in formulas; none if it is empty."""
         self.flush()
         self._matches = []
         wanted = text.casefold()
@@ -288,7 +283,6 @@ class AnswerView(QTextBrowser):
         return list(self._matches)
 
     def show_match(self, number: int) -> None:
-        """Marks one of them more strongly, and scrolls to it."""
         self._mark_matches(number)
         cursor = QTextCursor(self.document())
         cursor.setPosition(self._matches[number].start)
@@ -350,7 +344,6 @@ class AnswerView(QTextBrowser):
         return max(height, self._line_height(), self._least_height)
 
     def _place(self, first_button: int = 0) -> None:
-        """Lays the text out for the present width, and updates the geometry if the height changed."""
         self._put_back.stop()
         before = self._heights.get(self.width())
         height = self._height_at(self.width())
@@ -364,7 +357,6 @@ class AnswerView(QTextBrowser):
         self._place_buttons(first_button)
 
     def _place_buttons(self, first: int = 0) -> None:
-        """Puts a button on each block of code; those before `first` are in their places."""
         codes = self._writer.codes
         for button in self._buttons[len(codes) :]:
             button.hide()
@@ -446,7 +438,6 @@ class AnswerView(QTextBrowser):
         return is_written
 
     def _select(self, anchor: int, position: int) -> None:
-        """Puts the selection back where it was: Qt moves it along when text is written at its end."""
         cursor = self.textCursor()
         end = self.document().characterCount() - 1
         anchor, position = min(anchor, end), min(position, end)
@@ -515,7 +506,6 @@ class AnswerView(QTextBrowser):
         return data
 
     def loadResource(self, kind: int, name: QUrl | str) -> None:  # noqa: ARG002
-        """Nothing: see `InertDocument`."""
         return
 
     def copy(self) -> None:
@@ -524,7 +514,6 @@ class AnswerView(QTextBrowser):
         QGuiApplication.clipboard().setText(text) if text else self.copy_all()
 
     def build_menu(self, link: str) -> QMenu:
-        """The context menu; `link` is the clicked link's address, or empty."""
         menu = QMenu(self)
         copy = menu.addAction(self.tr("Copy"), self.copy)
         copy.setEnabled(self.textCursor().hasSelection())
@@ -638,7 +627,6 @@ class AnswerView(QTextBrowser):
         super().paintEvent(event)
 
     def stream_cursor_rect(self) -> QRectF:
-        """The block after the last character while more is coming; it does not blink."""
         line = self.cursorRect(self._writer.end_of_text())
         height = min(line.height(), round(self._style.body_px * 1.15))
         left = min(line.left() + _CURSOR_GAP, self.viewport().width() - _CURSOR_WIDTH)

@@ -84,8 +84,6 @@ class InertDocument(QTextDocument):
 
 @dataclass(slots=True)
 class _Mark:
-    """The document before a segment was written: where it ended, and its last block."""
-
     position: int
     form: QTextBlockFormat
     start: int = 0
@@ -101,12 +99,11 @@ class DocumentWriter(QObject):
         self._document = document
         self._style = style
         self._chars: dict[object, QTextCharFormat] = {}
-        self._shown: list[Segment] = []
+        self.shown: list[Segment] = []
         self._marks: list[_Mark] = []
         self._certain = 0  # segments known to match the target since the last update
         self.written_segments = 0
         self.codes: list[int] = []
-        """Which of the segments that are shown are code."""
         self.changed_from = 0
         """Where the document differs from what it was before the last update."""
         self.formulas = FormulaWriter(document, drawn)
@@ -120,10 +117,6 @@ class DocumentWriter(QObject):
         document.setUndoRedoEnabled(False)
         if not document.isEmpty():
             self._end().insertBlock(QTextBlockFormat())
-
-    @property
-    def shown(self) -> Sequence[Segment]:
-        return self._shown
 
     def update(
         self, finished: Sequence[Segment], tail: Sequence[Segment], deadline: float, *, recheck: bool = False
@@ -140,23 +133,23 @@ class DocumentWriter(QObject):
         def wanted(index: int) -> Segment:
             return finished[index] if index < len(finished) else tail[index - len(finished)]
 
-        same = min(self._certain, len(self._shown))
-        while same < min(len(self._shown), total) and self._shown[same] == wanted(same):
+        same = min(self._certain, len(self.shown))
+        while same < min(len(self.shown), total) and self.shown[same] == wanted(same):
             same += 1
-        self.changed_from = self._marks[same].start if same < len(self._shown) else self._end().position()
+        self.changed_from = self._marks[same].start if same < len(self.shown) else self._end().position()
         start = self._end().position()
         edit = QTextCursor(self._document)
         edit.beginEditBlock()
-        if same < len(self._shown):
-            if same + 1 < len(self._shown):
+        if same < len(self.shown):
+            if same + 1 < len(self.shown):
                 self._rewind(same + 1)
             if same == total or not self._grow(wanted(same)):
                 self._rewind(same)
         while True:
-            last = len(self._shown) - 1
-            if last >= 0 and isinstance(self._shown[last], CodeBlock):
-                self._colour(last, is_open=last >= len(finished) or self._shown[last] != wanted(last))
-            if last >= 0 and self._shown[last] != wanted(last):
+            last = len(self.shown) - 1
+            if last >= 0 and isinstance(self.shown[last], CodeBlock):
+                self._colour(last, is_open=last >= len(finished) or self.shown[last] != wanted(last))
+            if last >= 0 and self.shown[last] != wanted(last):
                 if not self._grow(wanted(last)):  # by the next lines of long code
                     self._rewind(last)
             elif last + 1 < total:
@@ -166,16 +159,15 @@ class DocumentWriter(QObject):
             if time.perf_counter() > deadline or self._end().position() - start > _CHARACTERS_AT_ONCE:
                 break
         edit.endEditBlock()
-        self._certain = min(len(finished), len(self._shown))
-        return len(self._shown) == total and (not total or self._shown[-1] == wanted(total - 1))
+        self._certain = min(len(finished), len(self.shown))
+        return len(self.shown) == total and (not total or self.shown[-1] == wanted(total - 1))
 
     def first_block(self, index: int) -> QTextBlock:
         """The first block of a segment that is shown, other than a table."""
         return self._document.findBlock(self._marks[index].start)
 
     def end_of_text(self) -> QTextCursor:
-        """Where the next character would be written."""
-        if not self._shown or not isinstance(self._shown[-1], TableBlock):
+        if not self.shown or not isinstance(self.shown[-1], TableBlock):
             return self._end()
         table = self._last_table()
         cells = [table.cellAt(table.rows() - 1, column) for column in range(table.columns())]
@@ -205,7 +197,6 @@ class DocumentWriter(QObject):
             mark.start += by
 
     def _rewind(self, count: int) -> None:
-        """Goes back to the first `count` segments."""
         mark = self._marks[count]
         cursor = QTextCursor(self._document)
         cursor.setPosition(mark.position)
@@ -215,19 +206,19 @@ class DocumentWriter(QObject):
         cursor.setBlockFormat(mark.form)
         self.formulas.forget(mark.position)
         self.highlighter.forget(count)
-        del self._shown[count:], self._marks[count:]
+        del self.shown[count:], self._marks[count:]
         while self.codes and self.codes[-1] >= count:
             self.codes.pop()
 
     def _write(self, segment: Segment) -> None:
         cursor = self._end()
-        above = self._shown[-1] if self._shown else None
+        above = self.shown[-1] if self.shown else None
         self._marks.append(_Mark(cursor.position(), cursor.blockFormat()))
         self.written_segments += 1
         if isinstance(segment, CodeBlock):
             segment = _first_lines(segment, 0)
-            self.codes.append(len(self._shown))
-        self._shown.append(segment)
+            self.codes.append(len(self.shown))
+        self.shown.append(segment)
         gap = self._style.gap(above, segment)
         if self._marks[-1].position == 0:
             gap = 0
@@ -259,7 +250,7 @@ class DocumentWriter(QObject):
 
     def _grow(self, segment: Segment) -> bool:
         """Turns the last segment into this one, by writing from the first difference on, if that is possible."""
-        last, index = self._shown[-1], len(self._shown) - 1
+        last, index = self.shown[-1], len(self.shown) - 1
         if isinstance(segment, CodeBlock) and isinstance(last, CodeBlock):
             segment = _first_lines(segment, last.code.count("\n"))
             if (segment.language, segment.containers) != (last.language, last.containers):
@@ -280,7 +271,7 @@ class DocumentWriter(QObject):
         else:
             return False
         self.written_segments += 1
-        self._shown[index] = segment
+        self.shown[index] = segment
         return True
 
     def _block_format(self, segment: Segment, gap: int) -> QTextBlockFormat:
@@ -298,7 +289,7 @@ class DocumentWriter(QObject):
             form.setRightMargin(style.card_padding)
             form.setLineHeight(style.code_line_height, _FIXED)
             form.setLayoutDirection(Qt.LayoutDirection.LeftToRight)
-            form.setProperty(CODE, len(self._shown))
+            form.setProperty(CODE, len(self.shown))
             form.setProperty(LANGUAGE, segment.language or " ")  # PySide takes an empty text for a list
         elif isinstance(segment, RuleBlock):
             form.setLineHeight(9, _FIXED)
@@ -413,7 +404,6 @@ class DocumentWriter(QObject):
     # Code
 
     def _write_lines(self, cursor: QTextCursor, code: str) -> None:
-        """Writes lines from the cursor on; the padding below goes with the last one."""
         char = self._base(CodeBlock(""))
         first, *lines = code.split("\n")
         cursor.insertText(first, char)
@@ -446,14 +436,14 @@ class DocumentWriter(QObject):
         self._write_lines(cursor, wanted[kept:])
 
     def _colour(self, index: int, *, is_open: bool) -> None:
-        code = self._shown[index]
+        code = self.shown[index]
         assert isinstance(code, CodeBlock)
         self.highlighter.show(index, self._marks[index].start, code.language, few_marks(code.code), is_open=is_open)
 
     # Tables
 
     def _write_table(self, cursor: QTextCursor, segment: TableBlock, gap: int) -> None:
-        if len(self._shown) == 1:
+        if len(self.shown) == 1:
             self._make_glue(cursor)
         form = QTextTableFormat()
         form.setBorder(0)
@@ -527,7 +517,6 @@ class DocumentWriter(QObject):
 
 
 def _look_of(segment: Segment) -> object:
-    """What decides the base format of its text."""
     if isinstance(segment, CodeBlock):
         return "code"
     heading = segment.heading if isinstance(segment, TextBlock) else 0
@@ -582,12 +571,10 @@ def _common(a: str, b: str) -> str:
 
 
 def _utf16_length(text: str) -> int:
-    """Length in UTF-16 code units, as QTextDocument counts."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 def utf16_slice(text: str, start: int, end: int) -> str:
-    """A part of a text by places in UTF-16, as QTextDocument has them."""
     if text.isascii():
         return text[start:end]
     return text.encode("utf-16-le", "surrogatepass")[2 * start : 2 * end].decode("utf-16-le", "replace")

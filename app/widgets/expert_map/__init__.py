@@ -1,1 +1,0 @@
-"""Layers x experts: how often each is used, and where it is stored."""

@@ -158,7 +158,6 @@ def map_data(event: ExpertMap) -> MapData:
 
 
 def place_bits(data: MapData) -> tuple[bool, bool, bool, bool]:
-    """Whether any expert is in VRAM, in RAM, on disk, being fetched."""
     seen = int(np.bitwise_or.reduce(data.places, axis=None)) if data.places.size else 0
     return bool(seen & IN_VRAM), bool(seen & IN_RAM), bool(seen & ON_DISK), bool(seen & ARRIVING)
 

@@ -1,10 +1,23 @@
-"""The expert map as a widget."""
+"""The expert map as a widget, and as a table."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
-from PySide6.QtCore import QEvent, QPoint, QRectF, QSize, Qt, Signal
+from PySide6.QtCore import (
+    QAbstractTableModel,
+    QEvent,
+    QModelIndex,
+    QObject,
+    QPersistentModelIndex,
+    QPoint,
+    QRectF,
+    QSize,
+    Qt,
+    Signal,
+)
 from PySide6.QtGui import (
     QColor,
     QFont,
@@ -21,8 +34,103 @@ from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.theme import scaled, tabular, themed
 from app.widgets.expert_map.data import MapData, cividis, draw_map, place_bits, place_text
-from app.widgets.quantities import figures, memory, number
+from app.widgets.quantities import figures, memory, nearest_percent, number
 from engine.telemetry.messages import IN_VRAM, ON_DISK
+
+Index = QModelIndex | QPersistentModelIndex
+LAYER, EXPERT, USES, HITS, LAST, BYTES, PLACE = range(7)
+
+
+class ExpertTable(QAbstractTableModel):
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._data: MapData | None = None
+        self._cells: NDArray[np.intp] = np.empty(0, np.intp)
+        self._sorted: tuple[int, Qt.SortOrder] = LAYER, Qt.SortOrder.AscendingOrder
+
+    def show_data(self, data: MapData | None) -> None:
+        before = len(self._cells)
+        self._data = data
+        cells = np.flatnonzero(data.exists) if data is not None else np.empty(0, np.intp)
+        if len(cells) != before:
+            self.beginResetModel()
+            self._cells = self._ordered(cells)
+            self.endResetModel()
+        elif len(cells):
+            self._cells = self._ordered(cells)
+            self.dataChanged.emit(self.index(0, 0), self.index(len(cells) - 1, PLACE))
+
+    def sort(self, column: int, order: Qt.SortOrder = Qt.SortOrder.AscendingOrder) -> None:
+        self._sorted = column, order
+        self.layoutAboutToBeChanged.emit()
+        self._cells = self._ordered(np.sort(self._cells))
+        self.layoutChanged.emit()
+
+    def rowCount(self, parent: Index = QModelIndex()) -> int:  # noqa: B008
+        return 0 if parent.isValid() else len(self._cells)
+
+    def columnCount(self, parent: Index = QModelIndex()) -> int:  # noqa: B008
+        return 0 if parent.isValid() else PLACE + 1
+
+    def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
+        data = self._data
+        if data is None or not index.isValid() or index.row() >= len(self._cells):
+            return None
+        if role in (Qt.ItemDataRole.DisplayRole, Qt.ItemDataRole.AccessibleTextRole):
+            row, expert = divmod(int(self._cells[index.row()]), data.shape[1])
+            return self._text(data, row, expert, index.column())
+        if role == Qt.ItemDataRole.TextAlignmentRole and index.column() != PLACE:
+            return int(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)
+        return None
+
+    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
+        if orientation == Qt.Orientation.Horizontal and role == Qt.ItemDataRole.DisplayRole:
+            return (
+                self.tr("Layer"),
+                self.tr("Expert"),
+                self.tr("Uses"),
+                self.tr("Hits"),
+                self.tr("Steps ago"),
+                self.tr("Size"),
+                self.tr("Where"),
+            )[section]
+        return None
+
+    def _text(self, data: MapData, row: int, expert: int, column: int) -> str:
+        uses, last = int(data.uses[row, expert]), int(data.last_step[row, expert])
+        if column == LAYER:
+            return str(data.layers[row])
+        if column == EXPERT:
+            return str(expert)
+        if column == USES:
+            return number(uses, 0)
+        if column == HITS:
+            return nearest_percent(int(data.hits[row, expert]) / uses) if uses else "–"
+        if column == LAST:
+            return number(max(0, data.step - last), 0) if last else "–"
+        if column == BYTES:
+            return memory(data.record_bytes[row])
+        return place_text(int(data.places[row, expert]))
+
+    def _ordered(self, cells: NDArray[np.intp]) -> NDArray[np.intp]:
+        data, (column, order) = self._data, self._sorted
+        if data is None or not len(cells):
+            return cells
+        columns = data.shape[1]
+        uses = data.uses.reshape(-1)[cells].astype(np.float64)
+        keys: dict[int, NDArray[Any]] = {
+            LAYER: cells,
+            EXPERT: cells % columns,
+            USES: uses,
+            HITS: data.hits.reshape(-1)[cells] / np.maximum(uses, 1),
+            LAST: -data.last_step.reshape(-1)[cells].astype(np.float64),
+            BYTES: np.array(data.record_bytes)[cells // columns],
+            PLACE: data.places.reshape(-1)[cells],
+        }
+        key = keys.get(column, cells)
+        by_key = np.argsort(-key if order == Qt.SortOrder.DescendingOrder else key, kind="stable")
+        return np.asarray(cells[by_key])
+
 
 _BAR_PX, _CELL_PX, _GAP_PX = 84, 12, 14
 
@@ -40,7 +148,6 @@ class MapLegend(QWidget):
         self.setToolTip(self.tr("Recent uses: each counts half as much after 128 tokens"))
 
     def show_data(self, data: MapData | None) -> None:
-        """The legend for this map; empty for None."""
         vram, ram, disk, arriving = place_bits(data) if data is not None else (False, False, False, False)
         self._hottest = data.hottest if data is not None else 0.0
         names = {
@@ -83,7 +190,6 @@ class MapLegend(QWidget):
         return self.tr("recent uses 0"), figures(self._hottest)
 
     def _places(self, width: int) -> list[tuple[float, int]]:
-        """(left, row) of the scale and of each mark."""
         metrics = QFontMetricsF(self._font())
         before, after = self._scale_texts()
         widths = [metrics.horizontalAdvance(before) + metrics.horizontalAdvance(after) + _BAR_PX + 12]
@@ -166,7 +272,6 @@ class ExpertMapView(QWidget):
         return self._data
 
     def show_data(self, data: MapData | None) -> None:
-        """Shows new data; None clears the map."""
         self._data = data
         self._order = data.order(by_use=self._by_use) if data is not None else None
         if self._cursor is not None and data is not None:
@@ -176,7 +281,6 @@ class ExpertMapView(QWidget):
         self._say()
 
     def sort_by_use(self, by_use: bool) -> None:
-        """Orders columns by use, most used first, instead of by number."""
         self._by_use = by_use
         self.show_data(self._data)
 
@@ -187,7 +291,6 @@ class ExpertMapView(QWidget):
         return QSize(180, 120)
 
     def text_at(self, row: int, column: int) -> str:
-        """A description of the expert shown there."""
         if self._data is None or self._order is None:
             return ""
         data, expert = self._data, int(self._order[row, column])
@@ -246,7 +349,6 @@ class ExpertMapView(QWidget):
         painter.end()
 
     def _draw_margins(self, painter: QPainter, area: QRectF, data: MapData, order: NDArray[np.intp]) -> None:
-        """Bars of each row's and each column's total use."""
         heat = np.take_along_axis(data.heat, order, axis=1).astype(np.float64)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(themed("idle"))

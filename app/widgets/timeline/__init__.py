@@ -1,1 +1,0 @@
-"""The machine's and the engine's activity in lanes on one time axis."""

@@ -39,12 +39,10 @@ class LaneData:
 
 
 def lane_words(text: str) -> str:
-    """A text of a lane's entry in the window's language."""
     return translate("Lane", text) if text else ""
 
 
 def lane_help(lane: Lane) -> str:
-    """What a lane shows, for a reader who is new to it."""
     if lane in LANES or lane.help.count(". "):
         return lane_words(lane.help)
     source = translate("Timeline", "This comes from a sensor or driver, not from the engine.")
@@ -59,17 +57,14 @@ def doing_words(track: str) -> str:
 
 
 def track_name(track: str) -> str:
-    """What a track is called among figures."""
     return next((lane_words(each.short) for each in TRACKS if each.name == track), track)
 
 
 def tracks_of(lane: Lane) -> tuple[int, ...]:
-    """The numbers of a lane's spans."""
     return tuple(track_number(track.name) for track in lane.tracks)
 
 
 def lanes_of(history: History, *, machine: bool) -> list[Lane]:
-    """The engine's lanes for the devices its model uses, and the machine's if requested."""
     if not history.has_engine:
         return machine_lanes(history)
     found = [
@@ -82,17 +77,14 @@ def lanes_of(history: History, *, machine: bool) -> list[Lane]:
 
 
 def lane_titles() -> list[str]:
-    """The names of all possible lanes, whatever this machine has."""
     return [lane_words(lane.title) for lane in (*LANES, *SENSOR_LANES)]
 
 
 def machine_lanes(history: History) -> list[Lane]:
-    """Lanes of sensors; those that this machine lacks are left out."""
     return [lane for lane in SENSOR_LANES if any(map(history.knows_gauge, lane.gauges))]
 
 
 def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[str, float]) -> LaneData:
-    """A lane's data, column by column."""
     edges = viewport.edges()
     if lane.gauges:
         return _gauge_data(lane, history, edges)
@@ -185,7 +177,6 @@ def _both_ways(into: float, out: float) -> str:
 
 
 def reading(lane: Lane, data: LaneData, column: int) -> str:
-    """A lane's value at a column, as short text; empty if there is none."""
     columns = data.values.shape[1] if data.values.size else (len(data.line) if data.line is not None else 0)
     if not 0 <= column < columns:
         return ""

@@ -21,15 +21,16 @@ from PySide6.QtGui import (
     QPen,
     QPixmap,
 )
+from PySide6.QtWidgets import QWidget
 
 from app.services.history.history import History
 from app.theme import tabular, themed
+from app.widgets.chart import Axis
 from app.widgets.quantities import number
 from app.widgets.scaffold import MARK_PX
 from app.widgets.timeline.blocks import bars, draw_blocks, draw_phases, fits, span_label
-from app.widgets.timeline.keys import faded, text_on
-from app.widgets.timeline.lanes import LaneData, lane_titles, read_lane, tracks_of
-from app.widgets.timeline.navigator import Viewport
+from app.widgets.timeline.lanes import LaneData, lane_titles, lane_words, read_lane, reading, tracks_of
+from app.widgets.timeline.navigator import Viewport, faded, text_on
 from app.widgets.timeline.plots import draw_lane
 from engine.common.lanes import Lane
 from engine.telemetry.lanes import CPU_ATTENTION, ELSEWHERE, JOB, QUEUED, READING, WRITTEN_ELSEWHERE
@@ -178,7 +179,6 @@ def _sizes(described: str) -> TextSizes:
 
 
 def title_font(font: QFont) -> QFont:
-    """For lane names."""
     result = scaled(font, 0.9)
     result.setWeight(QFont.Weight.DemiBold)
     return result
@@ -189,19 +189,16 @@ def caption_font(font: QFont) -> QFont:
 
 
 def axis_font(font: QFont) -> QFont:
-    """For text in and below the plots."""
     return scaled(tabular(font), 0.82)
 
 
 def least_height(lanes: list[Lane], font: QFont) -> int:
-    """The minimum height in which every lane's text fits."""
     sizes = sizes_for(font)
     own = sum(sizes.phase if lane.kind == "phase" else sizes.lane for lane in lanes)
     return own + LANE_GAP_PX * (len(lanes) + 1) + sizes.axis
 
 
 def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> list[QRectF]:
-    """All lanes' plots within a view of this size: by weight, but at least as high as their text."""
     sizes = sizes_for(font)
     room = height - LANE_GAP_PX * len(lanes)
     highs: dict[str, float] = {lane.key: sizes.phase for lane in lanes if lane.kind == "phase"}
@@ -223,7 +220,6 @@ def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> l
 def read_rows(
     lanes: list[Lane], areas: list[QRectF], history: History, viewport: Viewport, ceilings: dict[str, float]
 ) -> list[LaneRow]:
-    """Each lane's data from a history."""
     spans: Records | None = None
     if viewport.span_ns < _BLOCKS_BELOW_NS:
         spans = history.spans_between(int(viewport.start_ns), int(viewport.end_ns) + 1)
@@ -257,7 +253,6 @@ class LanesItem(pg.GraphicsObject):  # type: ignore[misc]
         view.sigResized.connect(lambda _view: self.prepareGeometryChange())
 
     def forget(self) -> None:
-        """Something has changed: the picture is drawn again."""
         self._picture = None
 
     def prepare(self, ratio: float, rows: Callable[[], list[LaneRow]], draw: Callable[[QPainter], None]) -> bool:
@@ -286,7 +281,6 @@ class LanesItem(pg.GraphicsObject):  # type: ignore[misc]
 
 
 def draw_rows(painter: QPainter, rows: list[LaneRow], history: History, viewport: Viewport) -> None:
-    """All plots, the lines between them, and marks."""
     if not rows:
         return
     left, right = rows[0].area.left(), rows[0].area.right()
@@ -314,7 +308,6 @@ def draw_rows(painter: QPainter, rows: list[LaneRow], history: History, viewport
 
 
 def scaled(font: QFont, part: float) -> QFont:
-    """The font at `part` of its size, in points or pixels."""
     result = QFont(font)
     result.setPixelSize(max(9, round(QFontInfo(font).pixelSize() * part)))
     return result
@@ -329,7 +322,6 @@ def _draw_ceiling_label(painter: QPainter, row: LaneRow) -> None:
 
 
 def _draw_marks(painter: QPainter, rows: list[LaneRow], history: History, viewport: Viewport) -> None:
-    """Events, as dotted lines with labels at the top."""
     top, bottom = rows[0].area.top(), rows[-1].area.bottom()
     last_right = -1e9
     for mark in history.marks_between(viewport.start_ns, viewport.end_ns):
@@ -343,3 +335,80 @@ def _draw_marks(painter: QPainter, rows: list[LaneRow], history: History, viewpo
             box = QRectF(x - width - 4 if to_left else x + 4, rows[0].area.bottom() + 3 - high, width + 2, high)
             painter.drawText(box, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, mark.text)
             last_right = x + width + 8
+
+
+_ROUND_S = (10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400)
+_LINE = int(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop)
+_WRAPPED = int(_LINE | Qt.TextFlag.TextWordWrap)
+
+
+@dataclass(frozen=True, slots=True)
+class GutterLabel:
+    """Text to the left of a plot.
+
+    Attributes:
+        whole: the full text; `shown` is elided if it does not fit.
+        is_title: the lane's name, not its reading.
+    """
+
+    area: QRectF
+    whole: str
+    shown: str
+    is_title: bool
+
+
+class TimeAxis(Axis):
+    """Seconds, in round minutes and hours where there are many."""
+
+    def tickSpacing(self, low: float, high: float, size: float) -> list[tuple[float, float]]:
+        (wanted, start), *_ = super().tickSpacing(low, high, size)
+        return [(next((each for each in _ROUND_S if each >= wanted), _ROUND_S[-1]) if wanted > 5 else wanted, start)]
+
+
+class LaneAxis(Axis):
+    """In place of numbers, each lane's name and its reading."""
+
+    def __init__(self) -> None:
+        super().__init__("left")
+        self.labels: list[GutterLabel] = []
+        self._font = QFont()
+
+    def dress(self, chart: QWidget) -> None:
+        super().dress(chart)
+        self._font = chart.font()
+        self.setWidth(sizes_for(self._font).gutter)
+
+    def show_rows(self, rows: list[LaneRow], column: int) -> None:
+        self.labels = gutter_labels(rows, column, self._font)
+        self.picture = None
+        self.update()
+
+    def generateDrawSpecs(self, _painter: QPainter) -> tuple[list[GutterLabel]]:
+        return (self.labels,)
+
+    def drawPicture(self, painter: QPainter, labels: list[GutterLabel]) -> None:
+        title, caption = title_font(self._font), caption_font(self._font)
+        for label in labels:
+            painter.setFont(title if label.is_title else caption)
+            painter.setPen(themed("text" if label.is_title else "muted"))
+            painter.drawText(label.area, _WRAPPED if label.shown == label.whole else _LINE, label.shown)
+
+
+def gutter_labels(rows: list[LaneRow], column: int, font: QFont) -> list[GutterLabel]:
+    title, caption = QFontMetricsF(title_font(font)), QFontMetricsF(caption_font(font))
+    width = float(sizes_for(font).gutter - GUTTER_GAP_PX)
+    found = []
+    for row in rows:
+        line = QRectF(0, row.area.top() - 1, width - MARK_PX, title.height())
+        name = lane_words(row.lane.title)
+        shown = title.elidedText(name, Qt.TextElideMode.ElideRight, line.width())
+        found.append(GutterLabel(line, name, shown, is_title=True))
+        below = QRectF(0, line.bottom(), width, row.area.bottom() + 5 - line.bottom())
+        is_phase = row.lane.kind == "phase"
+        text = translate("Timeline", "token ticks") if is_phase else reading(row.lane, row.data, column)
+        if text:
+            wrapped = caption.boundingRect(below, _WRAPPED, text)
+            fits = wrapped.height() <= below.height() + 1 and wrapped.width() <= below.width() + 1
+            shown = text if fits else caption.elidedText(text, Qt.TextElideMode.ElideRight, below.width())
+            found.append(GutterLabel(below, text, shown, is_title=False))
+    return found

@@ -11,8 +11,8 @@ from PySide6.QtCore import QPointF, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QImage, QPaintEngine, QPainter, QPen, QPolygonF
 
 from app.services.history.gauges import Floats
-from app.widgets.timeline.keys import FILL_ALPHA, expert_colours, faded
 from app.widgets.timeline.lanes import LaneData
+from app.widgets.timeline.navigator import FILL_ALPHA, expert_colours, faded
 from engine.common.lanes import Lane
 
 Shares = NDArray[np.float32]
@@ -44,7 +44,6 @@ class LaneRaster:
         self._tops = np.arange(self._size[0], dtype=np.float32)[:, None]
 
     def area(self, below: Floats, above: Floats) -> Shares:
-        """Between two curves, each a share of the plot's height for every column, [n]."""
         low, high = (
             self._y(np.interp(self._centres, self._middles, below)),
             self._y(np.interp(self._centres, self._middles, above)),
@@ -52,7 +51,6 @@ class LaneRaster:
         return self._between(low, high)
 
     def line(self, shares: Floats, width: float, *, dashed: bool = False) -> Shares:
-        """Along a curve through the centres of columns, [n]; gaps where it is NaN."""
         known = np.isfinite(shares)
         if not known.any():
             return np.zeros(self._size, np.float32)
@@ -71,12 +69,10 @@ class LaneRaster:
         return _hatched(*self._size, self._ratio, forward=forward)
 
     def columns(self, below: Floats, above: Floats) -> Shares:
-        """As `area`, but each column is flat."""
         low, high = self._y(below[self._column]), self._y(above[self._column])
         return self._between(low, high)
 
     def draw(self, painter: QPainter, covered: Shares, colour: QColor) -> None:
-        """Draws a colour with the opacity in `covered`."""
         pixels = _shades(colour.rgb()).take((covered * np.float32(255) + np.float32(0.5)).astype(np.uint8))
         height, width = self._size
         image = QImage(pixels.data, width, height, 4 * width, QImage.Format.Format_ARGB32_Premultiplied)
@@ -95,7 +91,6 @@ class LaneRaster:
 
 @lru_cache(maxsize=32)
 def _shades(rgb: int) -> NDArray[np.uint32]:
-    """A colour at all 256 opacities, as premultiplied ARGB."""
     weights = np.arange(256, dtype=np.uint32)
     shades = weights << 24
     for shift in (16, 8, 0):
@@ -207,7 +202,6 @@ def _outline(area: QRectF, xs: Floats, below: Floats, above: Floats) -> QPolygon
 
 
 def _known(values: Floats) -> Floats:
-    """Unknown values as 0."""
     known = np.isfinite(values)
     return values if known.all() else np.where(known, values, 0.0)
 
@@ -224,7 +218,6 @@ def _top(below: Floats, above: Floats, scale: float, *, hatched: bool) -> Floats
 
 
 def _draw_line(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, pen: QPen) -> None:
-    """A line through the centres of columns; it has gaps where `shares` [n] of the height are NaN."""
     ys = area.bottom() - area.height() * np.clip(shares, 0.0, 1.0)
     painter.setBrush(Qt.BrushStyle.NoBrush)
     painter.setPen(pen)

@@ -14,17 +14,18 @@ from app.services.background import timer
 from app.theme import themed
 from app.widgets.chart import Chart
 from app.widgets.scaffold import MARK_PX, HelpMark
-from app.widgets.timeline.axes import GutterLabel, LaneAxis, TimeAxis
-from app.widgets.timeline.blocks import path_through
-from app.widgets.timeline.keys import FAINT_ALPHA, PAN, faded, key_pressed
+from app.widgets.timeline.blocks import TokenPath, averages_text, path_through, token_at, token_beside
 from app.widgets.timeline.lanes import LaneData, lane_help, lane_words, lanes_of, read_lane, reading, tracks_of
-from app.widgets.timeline.navigator import BEHIND_NS, Navigator, duration
+from app.widgets.timeline.navigator import BEHIND_NS, FAINT_ALPHA, PAN, Navigator, duration, faded, key_pressed
 from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
     LANE_GAP_PX,
     RIGHT_PX,
+    GutterLabel,
+    LaneAxis,
     LaneRow,
     LanesItem,
+    TimeAxis,
     axis_font,
     draw_rows,
     lane_areas,
@@ -32,7 +33,6 @@ from app.widgets.timeline.picture import (
     read_rows,
     sizes_for,
 )
-from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
 from engine.common.lanes import Lane
 
 _EMPTY_PX = 233
@@ -138,9 +138,9 @@ class TimelineView(Chart):
         self._lanes: list[Lane] = []
         self._drawn_revision = -1
         self._drawing_s = 0.0
-        self._cursor_ns: float | None = None
-        self._selection: tuple[float, float] | None = None
-        self._token: TokenPath | None = None
+        self.cursor_ns: float | None = None
+        self.selection: tuple[float, float] | None = None
+        self.token: TokenPath | None = None
         self._token_is_kept = False
         self._said = ""
         self._marks: dict[str, HelpMark] = {}
@@ -165,37 +165,30 @@ class TimelineView(Chart):
 
     @property
     def rows(self) -> list[LaneRow]:
-        """The lanes as last drawn."""
         return self._drawn.rows
 
     def set_shows_machine(self, shows: bool) -> None:
-        """Whether to show the sensors' lanes below the engine's."""
         self._shows_machine = shows
         self._redraw()
         self.updateGeometry()
 
     @property
     def marks(self) -> dict[str, HelpMark]:
-        """Help marks of the visible lanes, by key."""
         return {lane.key: self._marks[lane.key] for lane in self._lanes if lane.key in self._marks}
 
     def explain_lanes(self) -> None:
-        """Adds a help mark to each lane's name."""
         self._explains = True
         self._place_marks()
 
     def set_ceilings(self, ceilings: dict[str, float]) -> None:
-        """Measured limits by lane, bytes per second."""
         if ceilings != self._ceilings:
             self._ceilings = ceilings
             self._redraw()
 
     def labels(self) -> list[GutterLabel]:
-        """The text to the left of the plots, as painted."""
         return self._names.labels
 
     def read_lanes(self) -> list[tuple[Lane, LaneData]]:
-        """The lanes and their current data, painted or not."""
         history = self.navigator.history
         if history is None:
             return []
@@ -204,7 +197,6 @@ class TimelineView(Chart):
         return [(lane, read_lane(lane, history, self.navigator.viewport, self._ceilings)) for lane in lanes]
 
     def refresh(self) -> None:
-        """Redraws if there is new data."""
         history = self.navigator.history
         if self.navigator.is_live and history is not None and history.revision != self._drawn_revision:
             self.navigator.follow()
@@ -252,7 +244,6 @@ class TimelineView(Chart):
         self._refreshing.stop()
 
     def _fit(self) -> None:
-        """A column per pixel."""
         self.view.setYRange(0, self.view.height(), padding=0)
         columns = max(round(self.view.width()), 1)
         if columns != self.navigator.viewport.width:
@@ -267,7 +258,6 @@ class TimelineView(Chart):
 
     @property
     def _origin_ns(self) -> float:
-        """The time of the axis's zero, which stays at its pixel while a live view follows."""
         navigator = self.navigator
         if self._is_short:
             return navigator.viewport.start_ns
@@ -281,7 +271,6 @@ class TimelineView(Chart):
         return duration(1e9 * seconds)
 
     def at(self, seconds: float) -> float:
-        """The moment of a place on the axis."""
         return self._origin_ns + 1e9 * seconds
 
     def _seconds(self, at_ns: float) -> float:
@@ -291,15 +280,14 @@ class TimelineView(Chart):
         return (near - self._origin_ns) / 1e9
 
     def _place(self) -> None:
-        """Puts the axis, and what follows the mouse, where they belong in time."""
-        viewport, token, cursor_ns = self.navigator.viewport, self._token, self._cursor_ns
+        viewport, token, cursor_ns = self.navigator.viewport, self.token, self.cursor_ns
         self.view.setXRange(self._seconds(viewport.start_ns), self._seconds(viewport.end_ns), padding=0)
         if cursor_ns is not None:
             self._crosshair.setPos(self._seconds(cursor_ns))
         self._crosshair.setVisible(cursor_ns is not None)
-        if self._selection is not None:
-            self._selected.setRegion(tuple(map(self._seconds, self._selection)))
-        self._selected.setVisible(self._selection is not None)
+        if self.selection is not None:
+            self._selected.setRegion(tuple(map(self._seconds, self.selection)))
+        self._selected.setVisible(self.selection is not None)
         if token is not None:
             self._around_token.setRegion((self._seconds(token.start_ns), self._seconds(token.end_ns)))
             areas = {lane: row.area for row in self.rows for lane in tracks_of(row.lane)}
@@ -309,7 +297,6 @@ class TimelineView(Chart):
         self._through_token.setVisible(token is not None)
 
     def _prepare(self) -> None:
-        """Draws what has changed, right before it is painted."""
         began_s = time.thread_time()
         if self.navigator.history is None or not self._drawn.prepare(self.devicePixelRatioF(), self._read, self._draw):
             return
@@ -340,7 +327,6 @@ class TimelineView(Chart):
         return super().write_picture(path)
 
     def _place_marks(self) -> None:
-        """Places a help mark to the right of each lane's name; tab order follows the lanes."""
         self._placed = [(row.lane.key, row.area.topLeft()) for row in self.rows]
         before: QWidget = self
         left = sizes_for(self.font()).gutter - MARK_PX - GUTTER_GAP_PX
@@ -359,31 +345,27 @@ class TimelineView(Chart):
                 mark.hide()
 
     def _column_read(self) -> int:
-        """The column under the crosshair, or the last one."""
         viewport = self.navigator.viewport
-        if self._cursor_ns is not None and viewport.start_ns <= self._cursor_ns <= viewport.end_ns:
-            return int((self._cursor_ns - viewport.edges()[0]) // viewport.column_ns)
+        if self.cursor_ns is not None and viewport.start_ns <= self.cursor_ns <= viewport.end_ns:
+            return int((self.cursor_ns - viewport.edges()[0]) // viewport.column_ns)
         return viewport.width - 1
 
     def text_at(self, at: QPointF) -> str:
-        """The full text where it is painted elided; empty elsewhere."""
         return next((one.whole for one in self.labels() if one.shown != one.whole and one.area.contains(at)), "")
 
     # --- the mouse --------------------------------------------------------------------------------
 
     def on_click(self, at: QPointF, *, twice: bool) -> None:
-        """Selects the token there, and zooms to it with a second click."""
         if not twice:
             self.clear_selection()
             self._find_token(at)
-            self._token_is_kept = self._token is not None
-        elif self._token is not None:
-            self.navigator.show(self._token.start_ns, self._token.end_ns)
+            self._token_is_kept = self.token is not None
+        elif self.token is not None:
+            self.navigator.show(self.token.start_ns, self.token.end_ns)
         else:
             self.navigator.zoom(0.25, self.navigator.viewport.at(at.x()))
 
     def on_hover(self, at: QPointF) -> None:
-        """Reads every lane there."""
         self.set_cursor(self.navigator.viewport.at(at.x()))
         self._find_token(at)
 
@@ -405,48 +387,31 @@ class TimelineView(Chart):
 
     # --- crosshair, selection, token --------------------------------------------------------------
 
-    @property
-    def cursor_ns(self) -> float | None:
-        """The time at the crosshair."""
-        return self._cursor_ns
-
-    @property
-    def selection(self) -> tuple[float, float] | None:
-        return self._selection
-
-    @property
-    def token(self) -> TokenPath | None:
-        """The token selected or under the mouse."""
-        return self._token
-
     def set_cursor(self, at_ns: float | None) -> None:
-        """Moves the crosshair to a time, or hides it."""
-        if at_ns == self._cursor_ns:
+        if at_ns == self.cursor_ns:
             return
-        self._cursor_ns = at_ns
+        self.cursor_ns = at_ns
         self._names.show_rows(self.rows, self._column_read())
         self._place()
         self._say()
         self.pointed.emit(at_ns)
 
     def select(self, start_ns: float, end_ns: float) -> None:
-        """Selects a range and reports its averages."""
-        self._selection = (start_ns, end_ns)
+        self.selection = (start_ns, end_ns)
         self._place()
         self._say()
 
     def clear_selection(self) -> None:
-        self._selection, self._token, self._token_is_kept = None, None, False
+        self.selection, self.token, self._token_is_kept = None, None, False
         self._place()
         self._say()
 
     def step_token(self, direction: int) -> None:
-        """Selects the token after the selected one, or before it; without a selection, the last visible one."""
         if self.navigator.history is None:
             return
         viewport = self.navigator.viewport
-        at = self._token.end_ns if self._token is not None else viewport.end_ns
-        found = token_beside(self.navigator.history, at, direction if self._token is not None else -1)
+        at = self.token.end_ns if self.token is not None else viewport.end_ns
+        found = token_beside(self.navigator.history, at, direction if self.token is not None else -1)
         if found is not None:
             self.navigator.freeze()
             if found.end_ns > viewport.end_ns or found.start_ns < viewport.start_ns:
@@ -456,20 +421,20 @@ class TimelineView(Chart):
             self._set_token(found)
 
     def _set_token(self, token: TokenPath | None) -> None:
-        if token is not self._token:
-            self._token = token
+        if token is not self.token:
+            self.token = token
             self._place()
             self._say()
 
     def _say(self) -> None:
         history, text = self.navigator.history, ""
-        if history is not None and self._selection is not None:
-            text = averages_text(history, *self._selection)
-        elif self._token is not None:
-            text = self._token.text()
-        elif history is not None and self._cursor_ns is not None:
+        if history is not None and self.selection is not None:
+            text = averages_text(history, *self.selection)
+        elif self.token is not None:
+            text = self.token.text()
+        elif history is not None and self.cursor_ns is not None:
             column = self._column_read()
-            ago = duration(self._cursor_ns - self.navigator.zero_ns)
+            ago = duration(self.cursor_ns - self.navigator.zero_ns)
             parts = [
                 f"{lane_words(row.lane.title)} {said}"
                 for row in self.rows

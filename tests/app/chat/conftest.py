@@ -12,8 +12,7 @@ from app.services.chat_store import ChatStore
 from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.kept import SavedPresets, SavedPrompts
-from app.services.library import Library
-from app.services.model_speeds import ModelSpeeds
+from app.services.library import Library, ModelSpeeds
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter

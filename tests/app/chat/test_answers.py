@@ -6,7 +6,7 @@ import pytest
 from PySide6.QtCore import Qt, QTimer
 from pytestqt.qtbot import QtBot
 
-from app.services.sampling_presets import Preset
+from app.services.kept import Preset
 from app.views.chat.chat_view import ChatView
 from app.views.chat.user_message import UserMessage
 from engine.common.errors import ErrorCode

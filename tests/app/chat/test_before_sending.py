@@ -11,9 +11,9 @@ from PySide6.QtCore import QMimeData, QUrl
 from PySide6.QtGui import QGuiApplication, QImage, QTextCursor
 from pytestqt.qtbot import QtBot
 
-from app.views.batch.template_card import TemplateEdit
+from app.views.batch.answer_card import TemplateEdit
 from app.views.chat.chat_view import ChatView
-from app.widgets.text_box import TextBox
+from app.widgets.fields import TextBox
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 

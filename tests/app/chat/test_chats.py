@@ -11,7 +11,7 @@ from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore, MessageState
-from app.services.sampling_presets import Preset
+from app.services.kept import Preset
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
 from tests.app.chat.chat_page import answered, last_answer, shown, titles, type_and_send

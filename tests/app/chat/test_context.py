@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from pytestqt.qtbot import QtBot
 
-from app.models.context_use import ContextUse, Level, turns_to_fold
+from app.models.conversation import ContextUse, Level, turns_to_fold
 from app.services.chat_store import Message
 from app.services.folding import pieces_of
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
-from app.views.chat.fold_card import FoldCard
+from app.views.chat.transcript import FoldCard
 from engine.common.errors import ErrorCode
 from tests.app.chat.chat_page import answered, last_answer, shown, type_and_send
 from tests.app.scripted_engine import STARTER, ScriptedEngine

@@ -20,8 +20,8 @@ from app.services.chat_store import Attachment, ChatStore, Message, Source
 from app.services.documents import service
 from app.services.documents.index import FILE_NAME, DocumentIndex
 from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView
-from app.views.chat.source_row import PassageDialog
 from app.views.chat.user_message import UserMessage
 from engine.batch_files.documents import DocumentReader
 from engine.common.paths import data_dir

@@ -11,7 +11,7 @@ from PySide6.QtCore import Qt
 from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import MessageState
-from app.services.sampling_presets import Preset
+from app.services.kept import Preset
 from app.views.chat.chat_view import ChatView
 from app.views.chat.side_by_side import SideBySide
 from app.views.chat.user_message import UserMessage

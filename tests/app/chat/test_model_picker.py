@@ -15,7 +15,7 @@ from pytestqt.qtbot import QtBot
 
 import app.services.library as library
 from app.models.library import ROW_ROLE, ModelRow
-from app.services.model_speeds import ModelSpeeds
+from app.services.library import ModelSpeeds
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView

@@ -12,7 +12,7 @@ from PySide6.QtGui import QGuiApplication
 from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore, Conversation, Message
-from app.services.sampling_presets import Preset
+from app.services.kept import Preset
 from app.theme import DARK, ThemeController
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView

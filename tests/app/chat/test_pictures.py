@@ -21,13 +21,22 @@ from PySide6.QtWidgets import QFileDialog, QLabel, QWidget
 from pytestqt.qtbot import QtBot
 from shiboken6 import delete
 
-from app.services import thumbnails
+from app.services import pictures as picture_service
 from app.services.chat_store import ChatStore, Conversation, Message
 from app.services.chat_store.recovery import open_checked, recover
-from app.services.pictures import MOST_SIDE_PX, Pictures, Prepared, Source, sources_in
-from app.services.thumbnails import Thumbnail, Thumbnails, made, size_of
+from app.services.pictures import (
+    MOST_SIDE_PX,
+    Pictures,
+    Prepared,
+    Source,
+    Thumbnail,
+    Thumbnails,
+    made,
+    size_of,
+    sources_in,
+)
+from app.views.chat.attachment_row import PictureRow
 from app.views.chat.chat_view import ChatView
-from app.views.chat.picture_row import PictureRow
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
@@ -233,7 +242,7 @@ def test_a_picture_takes_its_place_at_once_and_is_decoded_once_off_the_windows_t
         threads.append(threading.current_thread())
         return made(picture, most)
 
-    monkeypatch.setattr(thumbnails, "made", noted)
+    monkeypatch.setattr(picture_service, "made", noted)
     attach(page, qtbot, image(1000, 500))
     (place,) = places(page.composer.pictures)
     assert place.property("picture") == "awaited"
@@ -256,7 +265,7 @@ def test_no_picture_is_decoded_for_what_is_gone(qtbot: QtBot, monkeypatch: pytes
         may_go_on.wait(10)
         return made(picture, most)
 
-    monkeypatch.setattr(thumbnails, "made", slow)
+    monkeypatch.setattr(picture_service, "made", slow)
     service, shown = Thumbnails(), list[Thumbnail]()
     pictures = prepared(qtbot, *(image(10 + n, 10) for n in range(4))).pictures
     receivers = [QObject() for _ in pictures]

@@ -12,7 +12,7 @@ from pytestqt.qtbot import QtBot
 
 from app.models.conversation import MessageRow
 from app.services.chat_store import AnswerStats, Message, MessageState
-from app.services.sampling_presets import THINKING_TOKENS, Preset, own_sampling
+from app.services.kept import THINKING_TOKENS, Preset, own_sampling
 from app.theme import colours
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView

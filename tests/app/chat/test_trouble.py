@@ -12,8 +12,7 @@ from pytestqt.qtbot import QtBot
 from app.services.chat_store import ChatStore, MessageState
 from app.services.engine_client import EngineState
 from app.services.settings import Settings
-from app.views.chat.chat_view import ChatView
-from app.views.chat.close_guard import UnsavedTextGuard
+from app.views.chat.chat_view import ChatView, UnsavedTextGuard
 from engine.common.config import EngineConfig
 from engine.common.paths import models_dir
 from tests.app.chat.chat_page import last_answer, shown, type_and_send

@@ -7,22 +7,18 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.cache_figures import policies, sound
 from app.theme import set_look, use_tabular_figures
-from app.views.monitor.cache.cache_card import policy_name, policy_tip, predictor_name, tier_name
+from app.views.monitor.cache_card import policy_name, policy_tip, predictor_name, tier_name
 from app.widgets.memory_bar import BarPart, MemoryBar
-from app.widgets.quantities import number
+from app.widgets.quantities import number, translate
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label
 from engine.telemetry.messages import CacheReport, TierReport
 
 _PARTS = 1000
-"""Of a bar."""
 
 
 class PoliciesCard(Card):
-    """What each policy would hit on its own."""
-
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Policies"))
+        super().__init__(translate("PoliciesCard", "Policies"), parent)
         self.setAccessibleName(self.tr("Cache policies"))
         self.explain(
             self.tr(
@@ -40,7 +36,6 @@ class PoliciesCard(Card):
         add_items(self.body, self._grid, self.note, STRETCH)
 
     def show_report(self, report: CacheReport | None) -> None:
-        """The latest report; the card hides while there is no cache."""
         tiers = sound(report).tiers if report is not None else ()
         self.setVisible(bool(tiers))
         row = 0
@@ -97,9 +92,7 @@ class PredictionCard(Card):
     """Predictors in a table, and the outcome of prefetches as a bar per tier."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Prefetching"))
-        self.setAccessibleName(self.tr("Prefetching"))
+        super().__init__(translate("PredictionCard", "Prefetching"), parent)
         self.explain(
             self.tr(
                 "Prefetching copies experts before they are needed, guessing which will be. A right guess saves a "
@@ -122,12 +115,10 @@ class PredictionCard(Card):
 
     @property
     def texts(self) -> list[str]:
-        """All texts, in order."""
         labels = [self._said, *(label for cells in self._cells for label in cells), *(fate[1] for fate in self._fates)]
         return [label.text() for label in labels if not label.isHidden() and label.text()]
 
     def show_report(self, report: CacheReport | None) -> None:
-        """The latest report; the card hides while there is no cache."""
         known = sound(report) if report is not None else None
         self.setVisible(known is not None and bool(known.tiers))
         if known is None or not known.tiers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyqtgraph as pg
-from PySide6.QtCore import QCoreApplication, QSize, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QSignalBlocker, QSize, Qt, Signal
 from PySide6.QtWidgets import QButtonGroup, QPushButton, QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
@@ -27,7 +27,6 @@ _LONGEST = 40
 
 
 def policy_name(policy: str) -> str:
-    """`LRU`; an unknown policy is shown by its id."""
     known = {
         "lru": "LRU",
         "lfu": "LFU",
@@ -40,7 +39,6 @@ def policy_name(policy: str) -> str:
 
 
 def policy_tip(policy: str) -> str:
-    """Which expert a policy evicts."""
     known = {
         "lru": translate("Cache", "Evicts the least recently used expert."),
         "lfu": translate("Cache", "Evicts the least frequently used expert."),
@@ -53,7 +51,6 @@ def policy_tip(policy: str) -> str:
 
 
 def predictor_name(predictor: str) -> str:
-    """Its display name; an unknown one is shown by its id."""
     known = {
         "previous": translate("Cache", "previous token"),
         "gate": translate("Cache", "next layer's gate"),
@@ -93,17 +90,14 @@ class RateLine(Chart):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The last values; NaN where unknown."""
         return tuple(self._values)
 
     def add(self, value: float | None) -> None:
-        """Appends a value; None if unknown."""
         self._values.append(np.nan if value is None else value)
         # The newest is at the right edge, however few there are.
         self._line.setData(np.arange(1 - len(self._values), 1), np.array(self._values))
 
     def clear(self) -> None:
-        """Removes all values, for another model or none."""
         self._values.clear()
         self._line.setData([], [])
 
@@ -115,8 +109,6 @@ class RateLine(Chart):
 
 
 class TierRow(QWidget):
-    """The tier last passed to `show_tier`."""
-
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._name = text_label(self, role="secondary")
@@ -130,11 +122,6 @@ class TierRow(QWidget):
         self._last: float | None = None
 
     def show_tier(self, tier: TierReport, *, is_new: bool) -> None:
-        """Shows a report of the tier.
-
-        Args:
-            is_new: whether to add it to the sparkline: not if it has been shown before.
-        """
         recent = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else None
         if is_new and recent is not None:
             self.line.add(recent)
@@ -154,13 +141,11 @@ class TierRow(QWidget):
         self.setAccessibleName(f"{self._name.text()} {now}, {self._rest.text()}, {held}")
 
     def forget(self) -> None:
-        """Clears the history, for another model or none."""
         self._last = None
         self.line.clear()
 
 
 def tier_name(tier: TierReport) -> str:
-    """`VRAM` or `RAM`."""
     return translate("Fit", "VRAM") if tier.tier == "vram" else translate("Fit", "RAM")
 
 
@@ -210,7 +195,6 @@ class SizeChooser(QWidget):
 
     @property
     def outcome(self) -> str:
-        """The text about the last change."""
         return self._outcome.text()
 
     def show_tier(self, tier: TierReport, slots: int) -> None:
@@ -219,16 +203,13 @@ class SizeChooser(QWidget):
             self.set_slots(slots, tier.most_slots)
 
     def set_slots(self, slots: int, most: int) -> None:
-        """Updates the field when the handle moves."""
-        self.field.blockSignals(True)
-        self.field.setRange(1, max(1, most))
-        self.field.setSingleStep(max(1, most // 100))
-        self.field.setValue(slots)
-        self.field.blockSignals(False)
+        with QSignalBlocker(self.field):
+            self.field.setRange(1, max(1, most))
+            self.field.setSingleStep(max(1, most // 100))
+            self.field.setValue(slots)
         self.button.setEnabled(self.field.value() != self._present)
 
     def say(self, outcome: str, *, undoable: bool) -> None:
-        """Shows the outcome of the last change; empty if there was none."""
         set_message(self._outcome, outcome)
         self.undo.setVisible(undoable)
 
@@ -263,7 +244,6 @@ class Resizing:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the engine has reported the new size."""
         # The first report may predate the command.
         return self.now is not None and (self.now.slots != self.before.slots or self.reports > 1)
 
@@ -278,7 +258,6 @@ class Resizing:
             self.speed = report.steps_per_s
 
     def sentence(self) -> str:
-        """The outcome, for the user."""
         if self.now is None or not self.is_answered:
             return translate("Resizing", "Requested {0} experts…").format(number(self.asked, 0))
         has, had = number(self.now.slots, 0), number(self.before.slots, 0)
@@ -319,8 +298,7 @@ class CacheCard(Card):
     resize_wanted = Signal(str, int)
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.heading.setText(self.tr("Cache"))
+        super().__init__(translate("CacheCard", "Cache"), parent)
         self.setAccessibleName(self.tr("Expert cache"))
         self.explain(
             self.tr(
@@ -367,16 +345,11 @@ class CacheCard(Card):
 
     @property
     def tier(self) -> TierReport | None:
-        """The tier whose size is shown."""
         tiers = self._report.tiers if self._report is not None else ()
         return next((tier for tier in tiers if tier.tier == self._chosen), tiers[0] if tiers else None)
 
     def show_report(self, report: CacheReport | None, free_ram: int | None = None) -> None:
-        """The latest report; None while no engine runs.
-
-        Args:
-            free_ram: bytes of unused RAM, if known.
-        """
+        """The latest report; None while no engine runs."""
         is_new = report is not None and report is not self._event
         self._event = report
         if report is None:

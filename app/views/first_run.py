@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Signal
+from PySide6.QtCore import QCoreApplication, QEvent, Signal
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QBoxLayout, QProgressBar, QPushButton, QWidget
 
@@ -13,19 +13,17 @@ from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_part import EnginePart, PartStage
 from app.services.hub import Hub
+from app.services.installation import StarterDownload
 from app.services.library import Library
 from app.services.settings import Settings
-from app.services.starter_download import StarterDownload
 from app.theme import scaled
-from app.views.first_run.phrases import engine_words, meaning_words, parts_words, step_words
 from app.widgets.asking import ask_path
 from app.widgets.chip import ElidedLabel
-from app.widgets.downloads_card import DownloadsCard, before_cancelling, download_words
-from app.widgets.fit_words import Presence
+from app.widgets.downloads_card import DownloadsCard, FolderChoice, ask_token_of, before_cancelling, download_words
+from app.widgets.fit_table import Presence
 from app.widgets.flow_layout import Flow
-from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import CHAT, MODELS, SETTINGS, Page
-from app.widgets.quantities import file_size
+from app.widgets.quantities import count, file_size, memory
 from app.widgets.recommendations import RecommendationList
 from app.widgets.scaffold import (
     STRETCH,
@@ -41,13 +39,83 @@ from app.widgets.scaffold import (
     warning_label,
 )
 from app.widgets.starter_offer import StarterOffer
-from app.widgets.token_dialog import ask_token_of
 from engine.common.settings import STARTER
+from engine.tuning.machine_state import MachineLook
 
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download
     from engine.checkpoint.library import LibraryEntry
+    from engine.parts.wheels import EngineChoice
     from engine.tuning.fit import Recommendation
+
+
+translate = QCoreApplication.translate
+
+
+def parts_words(look: MachineLook) -> str:
+    lines, probe = [], look.probe
+    gpu = probe.compute_gpu
+    if gpu is not None:
+        has = translate("FirstRun", "{0} with {1}")
+        lines.append(has.format(gpu.name, memory(gpu.total_bytes)) if gpu.total_bytes else gpu.name)
+    cores = probe.physical_cores or probe.usable_cpus
+    counted = (
+        translate("FirstRun", "1 core")
+        if cores == 1
+        else translate("FirstRun", "{0} cores", "", cores).format(count(cores))
+    )
+    lines.append(translate("FirstRun", "{0} of RAM, {1}").format(memory(probe.ram_bytes), counted))
+    if look.free_for_files:
+        free = file_size(look.free_for_files)
+        lines.append(translate("FirstRun", "{0} free on the disk for models").format(free))
+    return "\n".join(lines)
+
+
+def meaning_words(look: MachineLook) -> str:
+    probe, gpu = look.probe, look.probe.compute_gpu
+    room = probe.ram_available_bytes + ((gpu.free_bytes or 0) if gpu is not None and look.device else 0)
+    fits = translate(
+        "FirstRun",
+        "Models of up to about {0} run from memory; parts of larger ones are read from the disk as they answer, which "
+        "takes longer.",
+    ).format(memory(room))
+    if probe.lacks_avx2:
+        old = translate("FirstRun", "This processor has no AVX2: everything works, but takes several times as long.")
+        fits = f"{fits} {old}"
+    if gpu is not None and look.device:
+        return translate("FirstRun", "Graphics card and processor share the work.") + " " + fits
+    if gpu is not None:
+        return translate("FirstRun", "The graphics card cannot be used here: the processor does the work.") + " " + fits
+    return translate("FirstRun", "There is no graphics card for models: the processor does the work.") + " " + fits
+
+
+def engine_words(choice: EngineChoice | None) -> tuple[str, str]:
+    """(what is fetched for this PC, why that)."""
+    if choice is None:
+        return translate("FirstRun", "Looking at this PC…"), ""
+    cards = "; ".join(choice.cards) or translate("FirstRun", "no graphics card that PyTorch can use")
+    if choice.reused is not None:
+        words = translate("FirstRun", "Found: {0}. Everything is here already, and is prepared for this version.")
+        return words.format(cards), choice.why
+    sizes = file_size(choice.download_bytes), file_size(choice.unpacked_bytes)
+    comes = translate("FirstRun", "It is fetched once: {0}, about {1} on the disk when it is unpacked.").format(*sizes)
+    if choice.why:
+        suits = translate("FirstRun", "The engine with PyTorch for {0} suits this PC.").format(choice.build_name)
+    else:
+        suits = translate("FirstRun", "Found: {0}. The engine comes with PyTorch for {1}.")
+        suits = suits.format(cards, choice.build_name)
+    return f"{suits} {comes}", choice.why
+
+
+def step_words(stage: PartStage, step: str) -> str:
+    if stage is not PartStage.INSTALLING:
+        return ""
+    return {
+        "checking": translate("FirstRun", "Checking what was fetched…"),
+        "unpacking": translate("FirstRun", "Unpacking…"),
+        "testing": translate("FirstRun", "Testing it on this PC…"),
+        "finishing": translate("FirstRun", "Finishing…"),
+    }.get(step, translate("FirstRun", "Installing…"))
 
 
 _OFFERS = (PartStage.OFFERED, PartStage.FAILED)
@@ -63,8 +131,7 @@ class EngineCard(Card):
     settings_wanted = Signal()
 
     def __init__(self, part: EnginePart, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("First, the engine"))
+        super().__init__(translate("EngineCard", "First, the engine"), parent)
         self._part = part
         self.text = muted_label(self, role="")
         self.why = muted_label(self)
@@ -158,8 +225,7 @@ class HereCard(Card):
     chosen = Signal(object)
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__("", parent)
-        self.set_heading(self.tr("Already on this PC"))
+        super().__init__(translate("HereCard", "Already on this PC"), parent)
         self._shown: tuple[LibraryEntry, ...] = ()
         self._rows: list[QWidget] = []
         self._more = muted_label(self)
