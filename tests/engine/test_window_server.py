@@ -22,15 +22,15 @@ from engine.protocol import Ask, Began, Beside, Failed, Finished, Progress, Rule
 from engine.runtime.engine import Engine
 from engine.serving import streams
 from engine.serving.asking import Event, Ticket
-from engine.serving.by_name import DeskByName
 from engine.serving.front import BothEngines, WindowModels
-from engine.serving.link import DeskLink
+from engine.serving.link import BrokerLink
+from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine, made_up_models
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 HI = (ChatMessage("user", "Hello"),)
 WINDOWS = Path("models/windows")
@@ -65,26 +65,26 @@ class Watched(list[Any]):
 
 def test_twenty_clients_and_three_models_cost_three_loads() -> None:
     engine = TinyEngine()
-    desk = DeskByName(engine, engine.load)
+    broker = ModelBroker(engine, engine.load)
     names = ("mixtral", "qwen3_moe", "qwen2_moe")
     all_of_them = [Watched() for _ in range(20)]
     for number, watched in enumerate(all_of_them):
-        desk.ask(Ask(Path(names[number % 3]), HI, sampling={"max_tokens": 3}), watched)
-    desk.start()
+        broker.ask(Ask(Path(names[number % 3]), HI, sampling={"max_tokens": 3}), watched)
+    broker.start()
     until(lambda: all(watched.ending for watched in all_of_them))
-    desk.close()
+    broker.close()
     assert {type(watched.ending) for watched in all_of_them} == {Finished}
     assert engine.loads == list(names)
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_and_harms_no_other() -> None:
     engine, good, bad = TinyEngine(), Watched(), Watched()
-    desk = DeskByName(engine, engine.load)
-    desk.ask(Ask(Path("broken"), HI), bad)
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), good)
-    desk.start()
+    broker = ModelBroker(engine, engine.load)
+    broker.ask(Ask(Path("broken"), HI), bad)
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), good)
+    broker.start()
     until(lambda: good.ending and bad.ending)
-    desk.close()
+    broker.close()
     assert bad.ending.error.code is ErrorCode.NOT_ENOUGH_MEMORY
     assert isinstance(good.ending, Finished)
 
@@ -92,7 +92,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_harms_no_other() -> None:
 # --- signs of life ----------------------------------------------------------------------------------
 
 
-class SlowDesk(ScriptedDesk):
+class SlowBroker(ScriptedBroker):
     """Answers once it is let; the prompt is long."""
 
     def __init__(self, refusal: EngineError | None = None) -> None:
@@ -108,7 +108,7 @@ class SlowDesk(ScriptedDesk):
                 ticket.tell(Failed.of(self._refusal))
                 return
             ticket.tell(Progress("", "prefill", 10, 30))
-            ScriptedDesk.ask(self, ask, lambda event: ticket.tell(event))
+            ScriptedBroker.ask(self, ask, lambda event: ticket.tell(event))
 
         threading.Thread(target=work, daemon=True).start()
         return ticket
@@ -134,8 +134,8 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "PING_S", 0.02)
-    desk = SlowDesk(refusal)
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = SlowBroker(refusal)
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         with plain_http.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
@@ -143,7 +143,7 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
             lines = answer.iter_lines()
             first = next(line for line in lines if line)
             assert beat in first.replace('":', '": ').replace('":  ', '": ')
-            desk.let.set()
+            broker.let.set()
             rest = "\n".join(lines).replace('":', '": ').replace('":  ', '": ')
     finally:
         server.stop()
@@ -155,9 +155,9 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
 
 
 def test_what_is_refused_at_once_is_refused_with_a_status() -> None:
-    desk = SlowDesk(EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is no room for it."))
-    desk.let.set()
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = SlowBroker(EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is no room for it."))
+    broker.let.set()
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for path, fields, _beat, _read in STREAMS:
@@ -171,15 +171,15 @@ def test_what_is_refused_at_once_is_refused_with_a_status() -> None:
 
 
 class Fronts:
-    """The front with its two engines, whose processes are desks of the test."""
+    """The front with its two engines, whose processes are brokers of the test."""
 
     def __init__(self) -> None:
         self.said = list[Any]()
         self.engines = BothEngines(self.said.append)
         self.engine, self.refuses_first = TinyEngine(), 0
-        self.window: DeskLink | None = None
-        self.links = list[DeskLink]()
-        self.desks = list[DeskByName]()
+        self.window: BrokerLink | None = None
+        self.links = list[BrokerLink]()
+        self.brokers = list[ModelBroker]()
         self.engines.beside.wake = self._start_beside
         self.engines.start()
         self.engines.follow(RULES)
@@ -188,13 +188,13 @@ class Fronts:
         """The window's engine connects, if it has not, and says what is loaded."""
         if self.window is None:
             window = self.engines.window
-            self.window = DeskLink(window.address, window.secret, ScriptedDesk(ends=True, says="from the window"))
+            self.window = BrokerLink(window.address, window.secret, ScriptedBroker(ends=True, says="from the window"))
             self.links.append(self.window)
         self.window.model_is(model)
         until(lambda: self.engines.window.state.model == model)
 
     def _start_beside(self) -> None:
-        if self.desks:
+        if self.brokers:
             return
 
         def load(path: Path, cancelled: CancelCheck) -> None:
@@ -205,11 +205,11 @@ class Fronts:
             self.engine.load(path, cancelled)
 
         beside = self.engines.beside
-        desk = DeskByName(self.engine, load, on_model=lambda model: link.model_is(model))
-        link = DeskLink(beside.address, beside.secret, desk)
-        self.desks.append(desk)
+        broker = ModelBroker(self.engine, load, on_model=lambda model: link.model_is(model))
+        link = BrokerLink(beside.address, beside.secret, broker)
+        self.brokers.append(broker)
         self.links.append(link)
-        desk.start()
+        broker.start()
 
     def ask(self, model: Path | str) -> Watched:
         watched = Watched()
@@ -217,8 +217,8 @@ class Fronts:
         return watched
 
     def close(self) -> None:
-        for desk in self.desks:
-            desk.close()
+        for broker in self.brokers:
+            broker.close()
         for link in self.links:
             link.close()
         self.engines.close()
@@ -398,11 +398,11 @@ class Pressed(Fronts):
         assert done.wait(60)
 
     def _wake(self) -> None:
-        desk = self.desks[0]
-        until(lambda: not desk.state.under_way and not desk.state.waiting)
-        if (model := desk.state.model) is not None:
-            desk.release(model)
-        until(lambda: desk.state.model is None or desk.state.waiting)
+        broker = self.brokers[0]
+        until(lambda: not broker.state.under_way and not broker.state.waiting)
+        if (model := broker.state.model) is not None:
+            broker.release(model)
+        until(lambda: broker.state.model is None or broker.state.waiting)
         try:
             self.memory.take("window", "windows")
         except EngineError:  # a program was faster
@@ -482,10 +482,10 @@ def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(s
         budget = 1000 if path.name == "large" else None
         engine.load(EngineConfig(str(path), ram_bytes=budget), on_progress=lambda *_: None, cancelled=cancelled)
 
-    desk = DeskByName(engine, load)
-    server = Server(Service(desk, LibraryModels()), Address(port=0))
+    broker = ModelBroker(engine, load)
+    server = Server(Service(broker, LibraryModels()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
-    desk.start()
+    broker.start()
     try:
         listed = [each["id"] for each in plain_http.get(f"{url}/v1/models", timeout=60).json()["data"]]
         assert {"good", "large", "gone"} <= set(listed)
@@ -502,4 +502,4 @@ def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(s
             assert "Traceback" not in got.text
     finally:
         server.stop()
-        desk.close()
+        broker.close()
