@@ -196,9 +196,9 @@ def _family(file: GgufFile) -> Gguf:
     Raises:
         EngineError: `MODEL_UNSUPPORTED`.
     """
-    scalars = {key: value for key, value in file.metadata.items() if isinstance(value, str | int | float)}
+    said = {key: value if isinstance(value, str | int | float) else None for key, value in file.metadata.items()}
     for family in GGUF.get(file.architecture, ()):
-        if family.when is None or family.when(scalars):
+        if family.when is None or family.when(said):
             return family
     name = plain_line(file.architecture)[:60]
     holds = f"{file.path.name} holds a model of the architecture {name!r}, which Switchyard does not"
