@@ -59,11 +59,10 @@ def bench_brute_force(
     )
     field = choose_contestants(situation)
     entrants = {one.name: one for one in field.contestants if not one.is_before or one.is_plan}
-    for how, settings in every_config(situation):
-        for candidate in predicted(situation, [(how, settings)]):
-            name = f"{candidate.precision}, {how}, {settings.threads} threads"
-            if candidate.config not in [one.config for one in entrants.values()]:
-                entrants[name] = Contestant(name, settings, candidate.predicted, candidate.low, candidate.high)
+    for candidate in predicted(situation, every_config(situation)):
+        one = candidate.contestant
+        if one.config not in [other.config for other in entrants.values()]:
+            entrants[one.name] = one
     timed = _timed(list(entrants.values()), RacePace(tokens, 4.0, repeats, 120.0), say)
     _rows(timed, [one.name for one in field.contestants], report)
 

@@ -12,6 +12,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -218,10 +219,7 @@ class _Bench:
             scheduler.close()
 
 
-def _cell(
-    paper: str, table: str, cell: str, published: float, found: float, *, note: str = "", why: str = ""
-) -> PublishedCell:
-    return PublishedCell(paper, table, cell, "x", MEASURED, published, found, note=note, why=why)
+_cell = partial(PublishedCell, unit="x", kind=MEASURED)
 
 
 def _collaborative(bench: _Bench) -> Iterator[PublishedCell]:

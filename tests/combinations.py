@@ -44,15 +44,44 @@ def any_two(values: Mapping[str, Sequence[Any]], indirect: Sequence[str] = ()) -
     return pytest.mark.parametrize(list(values), combinations, indirect=list(indirect), ids=_name)
 
 
-def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3) -> list[Any]:
-    """Parameters of which those named and every third are tried by default, the others with `-m exhaustive`."""
+def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3, first: int = 0) -> list[Any]:
+    """Parameters of which those named and every third are tried by default, the others with `-m exhaustive`.
+
+    Args:
+        first: tests of the same values begin with another one each, so that one of them tries each value.
+    """
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=[] if number % every == 0 or value in always else [pytest.mark.exhaustive],
+            marks=[] if number % every == first or value in always else [pytest.mark.exhaustive],
         )
         for number, value in enumerate(values)
     ]
+
+
+def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
+    """Where a test has several lists of parameters, its fixtures' among them, marks most combinations as exhaustive.
+
+    Of two lists each value is tried by default, of more lists the longest two with each other.  `any_two` is for tests
+    of which any two values matter, `every_combination` marks those of which all do, such as kernels that are code of
+    their own for every type on every processor.
+    """
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        is_default = item.get_closest_marker("exhaustive") is None
+        if is_default and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for combinations in tests.values():
+        if combinations[0].get_closest_marker("every_combination") is not None:
+            continue
+        names = zip(*(combination.callspec._idlist for combination in combinations), strict=True)
+        lists = [[list(dict.fromkeys(column)).index(name) for name in column] for column in names]
+        longest, *others = sorted(lists, key=lambda places: -max(places))
+        second = others.pop(0) if len(others) > 1 else [0] * len(combinations)
+        for number, combination in enumerate(combinations):
+            for turn, places in enumerate(others, 1):
+                if places[number] != (longest[number] + turn * second[number]) % (max(places) + 1):
+                    combination.add_marker(pytest.mark.exhaustive)
 
 
 def _name(value: object) -> str | None:

@@ -45,12 +45,16 @@ os.environ["SWITCHYARD_FIND_MODELS"] = "0"  # other programs' models on this mac
 gc.disable()
 
 import pytest  # noqa: E402
+from hypothesis import HealthCheck  # noqa: E402
 from hypothesis import settings as hypothesis_settings  # noqa: E402
 
 from tests import leaks  # noqa: E402
+from tests.combinations import mark_most_of_products  # noqa: E402
 
-hypothesis_settings.register_profile("local", deadline=None, max_examples=40)
-hypothesis_settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True, database=None)
+# Neither asserts on a clock: on a busy machine examples take as long as they take.
+_UNHURRIED = hypothesis_settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.register_profile("local", _UNHURRIED)
+hypothesis_settings.register_profile("ci", _UNHURRIED, derandomize=True, database=None)
 hypothesis_settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -111,12 +115,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`tests/e2e` and `tests/gpu` carry their markers by where they lie."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """`tests/e2e` and `tests/gpu` carry their markers by where they lie; of products most are exhaustive.
+
+    In whatever order: those of the real window, which take longest, come first, so that no worker is left with one.
+    """
     for item in items:
         folder = item.path.parent.name
         if folder in ("e2e", "gpu"):
             item.add_marker(folder)
+    mark_most_of_products(item for item in items if item.path.parent.name != "gpu")  # there code is another for each
+    yield
+    items.sort(key=lambda item: item.path.parent.name != "e2e")
 
 
 @pytest.fixture(autouse=True)

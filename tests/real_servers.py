@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from benchmarks.gguf import texts_of
 from benchmarks.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
+from tests import plain_http
 from tests.engine.test_serve_verb import served
 from tests.peers import users_home
 from tests.starter import starter_for_tests
@@ -139,7 +140,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
         if process.poll() is not None:
             break
         with contextlib.suppress(httpx2.HTTPError):
-            if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+            if plain_http.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                 return
         time.sleep(_LOOK_S)
     said = log.read_text(encoding="utf-8", errors="replace")[-4000:]

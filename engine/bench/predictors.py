@@ -62,16 +62,8 @@ def table_rows(trace: RoutingTrace) -> Iterator[PublishedCell]:
         ("hot ones right", klotski.HOT_RIGHT, right),
         ("right for one sequence alone", klotski.ALONE_RIGHT, _alone(known, asked)),
     ):
-        yield PublishedCell(
-            klotski.PAPER,
-            "fig. 13: prefetched experts",
-            cell,
-            "%",
-            REPLAYED,
-            published,
-            100 * statistics.fmean(shares),
-            note=_OTHER_MODEL,
-        )
+        of, mean = (klotski.PAPER, "fig. 13: prefetched experts", cell), 100 * statistics.fmean(shares)
+        yield PublishedCell(*of, published, mean, "%", REPLAYED, note=_OTHER_MODEL)
 
 
 def _sweeps(trace: RoutingTrace) -> Iterator[NDArray[np.int64]]:
@@ -107,17 +99,8 @@ def network_rows(trace: RoutingTrace, *, widths: Sequence[int] = WIDTHS, epochs:
         ("all right", duoserve.ALL_RIGHT, every, why),
         ("at least one right", duoserve.ONE_RIGHT, float((right > 0).float().mean()), ""),
     ):
-        yield PublishedCell(
-            duoserve.PAPER,
-            "3: predictor, replayed",
-            cell,
-            "%",
-            REPLAYED,
-            published,
-            100 * share,
-            note=_OTHER_MODEL,
-            why=because,
-        )
+        of = duoserve.PAPER, "3: predictor, replayed", cell
+        yield PublishedCell(*of, published, 100 * share, "%", REPLAYED, note=_OTHER_MODEL, why=because)
 
 
 @torch.no_grad()

@@ -457,6 +457,8 @@ class HybridExperts(ExpertLayer):
         if chosen is None:
             misses = [(expert, step.routing.tokens(expert)) for expert in experts]
             estimates = [way.estimate(step, busy_s) for way in ways]
+            if self.promised_s:
+                estimates[0] = replace(estimates[0], busy_s=self.promised_s)
             prices, shares = prompt_prices(misses, ways[1].ahead(), estimates, busy_s)
             chosen = self.prompts.choose(tokens, prices)
             step.price = chosen, prices[chosen]

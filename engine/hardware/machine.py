@@ -103,7 +103,7 @@ class CallProfile:
         card_s, host_s: added if the card, or the CPU, computes any of its experts.
         host_expert_s: added for each expert that the CPU computes.
         single_s: of an expert that the card computes in a call of its own.
-        fetch_s: of letting an expert be fetched.
+        fetch_s: of letting an expert be fetched; sum_s: of letting what another card has made come to the first one.
         launch_s: from one kernel to the next on a card whose time is modelled; flags_s: of the flags and rows by which
             its tokens ask the CPU for a layer's experts.
     """
@@ -116,6 +116,7 @@ class CallProfile:
     host_expert_s: float = 0.0
     single_s: float = 0.0
     fetch_s: float = 0.0
+    sum_s: float = 0.0
     launch_s: float = 0.0
     flags_s: float = 0.0
 

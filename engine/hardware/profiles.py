@@ -98,9 +98,9 @@ _REQUIRED = 6
 _OPTIONAL = tuple(field.name for field in fields(DeviceProfile)[_REQUIRED:])
 _FIXED_HOST, _ONLY_HOST = "?host=fixed", "?host=only"
 _ROOMY = 2**37
-_CALLS_OF_LAYER, _CALLS_OF_CARD, _CALLS_OF_HOST, _CALLS_OF_FETCH = 4, 4, 4, 3
-"""Calls of the driver, of `call_us` each, that the dispatcher makes for a layer, a card's share, the CPU's, and an
-expert that is fetched."""
+_CALLS_OF_LAYER, _CALLS_OF_CARD, _CALLS_OF_HOST, _CALLS_OF_FETCH, _CALLS_OF_SUM = 4, 4, 4, 3, 6
+"""Calls of the driver, of `call_us` each, that the dispatcher makes for a layer, a card's share, the CPU's, an expert
+that is fetched, and what another card than the first has summed up."""
 
 
 _lent: dict[str, DeviceProfile] = {}
@@ -245,6 +245,7 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
             card_s=_CALLS_OF_CARD * call_s,
             host_s=_CALLS_OF_HOST * call_s,
             fetch_s=_CALLS_OF_FETCH * call_s,
+            sum_s=_CALLS_OF_SUM * call_s,
             launch_s=card.launch_us / 1e6,
             flags_s=2 * latency_s + call_s,
         )

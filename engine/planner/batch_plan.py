@@ -195,26 +195,37 @@ def given_outcome(question: Question, given: BatchPlan) -> tuple[Outcome | None,
     return replace(found, cards=cards), ""
 
 
-def best_batch(
+def question_of(
     machine: HardwareProfile,
     model: ModelShape,
     limits: Limits,
     precision: str,
     rows: JobRows,
-    given: BatchPlan | None = None,
-    *,
     observed: Observed | None = None,
-) -> tuple[BatchPlan, str] | None:
+) -> Question:
+    """How to run these rows.
+
+    Args:
+        observed: what a run has found to be otherwise than predicted.
+    """
+    prompt, generated = round(rows.prompt_tokens), max(1, round(rows.generated_tokens))
+    work = Workload("job", prompt, generated, min(rows.rows, _MOST_SEQUENCES))
+    return Question(machine, model, work, limits, precision, observed=observed or Observed())
+
+
+def is_overtaken(question: Question, present: BatchPlan, margin: float) -> bool:
+    """Whether another plan is so many times as fast as the present one, by what is known now."""
+    now, _ = given_outcome(question, present)
+    best = plan_batch(question, run_shared(question, _DRAWN_LAYERS, EXECUTED_SCHEDULES))
+    return best is not None and (now is None or best.tokens_per_s > margin * now.tokens_per_s)
+
+
+def best_batch(question: Question, given: BatchPlan | None = None) -> tuple[BatchPlan, str] | None:
     """(how the engine runs these rows on a card, its busiest lane); None if no schedule fits.
 
     Args:
         given: is taken instead if it fits; where it does not, that is told.
-        observed: what a run has found to be otherwise than predicted.
     """
-    work = Workload(
-        "job", round(rows.prompt_tokens), max(1, round(rows.generated_tokens)), min(rows.rows, _MOST_SEQUENCES)
-    )
-    question = Question(machine, model, work, limits, precision, observed=observed or Observed())
     if given is not None:
         outcome, why = given_outcome(question, given)
         if outcome is not None:

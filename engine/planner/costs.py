@@ -56,6 +56,16 @@ class Efficiency:
 EFFICIENCY = Efficiency()
 """The factors in use."""
 
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A fitted number that holds for all machines, models and programs."""
+
+    name: str
+    value: float
+    meaning: str
+
+
 MEANINGS = {
     "arithmetic": "share of the peak 16-bit rate that matrix products reach",
     "card_memory": "share of a card's memory bandwidth at which weights are read",
@@ -74,6 +84,7 @@ class Dispatch:
         card_s: seconds added if the card computes any expert; host_s: likewise for the CPU.
         host_expert_s: seconds added for each expert that the CPU computes.
         fetch_s: seconds of the host for each expert that is fetched, which others wait for.
+        sum_s: seconds of the host for each other card whose sum the first one adds.
         host_rate: CPU bandwidth here, relative to computing all experts alone in one call.
         card_call_s: seconds added to each call that computes experts on an emulated card.
         seen_card_expert_s: seconds by which the engine overestimates an expert on the card when it chooses between card
@@ -88,6 +99,7 @@ class Dispatch:
     host_s: float = 0.0
     host_expert_s: float = 0.0
     fetch_s: float = 0.0
+    sum_s: float = 0.0
     host_rate: float = 1.0
     card_call_s: float = 0.0
     seen_card_expert_s: float = 0.0
@@ -96,7 +108,7 @@ class Dispatch:
 
     def slower(self, factor: float) -> Dispatch:
         """With calls that take so many times as long."""
-        calls = ("layer_s", "card_s", "host_s", "host_expert_s", "fetch_s", "card_call_s")
+        calls = ("layer_s", "card_s", "host_s", "host_expert_s", "fetch_s", "sum_s", "card_call_s")
         return replace(self, **{name: factor * getattr(self, name) for name in calls})
 
 
@@ -148,7 +160,7 @@ class Observed:
     Attributes:
         evenness: distinct experts that tokens use, over those that they would if all were equally likely.
         card_layer: seconds of a layer on the card without attention and experts; card_attention, card_experts,
-            cpu_attention, cpu_experts: likewise.
+            cpu_attention, cpu_experts, disk: likewise.
     """
 
     evenness: float = 1.0
@@ -157,6 +169,7 @@ class Observed:
     card_experts: float = 1.0
     cpu_attention: float = 1.0
     cpu_experts: float = 1.0
+    disk: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -527,7 +540,7 @@ class Costs:
         return nbytes / (self.machine.link.d2h * self.dense_cards) + self.machine.link.latency_s
 
     def disk(self, nbytes: float) -> float:
-        return nbytes / self.machine.disk_bytes_per_s
+        return nbytes / self.machine.disk_bytes_per_s * self.observed.disk
 
     def look_up(self, tokens: float) -> float:
         """Rows of tables on disk for so many tokens, which nothing is computed beside."""
@@ -722,7 +735,7 @@ def _bytes_read(model: ModelShape, precision: str, dense: str) -> float:
 def _dispatch(calls: CallProfile, *, parts: int, is_emulated: bool) -> Dispatch:
     """Of a layer whose experts are on so many cards: the host hands over to each."""
     usual = DISPATCH_EMULATED if is_emulated else DISPATCH
-    usual = replace(usual, card_s=parts * usual.card_s)
+    usual = replace(usual, card_s=parts * usual.card_s, sum_s=usual.card_s)
     if not calls.layer_s:
         return usual
     return replace(
@@ -732,6 +745,7 @@ def _dispatch(calls: CallProfile, *, parts: int, is_emulated: bool) -> Dispatch:
         host_s=calls.host_s,
         host_expert_s=calls.host_expert_s,
         fetch_s=calls.fetch_s,
+        sum_s=calls.sum_s or calls.card_s,
         bundled_bytes=BUNDLED_BYTES if calls.launch_s else 0.0,
         card_call_s=calls.single_s,
         seen_card_expert_s=calls.single_s,

@@ -267,7 +267,8 @@ def _simulated(
         rule=memory_rule(costs, limits),
         recorded=routing if routing is not None and len(routing) >= DECODE_STEPS else None,
     )
-    outcome = run_requests(_strategy(config, memory), setting, record=record)
+    strategy = _strategy(config, memory, is_known=setting.recorded is not None)
+    outcome = run_requests(strategy, setting, record=record)
     if outcome is None:
         raise _does_not_fit(costs.model, costs.machine)
     return outcome
@@ -278,13 +279,15 @@ def _does_not_fit(model: ModelShape, machine: HardwareProfile) -> EngineError:
     return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, sentence)
 
 
-def _strategy(config: EngineConfig, memory: EngineMemory) -> Strategy:
+def _strategy(config: EngineConfig, memory: EngineMemory, *, is_known: bool) -> Strategy:
+    """As the engine runs it; where it is known what is popular, a cache that picks its policy begins with that."""
     if memory.card is None:
         return HOST_ONLY
     if config.misses == "layer":
         return Strategy("whole layers", prefetch=Prefetch.LAYER, grouped=True)
     miss = {"cpu": Miss.CPU, "fetch": Miss.FETCH}.get(config.misses, Miss.MIXED)
-    kept = Residency.STATIC if config.cache_policy == "static" or memory.all_experts else Residency.CACHE
+    is_static = config.cache_policy == "static" or memory.all_experts or (is_known and config.cache_policy == "auto")
+    kept = Residency.STATIC if is_static else Residency.CACHE
     mixed = Strategy("as configured", Residency.NONE if config.misses == "off" else kept, miss, grouped=True)
     return replace(mixed, prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.85) if config.prefetch == "mlp" else mixed
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
 from engine.common.paths import resources_dir
 from engine.common.profile_file import ProfileFile, refused
 from engine.hardware.machine import HardwareProfile, machine_in
-from engine.planner.costs import Costs, Dispatch, Efficiency
+from engine.planner.costs import Costs, Dispatch, Efficiency, Factor
 from engine.planner.memory import USABLE_SHARE
 from engine.planner.simulator.strategy import (
     PUBLISHED_STATISTICS,
@@ -205,15 +205,6 @@ HANDOVER = Dispatch(layer_s=50e-6)
 """Found together with them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """One number that holds for all programs and machines."""
-
-    name: str
-    value: float
-    meaning: str
-
-
 FACTORS = (
     Factor("host_memory", EFFICIENCY.host_memory, "share of the RAM's theoretical bandwidth at which processors read"),
     Factor("card_memory", EFFICIENCY.card_memory, "share of a card's memory bandwidth at which weights are read"),
@@ -391,7 +382,7 @@ def document(speeds: Sequence[ComparedSpeed]) -> dict[str, object]:
     ranked = orders(speeds)
     return {
         "results": [_entry(speed) for speed in speeds],
-        "factors": [{"name": each.name, "value": each.value, "meaning": each.meaning} for each in FACTORS],
+        "factors": [asdict(each) for each in FACTORS],
         "median_error": {
             "all": median_error(speeds),
             "fitted": median_error([speed for speed in speeds if speed.fitted]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.common.costs import drawn
-from engine.planner.costs import Costs
+from engine.planner.costs import Cards, Costs
 
 MOST_ROWS = 16
 """That the kernels for decode steps take."""
@@ -23,9 +23,9 @@ def costs_of_step(
 ) -> Costs:
     """Costs of a step: what it launches, for how long each, and how a layer is handed over.
 
-    A step of one token is one graph if all experts are on the card.  It is one, too, if the card can ask for what it
-    misses, all experts are in RAM, and the CPU is to compute misses, by name or because it is sooner done with one than
-    the link.  All others are launched one by one from Python.
+    A step of one token is one graph if all experts are on the card that runs it.  It is one, too, if the card can ask
+    for what it misses, all experts are in RAM, and the CPU is to compute misses, by name or because it is sooner done
+    with one than the link.  All others are launched one by one from Python.
 
     Args:
         misses: how they are met: `cpu`, `mixed`, or another way, which no graph has.
@@ -39,7 +39,7 @@ def costs_of_step(
     launched = replace(costs, launches=steps.launches, steps=None)
     if rows > 1 or not steps.graph_operator_s:
         return launched
-    if has_all:
+    if has_all and (costs.cards is not Cards.EXPERTS or costs.expert_cards == 1):
         return replace(launched, efficiency=replace(costs.efficiency, operator_s=steps.graph_operator_s))
     if disk_share or not prefers_cpu(launched, misses):
         return launched

@@ -15,7 +15,7 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, EngineConfig, Sharing
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
-from engine.planner.batch_plan import best_batch
+from engine.planner.batch_plan import best_batch, question_of
 from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
     MEASURED_OFF,
@@ -76,7 +76,7 @@ def sharing_for(prepared: PreparedJob, config: EngineConfig) -> Sharing:
     rows = _rows(prepared, None)
     shape = _shape(str(resolve(config.model)))
     limits = look_at_machine(config.device).limits(config)
-    best = best_batch(machine, shape, limits, shape.precisions[-1], rows) if rows is not None else None
+    best = best_batch(question_of(machine, shape, limits, shape.precisions[-1], rows)) if rows is not None else None
     return "auto" if best is None else best[0].sharing
 
 
@@ -109,7 +109,7 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
         return _on_cpu(look, costs, rows, off)
     if machine.gpu is None or config is None:
         return None
-    best = best_batch(machine, shape, look.limits(config), model.precision, rows)
+    best = best_batch(question_of(machine, shape, look.limits(config), model.precision, rows))
     if best is None:
         return None
     plan, lane = best

@@ -72,26 +72,28 @@ class Candidate:
     """A predicted way to run the model.
 
     Attributes:
-        how: name of the policy.
+        contestant: with the corrected prediction.
         precision: of the experts, `auto` resolved.
-        modelled: tokens/s by the machine model alone; predicted: corrected; low, high: range.
+        modelled: tokens/s by the machine model alone.
         on_card: whether a device is used.
     """
 
-    how: str
-    config: EngineConfig
+    contestant: Contestant
     precision: str
     modelled: float
-    predicted: float
-    low: float
-    high: float
     on_card: bool
 
     @property
     def mechanism(self) -> tuple[Any, ...]:
         """A key that differs between different ways to run."""
-        threads = self.config.threads or compute_threads()
-        return mechanism(self.config, self.precision, on_card=self.on_card, threads=threads)
+        config = self.contestant.config
+        return mechanism(config, self.precision, on_card=self.on_card, threads=config.threads or compute_threads())
+
+    @property
+    def worth(self) -> float:
+        """Predicted tokens/s, less what the precision has to be faster by than the best quality."""
+        ladder = LADDER[: LADDER.index(self.precision) + 1] if self.precision in LADDER else ()
+        return self.contestant.predicted_tokens_per_s / math.prod(FORMATS[each].worth for each in ladder)
 
 
 def choose_contestants(situation: Situation) -> Field:
@@ -103,19 +105,20 @@ def choose_contestants(situation: Situation) -> Field:
     candidates = predicted(situation, every_config(situation))
     speeds: dict[str, float] = {}
     for one in candidates:
-        speeds[one.precision] = max(speeds.get(one.precision, 0.0), one.predicted)
+        speeds[one.precision] = max(speeds.get(one.precision, 0.0), one.contestant.predicted_tokens_per_s)
     asked = situation.asked.precision
     precision = (worthwhile(speeds) or asked) if asked == AUTO else asked
     plan = corrected_plan(_plan(situation, precision), situation.corrections)
     first = _predicted(situation, plan.policy, _from_plan(situation, plan))
     if first is not None:  # the plan and the first contestant are the same configuration, so they get the same figure
-        plan = with_decode(plan, first.predicted, first.low, first.high)
+        same = first.contestant
+        plan = with_decode(plan, same.predicted_tokens_per_s, same.low, same.high)
     # An explicitly requested card is used even if the plan would not use it.
     elsewhere = plan.card is None and situation.has_card and situation.asked.device != "auto"
     chosen = [first] if first is not None and not elsewhere else []
-    ranked = sorted(candidates, key=lambda one: -one.predicted / _weight(one.precision))
+    ranked = sorted(candidates, key=lambda one: -one.worth)
     for one in ranked:
-        hopeful = one.predicted / _weight(one.precision) > _HOPEFUL * ranked[0].predicted / _weight(ranked[0].precision)
+        hopeful = one.worth > _HOPEFUL * ranked[0].worth
         if len(chosen) < _MOST and hopeful and one.mechanism not in {other.mechanism for other in chosen}:
             chosen.append(one)
     before = _predicted(situation, "as it is now", situation.before)
@@ -160,7 +163,10 @@ def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidat
     threads = config.threads or compute_threads()
     modelled = rate, found.low, found.high
     rates = corrected(situation.corrections, found.precision, threads, modelled, on_card=on_card)
-    return Candidate(how, config, found.precision, rate, *rates, on_card=on_card)
+    ways = f", {config.cache_ways} ways" if on_card and config.cache_ways else ""
+    how = (how if on_card else "CPU only") + ways
+    name = f"{found.precision}, {how}, {threads} thread{'s' if threads > 1 else ''}"
+    return Candidate(Contestant(name, config, *rates), found.precision, rate, on_card)
 
 
 def _plan(situation: Situation, precision: str) -> Plan:
@@ -191,37 +197,12 @@ def _field(plan: Plan, chosen: list[Candidate], before: Candidate | None, situat
     same = next((one for one in chosen if one.mechanism == now), None)
     found, modelled = [], {}
     for number, one in enumerate(chosen):
-        name = _name(one)
-        if name in modelled:
-            name += f" ({number + 1})"
-        found.append(_contestant(name, one, is_before=one is same, is_plan=number == 0))
+        name = one.contestant.name + (f" ({number + 1})" if one.contestant.name in modelled else "")
+        found.append(replace(one.contestant, name=name, is_before=one is same, is_plan=number == 0))
         modelled[name] = one.modelled
     if same is None:
-        name = "as it is now"
-        if before is not None:
-            name = _name(before if before.on_card else replace(before, how="CPU only"))
-        if name in modelled:
-            name += " (as it is now)"
+        present = Contestant("as it is now", situation.before, 0.0, 0.0, 0.0) if before is None else before.contestant
+        name = present.name + (" (as it is now)" if present.name in modelled else "")
         modelled[name] = before.modelled if before is not None else 0.0
-        if before is not None:
-            found.insert(0, _contestant(name, before, is_before=True))
-        else:
-            found.insert(0, Contestant(name, situation.before, 0.0, 0.0, 0.0, is_before=True))
+        found.insert(0, replace(present, name=name, is_before=True))
     return Field(plan, tuple(found), modelled)
-
-
-def _contestant(name: str, one: Candidate, *, is_before: bool = False, is_plan: bool = False) -> Contestant:
-    return Contestant(name, one.config, one.predicted, one.low, one.high, is_before=is_before, is_plan=is_plan)
-
-
-def _name(one: Candidate) -> str:
-    threads = one.config.threads or compute_threads()
-    ways = f", {one.config.cache_ways} ways" if one.on_card and one.config.cache_ways else ""
-    return f"{one.precision}, {one.how}{ways}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _weight(precision: str) -> float:
-    """Required speedup of a precision over the best quality."""
-    if precision not in LADDER:
-        return 1.0
-    return math.prod(FORMATS[each].worth for each in LADDER[: LADDER.index(precision) + 1])

@@ -6,17 +6,22 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 from PySide6.QtCore import QCoreApplication, QEvent
 from PySide6.QtWidgets import QApplication
 
+import app.services.hub as hub
+import app.services.planning as planning
 import app.widgets.chart  # noqa: F401  # as in a window that has been open for a second
 from app.main import collect_if_due
 from app.services.formulas import formulas
+from app.services.planning import PlanAnswer
 from app.services.settings import Settings
 from app.theme import BODY_PX, ThemeController
+from tests.app import tuning_results as made
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +43,22 @@ def settings(qapp: QApplication, switchyard_home: Path) -> Iterator[Settings]:
     yield result
     result.save()
     result.deleteLater()
+
+
+_catalogue_here = cache(hub.catalogue_here)
+
+
+@pytest.fixture(autouse=True)
+def the_catalogue_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To plan all of its models takes seconds, which a window that closes meanwhile waits for."""
+    monkeypatch.setattr(hub, "catalogue_here", _catalogue_here)
+
+
+@pytest.fixture
+def plans_are_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever is asked for, the same plan, for tests that look at other things."""
+    plan = partial(made.plan, made.look(made.gpu()))
+    monkeypatch.setattr(planning, "answer", lambda question: PlanAnswer(question, plan()))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,6 +22,7 @@ from engine.common.paths import log_dir
 from engine.protocol import Served
 from engine.serving.link import DeskLink
 from engine.serving.link_folder import PREFIX
+from tests import plain_http
 from tests.app.scripted_engine import ScriptedEngine
 from tests.scripted_desk import ScriptedDesk
 
@@ -56,7 +57,7 @@ def server(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiS
 
 def ask(server: ApiServer, **headers: str) -> httpx2.Response:
     body = {"messages": [{"role": "user", "content": "secret words"}]}
-    return httpx2.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=20)
+    return plain_http.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=20)
 
 
 def on(server: ApiServer) -> bool:
@@ -79,9 +80,9 @@ def test_other_programs_ask_and_the_window_learns_of_it_without_their_texts(
     assert (served.program, served.model, served.path) == ("Editor/1", "small", "/v1/chat/completions")
     assert (served.read_tokens, served.written_tokens, served.status) == (3, 1, 200)
     assert "secret words" not in repr(served)
-    other = httpx2.post(f"{server.url}/api/chat", json={"model": "other", "messages": []}, timeout=20)
+    other = plain_http.post(f"{server.url}/api/chat", json={"model": "other", "messages": []}, timeout=20)
     assert (other.status_code, "There is no model named 'other' here" in other.text) == (404, True)
-    assert [each["id"] for each in httpx2.get(f"{server.url}/v1/models").json()["data"]] == ["small"]
+    assert [each["id"] for each in plain_http.get(f"{server.url}/v1/models").json()["data"]] == ["small"]
     settings.serves_others = False
     assert server.state is ServerState.OFF
     qtbot.waitUntil(lambda: _is_free(server))

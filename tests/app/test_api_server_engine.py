@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from pytestqt.qtbot import QtBot
 
@@ -20,6 +19,7 @@ from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.protocol import ChatMessage
+from tests import plain_http
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(os.name != "posix", reason="the engine is killed by a signal")]
@@ -59,7 +59,7 @@ def test_programs_chats_and_jobs_go_on_at_once(
 
     def ask() -> None:
         body = {"messages": HELLO, "max_tokens": 60}
-        ended["program"] = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        ended["program"] = plain_http.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
     program = threading.Thread(target=ask)
     program.start()
@@ -82,7 +82,7 @@ def test_programs_and_chats_share_it_and_outlive_it(window: tuple[EngineClient, 
 
     def ask() -> None:
         body = {"messages": HELLO, "max_tokens": 60}
-        answers.append(httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code)
+        answers.append(plain_http.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code)
 
     threads = [threading.Thread(target=ask) for _ in range(5)]
     for thread in threads:
@@ -98,7 +98,7 @@ def test_programs_and_chats_share_it_and_outlive_it(window: tuple[EngineClient, 
         form = {"name": "long", "schema": {"type": "string", "minLength": 2000}}  # it does not end by itself
         asked = {"messages": HELLO, "max_tokens": 220, "stream": True}
         body = {**asked, "response_format": {"type": "json_schema", "json_schema": form}}
-        with httpx2.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        with plain_http.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 lines.append(line)
                 if not begun.is_set() and line:

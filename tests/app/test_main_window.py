@@ -35,6 +35,7 @@ from engine.common.config import BatchJob
 from tests.app import model_parts as parts
 from tests.app.scripted_engine import STARTER
 
+pytestmark = pytest.mark.usefixtures("plans_are_made_up")
 PAGES = (CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS)
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 
@@ -90,18 +91,21 @@ def test_the_first_page_is_chat_and_has_the_focus(window: MainWindow, qtbot: QtB
     assert window.sidebar.button(CHAT).isChecked()
 
 
-@pytest.mark.parametrize("index", range(len(PAGES)))
-def test_every_page_is_reached_by_click_and_by_key(window: MainWindow, qtbot: QtBot, index: int) -> None:
-    name = PAGES[index]
-    button = window.sidebar.button(name)
-    assert button.accessibleName() == name.capitalize()
-    assert button.toolTip().endswith(f"Ctrl+{index + 1}")
-    qtbot.mouseClick(button, Qt.MouseButton.LeftButton)
-    assert window.pages.currentWidget() is window.page(name)
-    window.show_page(PAGES[(index + 1) % len(PAGES)])
-    qtbot.keyClick(window, Qt.Key(Qt.Key.Key_1 + index), Qt.KeyboardModifier.ControlModifier)
-    assert window.pages.currentWidget() is window.page(name)
-    assert button.isChecked()
+def test_every_page_is_reached_by_click_and_by_key_and_all_that_can_be_pressed_has_a_name(
+    window: MainWindow, qtbot: QtBot
+) -> None:
+    for index, name in enumerate(PAGES):
+        button = window.sidebar.button(name)
+        assert button.accessibleName() == name.capitalize()
+        assert button.toolTip().endswith(f"Ctrl+{index + 1}")
+        qtbot.mouseClick(button, Qt.MouseButton.LeftButton)
+        assert window.pages.currentWidget() is window.page(name)
+        window.show_page(PAGES[(index + 1) % len(PAGES)])
+        qtbot.keyClick(window, Qt.Key(Qt.Key.Key_1 + index), Qt.KeyboardModifier.ControlModifier)
+        assert window.pages.currentWidget() is window.page(name)
+        assert button.isChecked()
+    for button in window.findChildren(QPushButton):
+        assert button.accessibleName() or button.text()
 
 
 def test_a_page_with_charts_shows_its_frame_until_they_have_come(
@@ -119,11 +123,6 @@ def test_a_page_with_charts_shows_its_frame_until_they_have_come(
     arrived.set()
     qtbot.waitUntil(lambda: window.pages.currentWidget() is window.page(TUNE))
     qtbot.waitUntil(lambda: window.pages.count() == 2)  # the chat and this
-
-
-def test_everything_that_can_be_pressed_has_a_name(window: MainWindow) -> None:
-    for button in window.findChildren(QPushButton):
-        assert button.accessibleName() or button.text()
 
 
 def test_a_page_that_wants_another_is_left_for_it(window: MainWindow) -> None:

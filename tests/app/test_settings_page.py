@@ -43,6 +43,7 @@ from tests.app import tuning_results as made
 from tests.app.scripted_engine import ScriptedEngine
 from tests.app.wheel import turn_wheel, value_of
 
+pytestmark = pytest.mark.usefixtures("plans_are_made_up")
 PATIENCE_MS = 20_000
 
 

@@ -220,7 +220,7 @@ def test_a_value_may_be_read_from_the_environment(
 def test_a_server_that_never_begins_is_one_sentence(
     tools: Tools, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, kind: str, says: str
 ) -> None:
-    monkeypatch.setattr(service, "START_S", 6.0)
+    monkeypatch.setattr(service, "START_S", 6.0 if kind == "dies-at-start" else 1.5)
     outcome = listed(tools, qtbot, server(kind))
     assert outcome.failed
     assert says in outcome.text
@@ -252,11 +252,12 @@ def test_a_command_that_is_not_there_is_one_sentence(tools: Tools, qtbot: QtBot)
 def test_a_server_that_misbehaves_in_a_call_is_one_sentence_and_others_go_on(
     tools: Tools, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, kind: str, says: str
 ) -> None:
-    monkeypatch.setattr(service, "CALL_S", 5.0 if kind == "hangs" else 60.0)
+    monkeypatch.setattr(service, "CALL_S", 1.0 if kind == "hangs" else 60.0)
     assert not listed(tools, qtbot, server(kind)).failed
     outcome = call(tools, qtbot, "go")
     assert (outcome.failed, outcome.text.startswith(kind), "\n" in outcome.text) == (True, True, False), outcome
     assert says in outcome.text
+    monkeypatch.setattr(service, "CALL_S", 60.0)
     assert not listed(tools, qtbot, server("good")).failed
     assert call(tools, qtbot, "add", {"a": 1, "b": 1}).text == "2"
 

@@ -95,9 +95,15 @@ def look(*gpus: GpuInfo, measured: bool = True, changed: tuple[str, ...] = ()) -
 
 
 def plan(of: MachineLook, model: str = "qwen3-30b-a3b") -> Plan:
-    """A plan for a model that comes with the program."""
-    limits = Limits(use_card=bool(of.device), precision="int4", vram_of_others=GIB, ram_of_others=5 * GIB)
-    return make_plan(of.machine("int4"), read_model(model), limits=limits, measured=True)
+    """A plan for a model that comes with the program; made once, for it takes half a second."""
+    key = repr((of, model))
+    if key not in _plans:
+        limits = Limits(use_card=bool(of.device), precision="int4", vram_of_others=GIB, ram_of_others=5 * GIB)
+        _plans[key] = make_plan(of.machine("int4"), read_model(model), limits=limits, measured=True)
+    return _plans[key]
+
+
+_plans: dict[str, Plan] = {}
 
 
 def contestant(name: str, predicted: float = 20.0, **other: bool) -> Contestant:

@@ -19,6 +19,7 @@ _STATE_SHOWING = 25  # AtspiStateType
 _STATE_ENABLED = 8
 _STATE_FOCUSED = 12
 _LABELLED_BY = 2  # AtspiRelationType
+_WITHOUT_TEXT = {"filler", "frame", "panel", "push button", "check box", "radio button", "scroll bar", "scroll pane"}
 
 
 class _GoneError(Exception):
@@ -67,7 +68,12 @@ class AccessibleWindow:
 
     def find(self, name: str, role: str | None = None) -> Widget | None:
         """The first widget that shows and has that accessible name (and role, such as `push button`), or None."""
-        return next((w for w in self.showing() if w.name == name and role in (None, w.role)), None)
+        try:
+            application = self._application()
+            walk = self._walk(application, _ROOT) if application else iter(())
+            return next((w for w in walk if w.name == name and role in (None, w.role)), None)
+        except _GoneError:
+            return None
 
     def showing(self) -> list[Widget]:
         """Every widget that shows now, in the order of the tree; empty while there is no window."""
@@ -82,7 +88,9 @@ class AccessibleWindow:
         application, texts = self._application(), []
         for widget in self.showing():
             texts.append(widget.name)
-            with contextlib.suppress(_GoneError):  # most widgets have no text of their own
+            if widget.role in _WITHOUT_TEXT:
+                continue
+            with contextlib.suppress(_GoneError):  # most other widgets have none either
                 texts += self._call(application, widget.path, "org.a11y.atspi.Text", "GetText", "ii", (0, -1))
         return texts
 
@@ -122,28 +130,30 @@ class AccessibleWindow:
     # --- the bus --------------------------------------------------------------------------------------
 
     def _walk(self, application: str, path: str) -> Iterator[Widget]:
+        """Every question costs this process and the window time: most of a window is hidden pages, asked one each."""
         try:
-            widget = self._widget(application, path)
+            states = self._states(application, path)
+            if path != _ROOT:
+                if not states >> _STATE_SHOWING & 1:
+                    return
+                yield self._widget(application, path, states)
             children = self._call(application, path, "org.a11y.atspi.Accessible", "GetChildren")[0]
         except _GoneError:
             return
-        if path != _ROOT:
-            if not widget.is_showing:
-                return
-            yield widget
         for _, child in children:
             yield from self._walk(application, child)
 
-    def _widget(self, application: str, path: str) -> Widget:
+    def _states(self, application: str, path: str) -> int:
+        ((low, high),) = self._call(application, path, "org.a11y.atspi.Accessible", "GetState")
+        return int(low | high << 32)
+
+    def _widget(self, application: str, path: str, states: int | None = None) -> Widget:
         accessible = "org.a11y.atspi.Accessible"
         (role,) = self._call(application, path, accessible, "GetRoleName")
         ((_, name),) = self._call(
             application, path, "org.freedesktop.DBus.Properties", "Get", "ss", (accessible, "Name")
         )
-        ((low, high),) = self._call(application, path, accessible, "GetState")
-        states = low | high << 32
-        if path == _ROOT:
-            return Widget(path, role, name, states)
+        states = self._states(application, path) if states is None else states
         (extents,) = self._call(application, path, "org.a11y.atspi.Component", "GetExtents", "u", (0,))
         return Widget(path, role, name, states, *extents)
 

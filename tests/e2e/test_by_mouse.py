@@ -87,7 +87,7 @@ def _asked(port: int, model: str) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_if_another_model_a_budget_and_a_language(screen: Screen, starter: Path, switchyard_home: Path) -> None:
     second = switchyard_home / "data" / "models" / "second"
     shutil.copytree(starter, second)

@@ -301,17 +301,3 @@ def test_first_use_from_nothing(screen: Screen, switchyard_home: Path, tmp_path:
         person.find_in_old_chats(tmp_path)
         person.keep_a_preset()
         assert window.close() == 0
-
-
-@pytest.mark.timeout(300)
-def test_a_document_is_asked_and_a_formula_is_seen(
-    screen: Screen, starter: Path, switchyard_home: Path, tmp_path: Path
-) -> None:
-    with real_window(screen, switchyard_home, starter) as window:
-        person = FirstUse(window)
-        eventually(lambda: person.named("context "), "the model was loaded", ALL_S)
-        person.answer_briefly()
-        person.ask_of_a_document(tmp_path)
-        person.see_a_formula()
-        person.keep_a_preset()
-        assert window.close() == 0

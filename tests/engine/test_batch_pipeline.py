@@ -103,8 +103,8 @@ def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, .
 @pytest.mark.parametrize(
     ("schedule", "rows"),
     [
-        pytest.param(each, rows, marks=[] if rows == 3 or each in (None, *KINDS) else [pytest.mark.exhaustive])
-        for each in (None, *SCHEDULES.values())
+        pytest.param(each, rows, marks=[] if rows == (1, 3, 8)[number % 3] else [pytest.mark.exhaustive])
+        for number, each in enumerate((None, *SCHEDULES.values()))
         for rows in (1, 3, 8)
     ],
     ids=str,
@@ -121,7 +121,7 @@ def test_answers_are_those_of_the_cpu(
     tokens=st.integers(1, 150),
     stops=st.lists(st.integers(0, 12), max_size=4),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_rows_go_on_after_giving_way(
     on_card: LoadedModel,
     wanted: dict[int, tuple[int, ...]],

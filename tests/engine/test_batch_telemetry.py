@@ -20,6 +20,7 @@ from engine.telemetry.analysis import waiting
 from engine.telemetry.lanes import BATCH_STEP, CPU_ATTENTION, CPU_EXPERTS, D2H, H2D, PHASE, SMALL_COPY, SWEEPS
 from engine.telemetry.records import Records
 from engine.telemetry.trace_export import trace_events
+from tests.combinations import some
 from tests.engine.on_devices import opened
 from tests.engine.recorded_runs import of_lane, recorded_batch, total
 from tests.engine.tiny_families import tiny_checkpoint
@@ -53,7 +54,7 @@ def check_steps(spans: Records, steps: Records) -> None:
     check_trace({"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, steps))})
 
 
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=str)
+@pytest.mark.parametrize("schedule", some([None, *SCHEDULES.values()], every=2), ids=str)
 def test_bytes_are_the_links_and_no_engine_copies_twice_at_once(checkpoint: Path, schedule: Schedule | None) -> None:
     with opened(checkpoint, cache_slots=3) as model:
         collection, heard = recorded_batch(model, LENGTHS, policy(schedule))

@@ -96,7 +96,7 @@ def assert_step_as_in_torch(
     assert (out - x - change).norm() < 0.02 * change.norm() + 1e-3
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.integers(1, 3),
     together=st.integers(1, 19),

@@ -110,7 +110,7 @@ def launches(family: str, layers: int, folder: Path, monkeypatch: pytest.MonkeyP
     options = {"precision": "int4", "cache_slots": None, "vram_bytes": 64 * MIB, "graphs": "on"}
     with monkeypatch.context() as patch, opened(checkpoint, **options) as model, chatting(model) as session:
         patch.setattr(GraphedSteps, "_capture", captured)
-        answer(session, PROMPT[:16], 5)
+        answer(session, PROMPT[:4], 3)
     assert found
     return found[0]
 

@@ -39,6 +39,7 @@ from engine.planner import placement
 from engine.runtime.load import conversion
 from engine.runtime.load.conversion import Conversion
 from engine.runtime.load.model import load_model
+from tests.combinations import some
 from tests.engine.test_stored_precision import SIZES, type_of
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_model
@@ -59,7 +60,7 @@ def _gguf(tmp_path: Path, *, tied: bool) -> Path:
     return write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=type_of)
 
 
-@pytest.fixture(params=["mixtral int4", "mixtral int8", "deepseek_v3 int4", "gguf", "gguf tied"])
+@pytest.fixture(params=some(["mixtral int4", "mixtral int8", "deepseek_v3 int4", "gguf", "gguf tied"], every=2))
 def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     """A small model whose weights have to be converted."""
     family, _, precision = request.param.partition(" ")
@@ -271,11 +272,10 @@ model.load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
 @pytest.mark.parametrize(
     "model",
     [
-        "mixtral int4",
         "gguf",
         *(
             pytest.param(kind, marks=pytest.mark.exhaustive)
-            for kind in ("mixtral int8", "deepseek_v3 int4", "gguf tied")
+            for kind in ("mixtral int4", "mixtral int8", "deepseek_v3 int4", "gguf tied")
         ),
     ],
     indirect=True,

@@ -281,6 +281,21 @@ def served(tmp_path: Path) -> Iterator[tuple[httpx2.Client, Path, Service]]:
             server.stop()
 
 
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/embeddings", {"input": []}, "has no input"),
+    ("/v1/embeddings", {"input": ["a", 3]}, "neither text nor a list of tokens"),
+    ("/v1/embeddings", {"input": ["a", ""]}, "an empty text"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "at most 2,048"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "float or base64"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 33}, "vectors of 32 numbers"),
+    ("/v1/embeddings", {"input": [99999]}, "does not know"),
+    ("/v1/embeddings", {"input": "a", "model": "nothing"}, "no model named"),
+    ("/api/embed", {"model": "words", "input": "a", "dimensions": "x"}, "dimensions"),
+    ("/api/embed", {"model": "words", "input": "Paris. " * 2000, "truncate": False}, "divide it"),
+]
+
+
 def test_programs_ask_for_embeddings(served: tuple[httpx2.Client, Path, Service]) -> None:
     client, folder, service = served
     expected = torch.nn.functional.normalize(_expected(folder, "mean_tokens"), dim=1)
@@ -303,36 +318,16 @@ def test_programs_ask_for_embeddings(served: tuple[httpx2.Client, Path, Service]
     torch.testing.assert_close(torch.tensor(old["embedding"]), rows[1], atol=1e-5, rtol=0)
     shown = client.post("/api/show", json={"model": "words"}).json()
     assert shown["capabilities"] == ["embedding"]
+    for path, body, words in REFUSED:
+        refused = client.post(path, json=body)
+        assert refused.status_code in (400, 404)
+        assert words in refused.text
     first = service._embeddings.pid
     psutil.Process(first).kill()
     again = client.post("/v1/embeddings", json={"input": TEXTS})
     assert again.status_code in (200, 503)  # the process may end while it is asked
     assert client.post("/v1/embeddings", json={"input": TEXTS}).status_code == 200
     assert service._embeddings.pid != first
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        ("/v1/embeddings", {"input": []}, "has no input"),
-        ("/v1/embeddings", {"input": ["a", 3]}, "neither text nor a list of tokens"),
-        ("/v1/embeddings", {"input": ["a", ""]}, "an empty text"),
-        ("/v1/embeddings", {"input": ["a"] * 2049}, "at most 2,048"),
-        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "float or base64"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 33}, "vectors of 32 numbers"),
-        ("/v1/embeddings", {"input": [99999]}, "does not know"),
-        ("/v1/embeddings", {"input": "a", "model": "nothing"}, "no model named"),
-        ("/api/embed", {"model": "words", "input": "a", "dimensions": "x"}, "dimensions"),
-        ("/api/embed", {"model": "words", "input": "Paris. " * 2000, "truncate": False}, "divide it"),
-    ],
-)
-def test_what_cannot_be_embedded_is_refused(
-    served: tuple[httpx2.Client, Path, Service], path: str, body: dict[str, Any], words: str
-) -> None:
-    answer = served[0].post(path, json=body)
-    assert answer.status_code in (400, 404)
-    assert words in answer.text
 
 
 def test_nobody_waits_for_who_has_gone_and_the_process_ends_when_unused(

@@ -16,6 +16,7 @@ from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.reuse import exact_tokens, restart_angles
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
+from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, as_loaded, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import loaded
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, every=2))
 def test_answers_of_a_chat_are_the_librarys_of_each_prompt(case: str) -> None:
     family, overrides, exact = CASES[case]
     model = tiny_loaded(family, **overrides)

@@ -18,6 +18,7 @@ from engine.experts.dispatcher import HybridExperts
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.decode.graphs import GraphStep
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
+from tests.combinations import some
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, memory_use, opened, reference, share_misses
@@ -58,7 +59,7 @@ def test_families_that_cannot_are_left_alone_and_it_is_said_once(
     assert sum("graph of decode steps" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", some(["mixtral", "qwen3_moe", "gpt_oss"], every=2))
 def test_long_answers_grow_out_of_their_rows_and_windows(
     family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def our_greedy(checkpoint: Path, prompt: list[int], tokens: int) -> list[int]:
         loaded.close()
 
 
+@pytest.mark.exhaustive
 @needs_peer
 @pytest.mark.usefixtures("users_peers")
 def test_the_starter_says_the_same_in_llama_cpp_and_here(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
+from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.mmproj_files import CASES as MMPROJ
 from tests.engine.on_devices import MIB, opened
@@ -150,7 +151,7 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
     return [list(answers[row].token_ids) for row in range(len(rows))]
 
 
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", some(SEEING, every=2))
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
     with loaded(checkpoint(family, folder)) as model:
@@ -217,7 +218,7 @@ def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tens
             return
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "llama4", "minimax_m3_vl", "step3p7"])
+@pytest.mark.parametrize("family", some(["qwen3_vl_moe", "qwen3_5_moe", "llama4", "minimax_m3_vl", "step3p7"], every=2))
 def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
     with loaded(place) as model:
@@ -340,7 +341,7 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("family", [family for family in SIGHTS if family not in ("glm4v",)])
+@pytest.mark.parametrize("family", some([family for family in SIGHTS if family not in ("glm4v",)], every=2, first=1))
 def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
     vision = {"patch_size": 16} if family.startswith("qwen3") else {}
     sizes = SIGHTS[family].reading(vision, {}, {"spatial_merge_size": 2})

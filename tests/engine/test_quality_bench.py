@@ -24,6 +24,7 @@ from engine.formats import STORED
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
+from tests.combinations import some
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.peers import python_of
 from tests.starter import lasting_wheel
@@ -268,7 +269,7 @@ NEAR_TIE = 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", [at_once, token_by_token])
+@pytest.mark.parametrize("reader", some([at_once, token_by_token], every=2))
 def test_the_starter_in_int8_and_int4_stays_near_bf16(starter: Path, tmp_path: Path, reader: Any) -> None:
     def config(precision: str) -> EngineConfig:
         return EngineConfig(model=str(starter), device="cpu", precision=precision, threads=1)

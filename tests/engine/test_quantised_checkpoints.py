@@ -26,6 +26,7 @@ from engine.formats import STORED
 from engine.formats.tiles import dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.runtime.load.tensor_reader import TensorReader
+from tests.combinations import some
 from tests.engine.quantised_checkpoints import (
     Kind,
     awq,
@@ -74,11 +75,11 @@ CASES = [
     ("mlx", "olmoe"),
     ("mlx", "qwen3"),
     ("mlx", "glm4_moe"),
-    *(pytest.param("mlx", family, marks=pytest.mark.exhaustive) for family in ("minimax_m2", "phimoe")),
+    *(("mlx", family) for family in ("phimoe", "minimax_m2")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "family"), CASES)
+@pytest.mark.parametrize(("kind", "family"), some(CASES, every=2))
 def test_says_the_same_as_its_values(kind: str, family: str, tmp_path: Path) -> None:
     packed, plain = quantised_pair(KINDS[kind], family, tmp_path)
     with loaded(packed, "fp32") as ours, torch.no_grad():

@@ -148,8 +148,9 @@ def _assert_near(got: torch.Tensor, wanted: torch.Tensor, meant: dict[str, torch
     )
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),

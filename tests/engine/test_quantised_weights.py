@@ -19,6 +19,8 @@ from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.quantise import dequantise_natively, quantise, quantise_natively
 from tests.engine.native_isas import isas, kernels_of
 
+pytestmark = pytest.mark.every_combination
+
 _ISAS = isas()
 TILED = [each for each in FORMATS.values() if isinstance(each, TiledFormat)]
 every_format = pytest.mark.parametrize("tiled", TILED, ids=lambda each: each.name)

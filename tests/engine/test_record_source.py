@@ -300,7 +300,7 @@ class OnDisk:
     seed=st.integers(0, 10**6),
 )
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_three_tiers_equal_the_reference(
     device: Device,

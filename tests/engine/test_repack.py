@@ -23,6 +23,8 @@ from engine.kernels.repack import Blocks, repack, unpack_into
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
 
+pytestmark = pytest.mark.every_combination
+
 _ISAS = isas()
 _KEPT = [kind for kind in GGML.values() if kind.kept_in]
 every_type = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)

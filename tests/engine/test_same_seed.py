@@ -19,6 +19,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
+from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.single_streams import Alone
 from tests.engine.test_kept_prefixes import CHAT, ROOT, files_in
@@ -38,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=some(FAMILIES, every=2))
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder = tmp_path_factory.mktemp(request.param)
     path = tiny_checkpoint(request.param, folder, dtype=torch.bfloat16, **FAMILIES[request.param])

@@ -92,7 +92,7 @@ def _limit_pages(scheduler: Scheduler, loaded: LoadedModel, pages: int) -> Conti
 _SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 30), st.integers(0, 9))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     chats=st.lists(st.tuples(_SHAPES, st.integers(0, 25)), min_size=1, max_size=7),
     rows=st.lists(_SHAPES, max_size=6),

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import psutil
 import pytest
 
 from engine.cli import main
+from tests import plain_http
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -48,13 +48,13 @@ def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
     with served(tmp_path) as (url, server):
         ask_for_a_secret(url)
         body = {"messages": HI, "max_tokens": 3}
-        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        answer = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 3
         (engine,) = psutil.Process(server).children()
         engine.kill()
         engine.wait(10)
         for _ in range(100):  # the server goes on, with another engine
-            answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+            answer = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=60)
             if answer.status_code == 200:
                 break
             assert answer.status_code == 503
@@ -74,7 +74,7 @@ SECRET = "the password is hunter2"
 
 def ask_for_a_secret(url: str) -> None:
     body = {"messages": [{"role": "user", "content": f"{SECRET} " * 7}], "max_tokens": 3}
-    answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    answer = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert answer.json()["usage"]["prompt_tokens"] > 64, answer.text
 
 
@@ -117,7 +117,7 @@ def test_an_engine_killed_in_mid_stream_ends_each_stream_in_its_own_form(tmp_pat
 
 def _killed_in_mid_stream(server: int, url: str, body: dict[str, Any]) -> str | None:
     """All that a stream says whose engine is killed after the first words; None if the request is refused."""
-    with httpx2.stream("POST", url, json=body, timeout=60) as answer:
+    with plain_http.stream("POST", url, json=body, timeout=60) as answer:
         if answer.status_code != 200:
             assert answer.status_code == 503
             return None

@@ -28,6 +28,7 @@ from engine.serving.by_name import DeskByName
 from engine.serving.link import DeskLink, EngineLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service, together
+from tests import plain_http
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
@@ -93,7 +94,7 @@ class Running:
     desk: DeskByName
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=60, **options)
+        return plain_http.post(self.url + path, json=body, timeout=60, **options)
 
     def chat(self, **fields: Any) -> httpx2.Response:
         return self.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 8, **fields})
@@ -314,7 +315,7 @@ def test_what_is_wrong_is_said_in_openais_form(
 @pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"[1]", b"[" * 5000 + b"]" * 5000, b""])
 def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"):
-        answer = httpx2.post(running.url + path, content=body, timeout=30)
+        answer = plain_http.post(running.url + path, content=body, timeout=30)
         assert answer.status_code == 400
         assert "error" in answer.json()
 
@@ -331,7 +332,7 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
     ],
 )
 def test_what_json_cannot_say_harms_nothing(running: Running, path: str, body: str) -> None:
-    assert httpx2.post(running.url + path, content=body, timeout=30).status_code == 200
+    assert plain_http.post(running.url + path, content=body, timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -352,7 +353,7 @@ def test_every_interface_sends_json_whatever_a_model_writes(streams: bool) -> No
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for path, body in asked.items():
-            answer = httpx2.post(url + path, json={**body, "stream": streams}, timeout=30)
+            answer = plain_http.post(url + path, json={**body, "stream": streams}, timeout=30)
             lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if streams and "{" in line]
             for line in lines or [answer.text]:
                 json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
@@ -436,8 +437,8 @@ def test_ollamas_clients_load_and_free_models_by_asking_nothing() -> None:
 
 def test_unknown_fields_are_ignored_and_unknown_paths_are_named(running: Running) -> None:
     assert running.chat(user="me", service_tier="x", what=1).status_code == 200
-    assert httpx2.get(f"{running.url}/v1/nothing").status_code == 404
-    assert httpx2.get(f"{running.url}/api/chat").status_code == 405
+    assert plain_http.get(f"{running.url}/v1/nothing").status_code == 404
+    assert plain_http.get(f"{running.url}/api/chat").status_code == 405
 
 
 def test_models_are_loaded_by_name_and_a_broken_one_harms_nobody(running: Running) -> None:
@@ -452,7 +453,7 @@ def test_models_are_loaded_by_name_and_a_broken_one_harms_nobody(running: Runnin
 def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
     asked = {"messages": HELLO, "max_tokens": 200, "stream": True, "temperature": 0}
     for _ in range(5):
-        with httpx2.stream("POST", f"{running.url}/v1/chat/completions", json=asked, timeout=30) as answer:
+        with plain_http.stream("POST", f"{running.url}/v1/chat/completions", json=asked, timeout=30) as answer:
             next(answer.iter_lines())
     with socket.create_connection(("127.0.0.1", running.port)) as caller:
         body = json.dumps({**asked, "stream": False}).encode()
@@ -479,7 +480,7 @@ def test_who_leaves_in_the_middle_is_noted_as_having_left(path: str, fields: dic
     url = f"http://127.0.0.1:{server.start()}{path}"
     try:
         body = {"messages": HELLO, "stream": True, **fields}
-        with httpx2.stream("POST", url, json=body, timeout=30) as answer:
+        with plain_http.stream("POST", url, json=body, timeout=30) as answer:
             next(answer.iter_lines())
         _until(lambda: served)
         assert (served[0].status, served[0].outcome) == (200, "left")
@@ -575,7 +576,7 @@ def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.Mo
     url, pings = f"http://127.0.0.1:{server.start()}", 0
     try:
         asked = {"messages": HELLO, "max_tokens": 5, "stream": True}
-        with httpx2.stream("POST", f"{url}/v1/messages", json=asked, timeout=20) as answer:
+        with plain_http.stream("POST", f"{url}/v1/messages", json=asked, timeout=20) as answer:
             for line in answer.iter_lines():
                 pings += line == "event: ping"
                 if pings == 3:
@@ -614,26 +615,26 @@ def test_a_turn_of_several_calls_is_one_turn(running: Running, monkeypatch: pyte
 def test_large_bodies_are_read_beside_the_others(running: Running) -> None:
     large = running.post("/v1/messages", {"max_tokens": 1, "messages": HELLO, "metadata": {"x": "y" * 2**20}})
     assert large.status_code == 200
-    assert httpx2.post(f"{running.url}/v1/messages", content=b"{" + b" " * 2**20, timeout=20).status_code == 400
+    assert plain_http.post(f"{running.url}/v1/messages", content=b"{" + b" " * 2**20, timeout=20).status_code == 400
 
 
 def test_who_may_ask() -> None:
     with serving(Address(port=0, key="secret key", origins=("http://page.example",))) as running:
         url, key = f"{running.url}/v1/models", {"authorization": "Bearer secret key"}
-        assert httpx2.get(url).status_code == 401
-        assert httpx2.get(url, headers={"authorization": "Bearer other"}).status_code == 401
-        assert httpx2.get(url, headers={"x-api-key": "secret key"}).status_code == 200
-        assert httpx2.get(url, headers={**key, "host": "evil.example"}).status_code == 403
-        assert httpx2.get(url, headers={**key, "origin": "http://evil.example"}).status_code == 403
-        allowed = httpx2.get(url, headers={**key, "origin": "http://page.example"})
+        assert plain_http.get(url).status_code == 401
+        assert plain_http.get(url, headers={"authorization": "Bearer other"}).status_code == 401
+        assert plain_http.get(url, headers={"x-api-key": "secret key"}).status_code == 200
+        assert plain_http.get(url, headers={**key, "host": "evil.example"}).status_code == 403
+        assert plain_http.get(url, headers={**key, "origin": "http://evil.example"}).status_code == 403
+        allowed = plain_http.get(url, headers={**key, "origin": "http://page.example"})
         assert allowed.headers["access-control-allow-origin"] == "http://page.example"
         asked = httpx2.options(url, headers={"origin": "http://page.example"})
         assert asked.status_code == 204
         # A browser lets scripts send a key only if its header is named.
         assert "authorization" in asked.headers["access-control-allow-headers"].lower()
-        assert httpx2.get(url, headers={"authorization": "bearer  secret key"}).status_code == 200
-        assert httpx2.get(url, headers={**key, "x-api-key": "any"}).status_code == 200
-        assert httpx2.get(url, headers={"authorization": "secret key"}).status_code == 401
+        assert plain_http.get(url, headers={"authorization": "bearer  secret key"}).status_code == 200
+        assert plain_http.get(url, headers={**key, "x-api-key": "any"}).status_code == 200
+        assert plain_http.get(url, headers={"authorization": "secret key"}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -698,7 +699,7 @@ def test_an_engine_that_dies_ends_each_stream_in_its_own_form(path: str, fields:
     try:
         for ends in (False, True):  # the server goes on with the next engine
             engine = DeskLink(link.address, link.secret, ScriptedDesk(ends=ends))
-            with httpx2.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
+            with plain_http.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
                 assert answer.status_code == 200
                 text = ""
                 for part in answer.iter_text():

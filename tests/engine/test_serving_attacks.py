@@ -33,6 +33,7 @@ from engine.serving.by_name import DeskByName
 from engine.serving.certificate import own_certificate
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
+from tests import plain_http
 from tests.engine.test_serving import HELLO, HI, TinyEngine, _until, made_up_models
 from tests.scripted_desk import ScriptedDesk
 
@@ -73,7 +74,7 @@ class Guarded:
 
     def chat(self, **options: Any) -> httpx2.Response:
         body = {"messages": HELLO, "max_tokens": 8}
-        return httpx2.post(f"{self.url}/v1/chat/completions", json=body, timeout=30, headers=KEY, **options)
+        return plain_http.post(f"{self.url}/v1/chat/completions", json=body, timeout=30, headers=KEY, **options)
 
 
 def still_connected(strangers: list[socket.socket]) -> int:
@@ -117,7 +118,7 @@ def test_strangers_keep_nobody_out(number: int, opening: bytes, many_files: None
         strangers = server.attack(number, opening)
         _until(lambda: still_connected(strangers) <= door.MOST_CONNECTIONS // 2)
         for _ in range(3):
-            assert httpx2.get(f"{server.url}/v1/models", headers=KEY, timeout=30).status_code == 200
+            assert plain_http.get(f"{server.url}/v1/models", headers=KEY, timeout=30).status_code == 200
             server.attack(50, opening)
         server.desk.tickets[0].tell(Token("", " there", 2))  # who was being answered still is
         server.desk.tickets[0].tell(Finished("", "stop", 3, 0, 2))
@@ -167,7 +168,7 @@ def test_all_unfinished_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyP
         large = {"messages": HELLO, "metadata": {"x": "y" * 900_000}}
 
         def is_taken() -> bool:
-            return httpx2.post(f"{server.url}/v1/chat/completions", json=large, headers=KEY).status_code == 200
+            return plain_http.post(f"{server.url}/v1/chat/completions", json=large, headers=KEY).status_code == 200
 
         _until(is_taken)
         _until(is_taken)  # what was held is free again
@@ -190,7 +191,7 @@ def test_who_finds_all_places_taken_is_told_so(monkeypatch: pytest.MonkeyPatch) 
         answer = server.chat()
         assert (answer.status_code, "as many clients as it can" in answer.text) == (503, True)
         server.desk.tickets[0].tell(Finished("", "stop", 3, 0, 1))
-        _until(lambda: httpx2.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
+        _until(lambda: plain_http.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
 
 
 def test_without_files_for_connections_strangers_go_and_the_log_stays_short(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_without_files_for_connections_strangers_go_and_the_log_stays_short(tmp_
         port = int(child.stdout.readline())
         for _ in range(4):
             strangers += [socket.create_connection(("127.0.0.1", port), 30) for _ in range(30)]
-            models = httpx2.get(f"http://127.0.0.1:{port}/v1/models", headers=KEY, timeout=30)
+            models = plain_http.get(f"http://127.0.0.1:{port}/v1/models", headers=KEY, timeout=30)
             assert models.status_code == 200
     finally:
         for stranger in strangers:
@@ -285,7 +286,7 @@ def test_only_its_own_pages_and_those_that_were_named_may_ask(origin: str, host:
     with Guarded(key="", origins=("http://named.example:81",)) as server:
         places = {"port": server.port, "other": server.port + 1}
         headers = {"origin": origin.format(**places), "host": host.format(**places)}
-        answer = httpx2.get(f"{server.url}/v1/models", headers=headers)
+        answer = plain_http.get(f"{server.url}/v1/models", headers=headers)
         assert answer.status_code == (200 if may else 403)
         assert answer.headers.get("access-control-allow-origin") == (headers["origin"] if may else None)
 

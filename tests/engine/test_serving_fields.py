@@ -19,6 +19,7 @@ from engine.common.pictures import pictures_of
 from engine.protocol import Ask
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
+from tests import plain_http
 from tests.engine.test_serving import HELLO, TOOL, Running, _until, made_up_models, serving
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
 from tests.made_pictures import coloured, file_of, png_of
@@ -269,7 +270,7 @@ def test_numbers_mean_what_they_mean_to_each_client(api: str, fields: dict[str, 
     server = Server(Service(desk, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
-        answer = httpx2.post(url + PATHS[api], json={**GOOD[api], "stream": False, **fields}, timeout=20)
+        answer = plain_http.post(url + PATHS[api], json={**GOOD[api], "stream": False, **fields}, timeout=20)
         assert answer.status_code == 200, answer.text
         (ticket,) = desk.tickets
         assert {name: ticket.ask.sampling.get(name) for name in expected} == expected
@@ -367,7 +368,7 @@ def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path
 
     def capabilities(template: Any) -> list[str]:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        shown = httpx2.post(f"{url}/api/show", json={"model": "mixtral"}, timeout=20).json()
+        shown = plain_http.post(f"{url}/api/show", json={"model": "mixtral"}, timeout=20).json()
         return list(shown["capabilities"])
 
     try:
@@ -400,8 +401,10 @@ def test_how_long_a_model_is_kept(keep_alive: Any, seconds: float) -> None:
     try:
         for streams in (False, True):
             body = {**GOOD["ollama"], "stream": streams, "keep_alive": keep_alive}
-            assert httpx2.post(f"{url}/api/chat", json=body, timeout=20).status_code == 200
-        assert httpx2.post(f"{url}/api/generate", json={"prompt": "x", "stream": False}, timeout=20).status_code == 200
+            assert plain_http.post(f"{url}/api/chat", json=body, timeout=20).status_code == 200
+        assert (
+            plain_http.post(f"{url}/api/generate", json={"prompt": "x", "stream": False}, timeout=20).status_code == 200
+        )
         assert released == [(Path("mixtral"), pytest.approx(seconds))] * 2
     finally:
         server.stop()
@@ -543,6 +546,6 @@ def test_lists_of_models_say_which_see(running: Running) -> None:
     assert ["vision" in each["capabilities"] for each in shown.values()] == [False, True]
     listed = {
         each["id"]: each["architecture"]["input_modalities"]
-        for each in httpx2.get(f"{running.url}/v1/models").json()["data"]
+        for each in plain_http.get(f"{running.url}/v1/models").json()["data"]
     }
     assert (listed["mixtral"], listed["qwen3_moe"]) == (["text"], ["text", "image"])

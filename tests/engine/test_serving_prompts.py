@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from engine.serving.server import Address
 from engine.serving.service import LibraryModels
+from tests import plain_http
 from tests.engine.test_serving import HELLO, Running, serving
 
 PARIS = "What is the capital of Fr\u00e4nce ?"
@@ -118,15 +118,15 @@ def test_prompts_are_counted_also_those_that_are_too_long(running: Running) -> N
 
 
 def test_models_say_how_much_they_hold(running: Running) -> None:
-    listed = httpx2.get(f"{running.url}/v1/models").json()["data"]
+    listed = plain_http.get(f"{running.url}/v1/models").json()["data"]
     assert {model["max_model_len"] for model in listed} == {256}
-    assert httpx2.get(f"{running.url}/v1/models/qwen3_moe").json()["max_model_len"] == 256
+    assert plain_http.get(f"{running.url}/v1/models/qwen3_moe").json()["max_model_len"] == 256
 
 
 def test_health_needs_no_key() -> None:
     with serving(Address(port=0, key="secret key")) as running:
         for path in ("/health", "/v1/health"):
-            assert httpx2.get(running.url + path).json() == {"status": "ok"}
+            assert plain_http.get(running.url + path).json() == {"status": "ok"}
         assert running.post("/tokenize", {"content": "x"}).status_code == 401
 
 

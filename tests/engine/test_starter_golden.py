@@ -29,7 +29,7 @@ TEXT = (
 )
 QUESTION = "What is the capital of France?"
 REQUEST = "Tell me about the history of railways."
-GREEDY_TOKENS = 24
+GREEDY_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +114,7 @@ def test_with_all_experts_active_transformers_sees_the_dense_parent(
     assert _greedy(moe, ids) == _greedy(dense, ids)
 
 
+@pytest.mark.exhaustive
 def test_with_all_experts_active_our_engine_reproduces_the_dense_parent(
     dense_parent: Path, all_experts_active: Path, ids: torch.Tensor
 ) -> None:

@@ -101,7 +101,7 @@ def from_disk(path: Path, planned: list[Plan], **options: Any) -> LoadedModel:
 def answers(loaded: LoadedModel) -> tuple[torch.Tensor, list[int]]:
     with torch.inference_mode():
         logits = loaded.model(input_ids=torch.tensor([PROMPT, PROMPT[::-1]])).logits
-    return logits, library_tokens(loaded.model, PROMPT, 64)
+    return logits, library_tokens(loaded.model, PROMPT, 24)
 
 
 @pytest.mark.skipif(not usable_isas(), reason="no native kernels here")

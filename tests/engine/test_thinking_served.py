@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
+from tests import plain_http
 from tests.scripted_desk import ScriptedDesk
 
 ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "stream": False}
@@ -59,6 +59,6 @@ def _ask(path: str, fields: dict[str, Any]) -> tuple[int, ScriptedDesk]:
     server = Server(Service(desk, models), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}{path}"
     try:
-        return httpx2.post(url, json={**ASKED, **fields}, timeout=30).status_code, desk
+        return plain_http.post(url, json={**ASKED, **fields}, timeout=30).status_code, desk
     finally:
         server.stop()

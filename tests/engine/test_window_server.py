@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from engine.common.chat import ChatMessage
@@ -23,6 +22,7 @@ from engine.serving.front import BothEngines, WindowModels
 from engine.serving.link import DeskLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
+from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine, made_up_models
 from tests.scripted_desk import ScriptedDesk
 
@@ -132,7 +132,7 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
     server = Server(Service(desk, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
-        with httpx2.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
+        with plain_http.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
             assert answer.status_code == 200
             lines = answer.iter_lines()
             first = next(line for line in lines if line)
@@ -155,7 +155,7 @@ def test_what_is_refused_at_once_is_refused_with_a_status() -> None:
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for path, fields, _beat, _read in STREAMS:
-            answer = httpx2.post(url + path, json={**fields, "stream": True}, timeout=20)
+            answer = plain_http.post(url + path, json={**fields, "stream": True}, timeout=20)
             assert (answer.status_code, "There is no room" in answer.text) == (503, True)
     finally:
         server.stop()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
-from engine.planner.batch_plan import best_batch
+from engine.planner.batch_plan import best_batch, question_of
 from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu, predicted_on_card
 from engine.planner.costs import engine_costs
 from engine.planner.plan_parts import Limits
@@ -78,7 +78,7 @@ def test_no_rows_cannot_be_predicted() -> None:
 @given(MACHINES, MODELS, ROWS)
 @settings(max_examples=12, deadline=None)
 def test_a_plan_of_a_card_has_no_more_rows_than_the_job(machine: str, model: str, job: JobRows) -> None:
-    found = best_batch(read_machine(machine), read_model(model), Limits(), "int4", job)
+    found = best_batch(question_of(read_machine(machine), read_model(model), Limits(), "int4", job))
     if found is None:
         return
     plan, lane = found

@@ -154,7 +154,7 @@ def check_flips(store: Store, bits: list[int], folder: Path) -> list[str]:
 
 
 def test_a_sample_of_bits(store: Store, tmp_path: Path) -> None:
-    assert check_flips(store, random.Random(1).sample(range(len(store.data) * 8), 24), tmp_path) == []
+    assert check_flips(store, random.Random(1).sample(range(len(store.data) * 8), 12), tmp_path) == []
 
 
 def test_bits_where_they_hurt(store: Store, tmp_path: Path) -> None:
@@ -172,8 +172,7 @@ def test_a_row_id_that_becomes_that_of_another_row(store: Store, tmp_path: Path)
     first = next(page for page in store.pages("messages", "leaf") if _row_id_at(store, page, 0) is not None)
     places = [_row_id_at(store, first, cell) for cell in range(3)]
     assert (
-        check_flips(store, [place * 8 + bit for place in places if place is not None for bit in (0, 1, 3)], tmp_path)
-        == []
+        check_flips(store, [place * 8 + bit for place in places if place is not None for bit in (0, 3)], tmp_path) == []
     )
 
 
@@ -185,7 +184,7 @@ def test_a_message_of_a_deleted_chat_stays_deleted_whatever_it_says_of_its_chat(
         rows = connection.execute(asked, (f"%{SECRET}%",)).fetchall()
     assert rows
     # In a row of the table, unlike in one of an index, both ids stand beside each other.
-    places = [store.data.find(f"{id_}{conversation}".encode()) + len(id_) for id_, conversation in rows[:4]]
+    places = [store.data.find(f"{id_}{conversation}".encode()) + len(id_) for id_, conversation in rows[:2]]
     assert min(places) > 100
     bits = [(place + at) * 8 + bit for place in places for at, bit in ((0, 0), (9, 1), (31, 6))]
     assert check_flips(store, bits, tmp_path) == []

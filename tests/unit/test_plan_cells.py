@@ -90,7 +90,6 @@ def _speeds(machine: str, model: str) -> list[float]:
     ("machine", "model"),
     [
         ("desktop-no-gpu-64gb", "qwen3-30b-a3b"),
-        ("desktop-rtx-4070-12gb", "qwen3-30b-a3b"),
         ("desktop-rtx-3060-12gb", "qwen3-235b-a22b"),
         *(
             pytest.param(machine, model, marks=[pytest.mark.exhaustive, pytest.mark.timeout(120)])

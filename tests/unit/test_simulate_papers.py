@@ -74,7 +74,7 @@ def groups(rows: list[PublishedCell]) -> list[list[PublishedCell]]:
 
 
 def cell(published: float, predicted: float, **changes: Any) -> PublishedCell:
-    return PublishedCell("p", "t", "c", "x", THROUGHPUT, published, predicted, **changes)
+    return PublishedCell("p", "t", "c", published, predicted, "x", THROUGHPUT, **changes)
 
 
 def test_numbers_that_hardly_differ_have_no_order() -> None:
@@ -143,10 +143,10 @@ def test_a_factor_moves_predictions_but_no_dimension() -> None:
 
 
 def test_a_bound_that_is_kept_does_not_deviate() -> None:
-    row = PublishedCell("p", "t", "c", "%", THROUGHPUT, 1.0, 0.4, bound=True)
+    row = PublishedCell("p", "t", "c", 1.0, 0.4, "%", THROUGHPUT, bound=True)
     assert row.deviation == 0
-    assert PublishedCell("p", "t", "c", "%", THROUGHPUT, 1.0, 1.5, bound=True).deviation == pytest.approx(0.5)
-    assert PublishedCell("p", "t", "c", "x", THROUGHPUT, 2.0, 1.5).deviation == pytest.approx(-0.25)
+    assert PublishedCell("p", "t", "c", 1.0, 1.5, "%", THROUGHPUT, bound=True).deviation == pytest.approx(0.5)
+    assert PublishedCell("p", "t", "c", 2.0, 1.5, "x", THROUGHPUT).deviation == pytest.approx(-0.25)
 
 
 def test_popularity_has_the_published_quantiles() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from engine import cli
 from engine.experts.replay import RoutingTrace, write_trace
+from engine.planner.papers import report
+from tests.combinations import some
 
 _CELL = ["simulate", "--model", "gpt-oss-20b", "--hardware", "desktop-rtx-3060-12gb", "--workload", "32x8"]
 
@@ -20,6 +23,16 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+_rows = cache(report.all_rows)
+
+
+@pytest.fixture
+def predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of the papers, which take seconds."""
+    monkeypatch.setattr(report, "all_rows", _rows)
+
+
+@pytest.mark.usefixtures("predicted_once")
 def test_papers(capsys: pytest.CaptureFixture[str]) -> None:
     document = told(capsys, "simulate", "papers")
     fields = {"paper", "table", "cell", "unit", "kind", "published", "predicted", "deviation"}
@@ -32,6 +45,7 @@ def test_papers(capsys: pytest.CaptureFixture[str]) -> None:
             assert row["deviation"] == pytest.approx(row["predicted"] / row["published"] - 1, abs=1e-5)
 
 
+@pytest.mark.usefixtures("predicted_once")
 def test_papers_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "papers"]) == 0
     text = capsys.readouterr().out
@@ -90,7 +104,7 @@ def test_recorded_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "trace" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workload", ["32x8", "64x8x16"])
+@pytest.mark.parametrize("workload", some(["64x8x16", "32x8"], every=2))
 def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, table = tmp_path / "timeline.json", tmp_path / "timeline.csv"
     for file in (path, table):

@@ -22,9 +22,9 @@ class PublishedCell:
 
     Attributes:
         paper, table, cell: position in the paper; `table` names one column or row, whose cells are comparable.
-        unit: of both numbers.
-        kind: `THROUGHPUT`, `DERIVED`, `REPLAYED` or `MEASURED`.
         published, predicted: the two numbers.
+        unit: of both.
+        kind: `THROUGHPUT`, `DERIVED`, `REPLAYED` or `MEASURED`.
         given: the number itself is in the machine's profile, so it agrees by construction and is left out of medians.
         note: what had to be assumed.
         why: what explains the deviation.
@@ -34,10 +34,10 @@ class PublishedCell:
     paper: str
     table: str
     cell: str
-    unit: str
-    kind: str
     published: float
     predicted: float
+    unit: str
+    kind: str
     given: bool = False
     note: str = ""
     bound: bool = False

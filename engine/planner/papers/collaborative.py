@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.hardware.machine import read_machine
@@ -142,71 +143,37 @@ def _of_model(model: _Model, published: _Published, *, given: bool) -> Iterator[
     title, costs, shape = published.title, model.costs(), model.shape
     two = shape.experts_per_token
 
-    def row(
-        table: str,
-        cell: str,
-        unit: str,
-        kind: str,
-        was: float,
-        now: float,
-        *,
-        given: bool = False,
-        note: str = "",
-        why: str = "",
-    ) -> PublishedCell:
-        return PublishedCell(PAPER, f"{table}: {title}", cell, unit, kind, was, now, given, note, why=why)
+    def row(table: str, cell: str, was: float, now: float, unit: str, **more: Any) -> PublishedCell:
+        return PublishedCell(PAPER, f"{table}: {title}", cell, was, now, unit, **{"kind": THROUGHPUT} | more)
 
     mib = shape.expert_bytes("bf16") / 2**20
-    yield row("II", "expert", "MiB", DERIVED, published.expert_mib, mib)
+    yield row("II", "expert", published.expert_mib, mib, "MiB", kind=DERIVED)
     per_layer = "taken as the time of a layer's two experts"
-    yield row(
-        "III, computing", "expert on GPU", "ms", THROUGHPUT, published.on_card_ms, costs.gpu_experts(two, two) * 1e3,
-        why="published: 2.8 TB/s from a card of 1.0 TB/s; a launch was timed, not the kernel",
-    )  # fmt: skip
+    why = "published: 2.8 TB/s from a card of 1.0 TB/s; a launch was timed, not the kernel"
+    computed = costs.gpu_experts(two, two) * 1e3
+    yield row("III, computing", "expert on GPU", published.on_card_ms, computed, "ms", why=why)
     copied = two * costs.expert_bytes / costs.machine.link.h2d * 1e3
-    yield row(
-        "III, moving", "experts moved", "ms", THROUGHPUT, published.copied_ms, copied, given=given, note=per_layer
-    )
-    yield row(
-        "III, moving", "activation moved", "ms", THROUGHPUT, 0.11, 2 * costs.activations(1) * 1e3, note="to and fro"
-    )
+    yield row("III, moving", "experts moved", published.copied_ms, copied, "ms", given=given, note=per_layer)
+    yield row("III, moving", "activation moved", 0.11, 2 * costs.activations(1) * 1e3, "ms", note="to and fro")
     for threads, was in zip(_THREADS, published.on_cpu_ms, strict=True):
-        now = model.costs(threads).cpu_experts(two, two) * 1e3
-        yield row(
-            "III, computing",
-            f"experts on CPU, {_counted(threads)}",
-            "ms",
-            THROUGHPUT,
-            was,
-            now,
-            given=given,
-            note=per_layer,
-        )
+        now, cell = model.costs(threads).cpu_experts(two, two) * 1e3, f"experts on CPU, {_counted(threads)}"
+        yield row("III, computing", cell, was, now, "ms", given=given, note=per_layer)
     if shape.experts == 8:
-        yield row("III-B, slots", "slots", "experts", DERIVED, 56, model.slots)
-        yield row("III-B, indexes", "indexes at 4 ways", "indexes", DERIVED, 14, indexes(model.slots, 4, shape.layers))
-        yield row("fig. 5", "2 ways, 24 threads", "tokens/s", THROUGHPUT, 2.2, model.decode(COLLABORATIVE, 24, 2))
+        yield row("III-B, slots", "slots", 56, model.slots, "experts", kind=DERIVED)
+        of_four = indexes(model.slots, 4, shape.layers)
+        yield row("III-B, indexes", "indexes at 4 ways", 14, of_four, "indexes", kind=DERIVED)
+        yield row("fig. 5", "2 ways, 24 threads", 2.2, model.decode(COLLABORATIVE, 24, 2), "tokens/s")
     best = model.best(24)
     ideal = model.decode(IDEAL_PREFETCH)
-    yield row("fig. 5", "best, 24 threads", "tokens/s", THROUGHPUT, published.best, best)
+    yield row("fig. 5", "best, 24 threads", published.best, best, "tokens/s")
     gains = [model.best(threads) / model.decode(CPU_ONLY, threads) for threads in _THREADS]
-    yield row("IV-B, cache over CPU only", "least", "x", THROUGHPUT, published.gains[0], min(gains))
-    yield row("IV-B, cache over CPU only", "most", "x", THROUGHPUT, published.gains[1], max(gains))
-    yield row("IV-B, over others", "over ideal prefetching", "x", THROUGHPUT, published.over_prefetching, best / ideal)
+    yield row("IV-B, cache over CPU only", "least", published.gains[0], min(gains), "x")
+    yield row("IV-B, cache over CPU only", "most", published.gains[1], max(gains), "x")
+    yield row("IV-B, over others", "over ideal prefetching", published.over_prefetching, best / ideal, "x")
     if shape.experts == 8:
-        yield row(
-            "IV-B, over others",
-            "over Fiddler",
-            "x",
-            THROUGHPUT,
-            1.6,
-            best / model.decode(REFERENCE_CODE),
-            why=_OVER_FIDDLER,
-        )
+        over = best / model.decode(REFERENCE_CODE)
+        yield row("IV-B, over others", "over Fiddler", 1.6, over, "x", why=_OVER_FIDDLER)
     watts = "watts from its table IV"
     for threads, was in zip(_THREADS, published.joules, strict=True):
-        now = model.joules(threads, model.best(threads))
-        yield row("V", _counted(threads), "J/token", THROUGHPUT, was, now, note=watts)
-    yield row(
-        "V", "prefetching", "J/token", THROUGHPUT, published.joules_prefetching, model.joules(1, ideal), note=watts
-    )
+        yield row("V", _counted(threads), was, model.joules(threads, model.best(threads)), "J/token", note=watts)
+    yield row("V", "prefetching", published.joules_prefetching, model.joules(1, ideal), "J/token", note=watts)

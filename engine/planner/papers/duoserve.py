@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.formats import format_of
@@ -41,11 +41,11 @@ def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
     for name, title in _MODELS.items():
         yield from _peaks(name, title)
     latency = 1e3 * _PREDICTOR_OPERATORS * efficiency.operator_s
-    yield PublishedCell(PAPER, "6.4: predictor, latency", "one prediction", "ms", THROUGHPUT, 0.6, latency)
+    yield PublishedCell(PAPER, "6.4: predictor, latency", "one prediction", 0.6, latency, "ms", THROUGHPUT)
     shape = read_model("mixtral-8x7b")
     megabytes = 4 * predictor_weights(shape) * (shape.layers - 1) / 1e6
     note = "a predictor with 32-bit weights for each layer but the first"
-    yield PublishedCell(PAPER, "6.4: predictor, memory", "all layers", "MB", DERIVED, 300, megabytes, note=note)
+    yield PublishedCell(PAPER, "6.4: predictor, memory", "all layers", 300, megabytes, "MB", DERIVED, note=note)
     yield from _speed_ups(efficiency)
 
 
@@ -69,7 +69,7 @@ def _peaks(name: str, title: str) -> Iterator[PublishedCell]:
     for (cell, held, predictor), published in zip(cases, _PEAKS[name], strict=True):
         peak = peak_memory(shape, "awq4", held, non_experts=_four_bit(shape), context=_CONTEXT, predictor=predictor)
         note = "published: 8 bits per weight, though the paper says 4" if published > 100 else ""
-        yield PublishedCell(PAPER, f"2: {title}", cell, "GB", DERIVED, published, peak.total / 1e9, note=note)
+        yield PublishedCell(PAPER, f"2: {title}", cell, published, peak / 1e9, "GB", DERIVED, note=note)
 
 
 def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
@@ -89,44 +89,24 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
             ours = seconds(replace(DUOSERVE, prefetch_accuracy=accuracy))
             ratios += [seconds(replace(other, pinned=False)) / ours for other in (ON_DEMAND, WHOLE_LAYER)]
     note = "the baselines copy from pageable memory: pinned memory is part of this paper's implementation"
-    yield PublishedCell(PAPER, "fig. 5: end to end", "least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
-    yield PublishedCell(PAPER, "fig. 5: end to end", "most", "x", THROUGHPUT, 7.54, max(ratios), note=note)
-
-
-@dataclass(frozen=True, slots=True)
-class PeakMemory:
-    """Bytes on the card at the peak.
-
-    Attributes:
-        non_experts: weights that always stay on the card.
-        experts: expert records, resident and in transfer.
-        kv: keys and values of the planned context.
-        unpacked: one expert's 16-bit weights, if prefill unpacks quantised ones.
-        predictor: the predictor of experts.
-    """
-
-    non_experts: float
-    experts: float
-    kv: float
-    unpacked: float
-    predictor: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.non_experts + self.experts + self.kv + self.unpacked + self.predictor + RUNTIME_BYTES
+    yield PublishedCell(PAPER, "fig. 5: end to end", "least", 1.42, min(ratios), "x", THROUGHPUT, note=note)
+    yield PublishedCell(PAPER, "fig. 5: end to end", "most", 7.54, max(ratios), "x", THROUGHPUT, note=note)
 
 
 def peak_memory(
     model: ModelShape, precision: str, experts_held: int, *, non_experts: float, context: int, predictor: float = 0.0
-) -> PeakMemory:
-    """Peak with `experts_held` expert records on the card at once: k, a layer's, or all of them."""
-    return PeakMemory(
-        non_experts=non_experts,
-        experts=experts_held * model.expert_bytes(precision),
-        kv=model.kv_bytes_per_token() * context,
-        unpacked=2.0 * model.expert_weights if format_of(precision).bytes_per_weight < 1 else 0.0,
-        predictor=predictor,
-    )
+) -> float:
+    """Bytes on the card with `experts_held` expert records there at once: k, a layer's, or all of them.
+
+    Args:
+        non_experts: bytes of the weights that always stay on the card.
+        context: tokens whose keys and values are there.
+        predictor: bytes of the predictor of experts.
+    """
+    # A prefill unpacks one expert's quantised weights into 16 bits.
+    unpacked = 2.0 * model.expert_weights if format_of(precision).bytes_per_weight < 1 else 0.0
+    experts, kv = experts_held * model.expert_bytes(precision), model.kv_bytes_per_token() * context
+    return non_experts + experts + kv + unpacked + predictor + RUNTIME_BYTES
 
 
 def predictor_weights(model: ModelShape) -> int:

@@ -73,13 +73,13 @@ def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
         memory = card_memory(costs.machine, costs.model, costs.precision, cached_tokens=4096)
         slots = expert_slots(memory, costs.model, costs.precision)
         cell = f"environment {environment}"
-        yield PublishedCell(PAPER, "1: experts on the card", cell, "experts", DERIVED, _SLOTS[environment], slots)
+        yield PublishedCell(PAPER, "1: experts on the card", cell, _SLOTS[environment], slots, "experts", DERIVED)
         bounds = hit_rate_bounds(published_popularity(), _SLOTS[environment])
         for name, published, predicted in zip(
             ("best", "worst", "random"), was[environment], (bounds.best, bounds.worst, bounds.random), strict=True
         ):
             table = f"appendix C: {_SLOTS[environment]} of 256"
-            yield PublishedCell(PAPER, table, name, "% hits", DERIVED, published, 100 * predicted)
+            yield PublishedCell(PAPER, table, name, published, 100 * predicted, "% hits", DERIVED)
     yield from _ratios(efficiency)
     yield from _speed_ups(efficiency)
 
@@ -94,20 +94,11 @@ def _ratios(efficiency: Efficiency) -> Iterator[PublishedCell]:
         "published: 3 to 14 ms for an expert on the GPU, 25 to 125 GB/s out of a memory of 672 and 960 GB/s: a call of "
         "the framework was timed, once in each layer, and the card reads the weights in a fraction of that"
     )
-    yield PublishedCell(
-        PAPER, "fig. 7: weight copy over GPU compute", "least", "x", THROUGHPUT, 2, min(ratios), why=why
-    )
-    yield PublishedCell(PAPER, "fig. 7: weight copy over GPU compute", "most", "x", THROUGHPUT, 5, max(ratios), why=why)
-    yield PublishedCell(
-        PAPER,
-        "fig. 7: activation copy",
-        "share of an expert on the CPU",
-        "%",
-        THROUGHPUT,
-        1,
-        max(activations),
-        bound=True,
-    )
+    row = partial(PublishedCell, PAPER, kind=THROUGHPUT)
+    yield row("fig. 7: weight copy over GPU compute", "least", 2, min(ratios), unit="x", why=why)
+    yield row("fig. 7: weight copy over GPU compute", "most", 5, max(ratios), unit="x", why=why)
+    share = "share of an expert on the CPU"
+    yield row("fig. 7: activation copy", share, 1, max(activations), unit="%", bound=True)
 
 
 def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
@@ -128,17 +119,15 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
             ours = run(REFERENCE_CODE, Workload("beam", 32, _BEAM_TOKENS, beams=width)).seconds
             beam.append(_llama_cpp_beams(run, width) / ours)
 
-    def row(table: str, cell: str, published: float, gains: Sequence[float], note: str = "") -> PublishedCell:
-        return PublishedCell(PAPER, table, cell, "x", THROUGHPUT, published, statistics.mean(gains), note=note)
-
-    yield row("speed-ups", "single batch, over llama.cpp", 1.26, single)
-    yield row("speed-ups", "long prefill, over DeepSpeed-MII", 1.07, whole_layer)
-    yield row("speed-ups", "long prefill, over Mixtral-Offloading", 1.65, on_demand)
+    row, mean = partial(PublishedCell, PAPER, "speed-ups", unit="x", kind=THROUGHPUT), statistics.mean
+    yield row("single batch, over llama.cpp", 1.26, mean(single))
+    yield row("long prefill, over DeepSpeed-MII", 1.07, mean(whole_layer))
+    yield row("long prefill, over Mixtral-Offloading", 1.65, mean(on_demand))
     note = (
         "llama.cpp's beams at that time: each decodes alone, with every token since the beams parted, in every step; "
         "they part 2 (width - 1) tokens back, as parents drawn with equal chances do"
     )
-    yield row("speed-ups", "beam 4-16, over llama.cpp", 11.57, beam, note)
+    yield row("beam 4-16, over llama.cpp", 11.57, mean(beam), note=note)
 
 
 def _run(costs: Costs, slots: int, strategy: Strategy, workload: Workload) -> Outcome:

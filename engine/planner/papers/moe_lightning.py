@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
@@ -49,18 +50,18 @@ def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
         costs = _costs(card, efficiency)
         for (cell, system), (published, micro_batch, count) in zip(_SYSTEMS.items(), cells, strict=True):
             predicted = _tokens_per_s(system, costs, prompt, generated, micro_batch, micro_batch * count)
-            yield PublishedCell(PAPER, f"4: {task}, {card}", cell, "tokens/s", THROUGHPUT, published, predicted)
+            yield PublishedCell(PAPER, f"4: {task}, {card}", cell, published, predicted, "tokens/s", THROUGHPUT)
         _, micro_batch, count = cells[-1]
         yield from _policy(f"{task}, {card}", costs, Workload(task, prompt, generated, _RAM), micro_batch, count)
     t4 = _costs("T4", efficiency)
     for cell, system, micro_batch, sequences, published in _TABLE_5:
         predicted = _tokens_per_s(system, t4, 418, 128, micro_batch, sequences)
-        yield PublishedCell(PAPER, "5: MTBench, T4", cell, "tokens/s", THROUGHPUT, published, predicted)
+        yield PublishedCell(PAPER, "5: MTBench, T4", cell, published, predicted, "tokens/s", THROUGHPUT)
     yield _unpadded(t4)
     l4 = _costs("L4", efficiency)
     moved = l4.h2d(l4.kv_read_bytes(128, 512)) / l4.cpu_attention(128, 512)
     note = "published: 3 to 4"
-    yield PublishedCell(PAPER, "fig. 9: CPU attention over moving KV", "L4", "x", THROUGHPUT, 3.5, moved, note=note)
+    yield PublishedCell(PAPER, "fig. 9: CPU attention over moving KV", "L4", 3.5, moved, "x", THROUGHPUT, note=note)
 
 
 def _costs(card: str, efficiency: Efficiency) -> Costs:
@@ -78,9 +79,9 @@ def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: in
     found = search_policy(replace(costs, efficiency=_THEORY), work, cpu_experts=(False,))
     assert found is not None
     note = "from the search, with data-sheet values; the throughputs above use the published policy"
-    yield PublishedCell(PAPER, "4: mu", cell, "sequences", DERIVED, micro_batch, found.policy.micro_batch, note=note)
-    sequences = micro_batch * count  # the paper prints N/mu, but N is what it searches for
-    yield PublishedCell(PAPER, "4: N", cell, "sequences", DERIVED, sequences, found.policy.sequences, note=note)
+    row = partial(PublishedCell, PAPER, unit="sequences", kind=DERIVED, note=note)
+    yield row("4: mu", cell, micro_batch, found.policy.micro_batch)
+    yield row("4: N", cell, micro_batch * count, found.policy.sequences)  # printed as N/mu, but N is searched for
 
 
 def _unpadded(costs: Costs) -> PublishedCell:
@@ -97,14 +98,5 @@ def _unpadded(costs: Costs) -> PublishedCell:
         "the paper does not say with which policy this ran: the search finds 1,880 to 3,384 sequences at once, 188 in "
         "a micro-batch; with its padded runs' policy (36 of 504) the gain would be 4.4 to 4.7"
     )
-    return PublishedCell(
-        PAPER,
-        "fig. 7: unpadded over FlexGen",
-        "MTBench, T4, most",
-        "x",
-        THROUGHPUT,
-        10.3,
-        max(gains),
-        note=note,
-        why=why,
-    )
+    table, cell = "fig. 7: unpadded over FlexGen", "MTBench, T4, most"
+    return PublishedCell(PAPER, table, cell, 10.3, max(gains), "x", THROUGHPUT, note=note, why=why)

@@ -10,25 +10,12 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.planner.costs import EFFICIENCY, MEANINGS, Efficiency
+from engine.planner.costs import EFFICIENCY, MEANINGS, Efficiency, Factor
 from engine.planner.papers import PublishedCell, collaborative, duoserve, fiddler, klotski, moe_lightning
 
 _PAPERS = (collaborative, fiddler, duoserve, moe_lightning, klotski)
 SAME = 0.02
 """Numbers that differ by less have no order: neither the papers' repeats nor a simulation tell them apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """One efficiency factor.
-
-    Attributes:
-        name, value, meaning: see `Efficiency`.
-    """
-
-    name: str
-    value: float
-    meaning: str
 
 
 @dataclass(frozen=True, slots=True)

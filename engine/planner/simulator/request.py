@@ -304,11 +304,16 @@ class RequestSimulation:
                 begin = handed
                 ends[card] = max(ends[card], self._on_host(layer, here, card, begin, step))
             self._post_fetch(layer, here, in_use, card, begin, step, prefill)
+        if self._cards > 1 and any(here for _, here, _ in computed):  # the host lets sums come once it has computed
+            handed = max(handed, self._timeline.free_at("cpu_experts"))
         for card, ended in enumerate(ends):
             if card and ended > ready:
                 passing = costs.between_cards(2.0 * tokens)  # sums are in 32 bits
-                ended = self._timeline.run("small_copy", passing, "sums", ended, layer=layer, step=step)
+                ended = self._timeline.run("small_copy", passing, "sums", max(ended, handed), layer=layer, step=step)
+                handed += costs.dispatch.sum_s
             done = max(done, ended)
+        if self._cards > 1:
+            done = max(done, handed)
         if predicts:
             first = coming[: self._costs.model.experts_per_token if not prefill else 1]
             if prefill:
@@ -338,7 +343,7 @@ class RequestSimulation:
             rows, costs = sum(count for _, _, count in present), self._costs
             shared = self._is_shared(layer)
             seconds = self._slower * costs.one_card_experts(rows, len(present), grouped=True, shared=shared)
-            seconds += costs.dispatch.card_s / self._cards if shared else 0.0
+            seconds += costs.dispatch.card_s if shared and self._cards == 1 else 0.0
             count = len(present)
             self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step, count=count, card=card)
         return [entry for entry in there if entry[0] > ready]
@@ -400,8 +405,8 @@ class RequestSimulation:
         return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step, card=card)
 
     def _is_shared(self, layer: int) -> bool:
-        """Whether some of the layer's experts may be missing; else the engine skips looking them up."""
-        return self._residents.capacity[layer] < self._costs.model.experts
+        """Whether the host looks experts up: some may be missing, or are on other cards."""
+        return self._cards > 1 or self._residents.capacity[layer] < self._costs.model.experts
 
     def _cpu_is_sooner(self, there: There, misses: list[tuple[int, int]]) -> bool:
         """Whether the engine, by times of single experts, leaves the card idle although it holds some of them."""
@@ -411,7 +416,9 @@ class RequestSimulation:
             return False
         here, held = sum(rows for _, rows in misses), sum(rows for _, _, rows in there)
         held_s = costs.one_card_experts(held, len(there), grouped=True) + len(there) * costs.dispatch.seen_card_expert_s
-        both_s = max(costs.host_share(here, len(misses)), held_s) + costs.dispatch.card_s
+        both_s = max(costs.host_share(here, len(misses)), held_s)
+        if self._cards == 1:  # what handing over takes is learnt from steps, but not of one of several cards
+            both_s += costs.dispatch.card_s
         return costs.host_share(here + held, len(misses) + len(there)) < both_s
 
     def _divide(

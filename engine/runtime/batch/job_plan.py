@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
@@ -27,7 +29,7 @@ from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.jobs.rows import RowAnswer
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.batch_plan import GIVEN, best_batch, policy_of
+from engine.planner.batch_plan import GIVEN, best_batch, is_overtaken, policy_of, question_of
 from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
     MEASURED_OFF,
@@ -39,12 +41,17 @@ from engine.planner.batch_prediction import (
 )
 from engine.planner.costs import Cards, Costs, Observed, engine_costs
 from engine.planner.plan_parts import BatchPlan, Limits
+from engine.planner.plan_search import Question
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
 
 _IS_OFF = 1.5
 """What was observed counts from so many times what is known: single times scatter."""
+_IS_BETTER = 1.2
+"""Another plan is taken if it is so many times as fast: rows under way begin again by it."""
+_READ_BYTES = 2**28
+"""Read from disk before that says how fast it is."""
 _OF_SWEEPS = 0.3
 """Weight of one observation of a sweep's parts, which are few and long."""
 _SINKS = 4
@@ -129,11 +136,13 @@ class JobPlan:
         policy: the executor's policy.
         rows: what is known about the job's rows.
         prediction: None if this model's speed cannot be predicted.
+        batch: the plan behind the policy, on a card.
     """
 
     policy: BatchPolicy
     rows: JobRows
     prediction: JobPrediction | None
+    batch: BatchPlan | None = None
 
 
 def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float | None = None) -> JobPlan:
@@ -228,21 +237,76 @@ def plan_rows(
             costs, rows, together, sweep_tokens=policy.sweep_tokens, disk_share=disk_share, off=off
         )
         return JobPlan(policy, rows, predicted)
-    if card is None:
+    if card is None or machine.gpu is None:
         return JobPlan(policy_for(loaded), rows, None)
-    memory = min(each.memory.total for each in cards)
-    if machine.gpu is None:
-        return JobPlan(policy_for(loaded), rows, None)
-    machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)), link=_as_observed(machine.link, loaded))
-    sharing: Sharing = "experts" if is_shared else "auto"
-    limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
-    known = engine_costs(machine, shape, precision, limits.threads, cards=Cards.EXPERTS if is_shared else Cards.LAYERS)
-    best = best_batch(machine, shape, limits, precision, rows, given, observed=observed_of(loaded, known))
+    best = best_batch(_question(rows, loaded, shape, machine), given)
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)
     plan, lane = best
     predicted = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
-    return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
+    return JobPlan(policy_for(loaded, plan=plan), rows, predicted, plan)
+
+
+def _question(rows: JobRows, loaded: LoadedModel, shape: ModelShape, machine: HardwareProfile) -> Question:
+    """How these rows are best run on the model's cards, by what is known of them and what the run has found."""
+    assert loaded.devices is not None
+    assert machine.gpu is not None
+    cards, precision = loaded.devices.devices, loaded.info.precision
+    is_shared = bool(loaded.devices.experts.ways)
+    machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)), link=_as_observed(machine.link, loaded))
+    memory, sharing = min(each.memory.total for each in cards), "experts" if is_shared else "auto"
+    limits = Limits(
+        vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=cast("Sharing", sharing)
+    )
+    known = engine_costs(machine, shape, precision, limits.threads, cards=Cards.EXPERTS if is_shared else Cards.LAYERS)
+    return question_of(machine, shape, limits, precision, rows, observed_of(loaded, known))
+
+
+_WATCHED = {
+    Cost.H2D: "Copies to the graphics card take {:.2g} times as long as",
+    Cost.CARD_LAYER: "Layers take {:.2g} times as long on the graphics card as",
+    Cost.CARD_ATTENTION: "Attention takes {:.2g} times as long on the graphics card as",
+    Cost.CARD_EXPERT: "Experts take {:.2g} times as long on the graphics card as",
+    Cost.CPU_ATTENTION: "Attention takes {:.2g} times as long on the processor as",
+    Cost.CPU_PROMPT_EXPERT: "Experts take {:.2g} times as long on the processor as",
+    Cost.DISK: "Reads from disk take {:.2g} times as long as",
+    Cost.DISTINCT: "Rows use {:.2g} times as many experts as",
+}
+
+
+class PlanWatch:
+    """Whether the rows of a job should be planned again: what the run finds of the machine may speak for another plan.
+
+    Args:
+        plan: by which rows are answered; `rows` is what it was made for.
+    """
+
+    def __init__(self, plan: BatchPlan, rows: JobRows, loaded: LoadedModel) -> None:
+        self._plan, self._rows, self._loaded = plan, rows, loaded
+        self._shape = find_shape(loaded.info.path)
+        self._machine, _ = _machine_of(loaded, self._shape, probe())
+        self._latencies = _latencies(loaded)
+        self._then = self._seen()
+
+    def __call__(self) -> str:
+        """What has changed since the plan was made, as a sentence, if another one is clearly better now."""
+        seen = self._seen()
+        changes = {kind: factor / self._then[kind] for kind, factor in seen.items()}
+        most = max(changes, key=lambda kind: abs(math.log(changes[kind])), default=None)
+        if most is None or 1 / _IS_OFF < changes[most] < _IS_OFF:
+            return ""
+        self._then = seen
+        question = _question(self._rows, self._loaded, self._shape, self._machine)
+        if not is_overtaken(question, self._plan, _IS_BETTER):
+            return ""
+        return f"{_WATCHED[most].format(changes[most])} the plan for rows had, so these are planned again."
+
+    def _seen(self) -> dict[Cost, float]:
+        """What was found, over what had been known; nothing where all experts are on the card."""
+        if not self._latencies:
+            return {}
+        found = {kind: max(each.costs.factor(kind) for each in self._latencies) for kind in _WATCHED}
+        return found | {Cost.DISTINCT: _evenness(self._latencies), Cost.DISK: _disk(self._loaded, self._machine)}
 
 
 def _machine_of(loaded: LoadedModel, shape: ModelShape, found: Probe) -> tuple[HardwareProfile, bool]:
@@ -273,9 +337,10 @@ def observed(loaded: LoadedModel) -> LatencyModel | None:
 
 def observed_of(loaded: LoadedModel, known: Costs) -> Observed:
     """What earlier jobs have found to be clearly otherwise than predicted; from now on they compare with `known`."""
-    found = [each.costs for each in _latencies(loaded)]
-    if not found:
+    latencies = _latencies(loaded)
+    if not latencies:
         return Observed()
+    found = [each.costs for each in latencies]
     each_token, launch_s = max(known.kv_read_bytes(1, 1), 1.0), known.efficiency.operator_s
     call_s = known.machine.calls.native_s
     for kind, seconds in (
@@ -290,14 +355,28 @@ def observed_of(loaded: LoadedModel, known: Costs) -> Observed:
         seen = max(each.factor(kind) for each in found)
         return seen if max(seen, 1 / seen) > _IS_OFF else 1.0
 
+    disk = _disk(loaded, known.machine)
     return Observed(
-        max(each.predict(Cost.DISTINCT) for each in found) or 1.0,
+        _evenness(latencies),
         factor(Cost.CARD_LAYER),
         factor(Cost.CARD_ATTENTION),
         factor(Cost.CARD_EXPERT),
         factor(Cost.CPU_ATTENTION),
         factor(Cost.CPU_PROMPT_EXPERT),
+        disk if max(disk, 1 / disk) > _IS_OFF else 1.0,
     )
+
+
+def _evenness(latencies: Sequence[LatencyModel]) -> float:
+    return max(each.costs.predict(Cost.DISTINCT) for each in latencies) or 1.0
+
+
+def _disk(loaded: LoadedModel, machine: HardwareProfile) -> float:
+    """What reading experts takes, over what was known of the disk."""
+    disk = loaded.disk_backed.disk if loaded.disk_backed is not None else None
+    if disk is None or disk.bytes_read < _READ_BYTES:
+        return 1.0
+    return disk.busy_s * machine.disk_bytes_per_s / disk.bytes_read
 
 
 def _latencies(loaded: LoadedModel) -> list[LatencyModel]:

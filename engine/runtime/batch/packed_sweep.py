@@ -43,7 +43,6 @@ _LEFT = 8
 
 _PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat"
 _PLANNED = "The schedule that was planned for rows"
-_LINK_IS_OFF = 2.0
 _SETTLED = 3
 """Sweeps in a row by another schedule than the planned one: more than a trial."""
 
@@ -268,7 +267,7 @@ class PackedModel:
                 self._choice.took(chosen, tokens, busy_s, reads=reads)
             if not reads and len(work) >= self._policy.rows:
                 self._compare(schedule)
-                self._heed_link()
+                self._heed_plan()
             self._record(work, since_ns)
             return self._logits(work, parts, micro_batches)
 
@@ -415,22 +414,17 @@ class PackedModel:
         elif schedule is planned:
             FALLS.is_over(_PLANNED)
 
-    def _heed_link(self) -> None:
-        """Has rows planned again where the link is not what it was taken to be.
+    def _heed_plan(self) -> None:
+        """Has rows planned again where what was planned is outdated.
 
         Raises:
-            PlanOutdatedError: it is not.
+            PlanOutdatedError: it is.
         """
-        planned_s = self._policy.transfer_s
-        if self._pipeline is None or not planned_s or self._policy.by_hand:
+        if self._pipeline is None or self._policy.by_hand:
             return
-        factor = self._pipeline.experts.transfer_s / planned_s
-        if 1 / _LINK_IS_OFF < factor < _LINK_IS_OFF:
-            return
-        times = f"{factor:.1f} times as long as" if factor > 1 else f"{factor:.0%} of what"
-        said = f"Copies to the graphics card take {times} the plan for rows had, so these are planned again."
-        FALLS.tell("The plan for rows", said)
-        raise PlanOutdatedError(ErrorCode.BUSY, said)
+        if said := self._policy.outdated():
+            FALLS.tell("The plan for rows", said)
+            raise PlanOutdatedError(ErrorCode.BUSY, said)
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:

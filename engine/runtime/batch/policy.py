@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +50,10 @@ def can_pack(model: Any) -> bool:
     return not why_not_packed(model)
 
 
+def _never() -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class BatchPolicy:
     """MoE-Lightning's N and mu, and the memory of keys and values.
@@ -66,7 +71,7 @@ class BatchPolicy:
         resident: r_w, the share of each layer's experts that stays on the device; None for what there is memory for.
         cached: r_c, the share of keys and values that stays there.
         row_tokens: a row's tokens at its end, as planned, where keys and values stay on the device.
-        transfer_s: of an expert over the link, as the plan has it; 0 where rows are not planned again.
+        outdated: asked after sweeps of all rows: why they are to be planned again, or an empty text.
         kv_type: storage type of keys and values; `None` for the model's own precision.
         ahead: tokens of an answer for which a row reserves pages at a time; `None` for all of them before it begins, so
             that it never has to step aside for another of its kind.
@@ -86,7 +91,7 @@ class BatchPolicy:
     resident: float | None = None
     cached: float = 0.0
     row_tokens: int = 0
-    transfer_s: float = 0.0
+    outdated: Callable[[], str] = _never
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0

@@ -16,7 +16,7 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.job import Answerer, run_first_rows, run_job
-from engine.runtime.batch.job_plan import JobPlan, SweepClock, observed, plan_asked, plan_job, predicted_after
+from engine.runtime.batch.job_plan import JobPlan, PlanWatch, SweepClock, plan_asked, plan_job, predicted_after
 from engine.runtime.batch.model_rows import Elsewhere, ModelRows, nowhere
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
@@ -98,8 +98,8 @@ class HostedModel:
     def open(self, prepared: PreparedJob, watcher: JobWatcher) -> tuple[ModelRows, int]:
         """Plans for the job; who answers its rows, and how many at once at most.
 
-        Where the model loses its card, or the link is another than was known, the plan is made again, and rows under
-        way begin again by it.
+        Where the model loses its card, or another plan is better by what the run finds, the rows are planned again, and
+        those under way begin again.
 
         Raises:
             EngineError: `PICTURES_NOT_READ`: all rows have pictures, and nobody else answers.
@@ -114,8 +114,9 @@ class HostedModel:
         plan = host.call(lambda: plan_job(prepared, loaded))
         if plan.prediction is not None and not prepared.job.is_remote:
             watcher.on_plan(plan.prediction)
-        link = observed(loaded)
-        policy = replace(plan.policy, transfer_s=link.transfer_s if link is not None else 0.0)
+        policy = plan.policy
+        if plan.batch is not None:
+            policy = replace(policy, outdated=PlanWatch(plan.batch, plan.rows, loaded))
         rows = rows_of(host.call(lambda: host.executor(policy)), loaded, elsewhere)
         return rows, plan.policy.rows
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from PySide6.QtGui import QImage
 from pytestqt.qtbot import QtBot
@@ -19,6 +18,7 @@ from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
 from engine.common.config import EngineConfig
+from tests import plain_http
 from tests.engine.seeing_models import seeing_checkpoint
 from tests.made_pictures import coloured, file_of
 
@@ -73,7 +73,7 @@ def test_a_picture_is_answered_about_in_a_chat_and_for_another_program(
         def ask() -> None:
             for content in (parts, parts[1:]):
                 body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
-                said = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=90)
+                said = plain_http.post(f"{server.url}/v1/chat/completions", json=body, timeout=90)
                 assert said.status_code == 200, said.text
                 used.append(said.json()["usage"]["prompt_tokens"])
 

@@ -103,11 +103,6 @@ class LayerExperts:
         """What the run finds of this card."""
         return self._latency.costs
 
-    @property
-    def transfer_s(self) -> float:
-        """Of one expert over the link, as far as is known by now."""
-        return self._latency.transfer_s
-
     def _copied(self, copy: CopyRecord) -> None:
         if copy.direction == Direction.H2D and copy.nbytes >= self._record_nbytes:
             self._latency.costs.observe(Cost.H2D, copy.nbytes, copy.ended_s - copy.started_s)

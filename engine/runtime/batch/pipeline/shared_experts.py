@@ -63,11 +63,6 @@ class SharedLayerExperts:
         return [card.experts.costs for card in self._cards]
 
     @property
-    def transfer_s(self) -> float:
-        """See `LayerExperts.transfer_s`: over the slowest link."""
-        return max(card.experts.transfer_s for card in self._cards)
-
-    @property
     def whole(self) -> bool:
         """See `LayerExperts.whole`."""
         return self._cards[0].experts.whole
