@@ -136,7 +136,9 @@ class Sight:
         )
         frames = number(self.frames, preprocessor.get("temporal_patch_size"), vision.get("temporal_patch_size"))
         edge = number(self.edge, size.get("max_height"), vision.get("image_size"))
-        return Sizes(self, patch, merge, frames, least, most, edge, crop)
+        return Sizes(
+            self, patch, merge, frames, least, most, edge, crop, preprocessor.get("resize_to_max_canvas") is True
+        )
 
     def text(self, grid: Grid, names: Mapping[str, str]) -> str:
         """What stands for a picture in a prompt, of the text of the control tokens."""
@@ -160,6 +162,8 @@ class Sizes:
     most: int
     edge: int
     crop: int
+    largest: bool = False
+    """Whether tiles are as many as there may be, instead of as few as hold the picture."""
 
     def settings(self) -> dict[str, Any]:
         """Sizes as the library's processor takes them."""
@@ -168,7 +172,8 @@ class Sizes:
             case "square":
                 return {"size": {"height": self.edge, "width": self.edge}}
             case "tiles":
-                return {"size": {"height": self.edge, "width": self.edge}, "max_patches": self.most}
+                own = {"max_patches": self.most, "resize_to_max_canvas": self.largest}
+                return {"size": {"height": self.edge, "width": self.edge}, **own}
             case "crops":
                 own = {"patch_size": self.crop, "max_image_size": self.most}
                 return {"size": {"height": self.edge, "width": self.edge}, **own}
@@ -270,11 +275,11 @@ class Sizes:
 
     def _of_tiles(self, width: int, height: int, each: int) -> Grid:
         def cost(tiles: tuple[int, int]) -> tuple[bool, float, int]:
-            """The least stretch, or else the least shrinking, in the numbers of 32 bits that the library counts in."""
+            """The least stretch (or the most), or else the least shrinking, in the library's numbers of 32 bits."""
             rows, columns = tiles
             scale = min(rows * self.edge / height, columns * self.edge / width)
             (scale,) = struct.unpack("f", struct.pack("f", scale))
-            return scale < 1, scale if scale >= 1 else -scale, rows * columns
+            return scale < 1, scale if scale >= 1 and not self.largest else -scale, rows * columns
 
         most = min(self.most, _MOST_TILES)
         fitting = ((one, other) for one in range(1, most + 1) for other in range(1, most // one + 1))

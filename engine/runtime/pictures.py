@@ -409,6 +409,8 @@ class Sight:
         if rows:
             mask = (ids == self.placeholder_id)[..., None]
             embedded = embedded.masked_scatter(mask, torch.cat(rows).to(embedded.dtype))
+        if getattr(model.config.get_text_config(decoder=True), "ple_layer_ids", None):
+            found["ple_input_ids"] = ids  # of whose runs Qwen3.8's layers have embeddings, too
         return {**found, "inputs_embeds": embedded}
 
     def added(self, pieces: Sequence[PromptPart]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -611,6 +613,8 @@ def open_tower(
         whole = build_skeleton(kind, config, dtype, None)
     inner = getattr(whole, "model", whole)
     inner.language_model = whole.lm_head = None
+    for name in [name for name, _module in inner.named_children() if name.startswith("audio")]:
+        setattr(inner, name, None)  # what hears is not used, and not in mmproj files of those who see
     whole.all_tied_weights_keys = {}
     own = tensors_of(whole, tensors, quantizer, adapter)
     plan = plan_loading(whole, [], own, dtype, quantizer, adapter)

@@ -91,9 +91,11 @@ def test_the_first_page_is_chat_and_has_the_focus(window: MainWindow, qtbot: QtB
     assert window.sidebar.button(CHAT).isChecked()
 
 
-def test_every_page_is_reached_by_click_and_by_key_and_all_that_can_be_pressed_has_a_name(
+def test_all_that_can_be_pressed_has_a_name_and_every_page_is_reached_by_click_and_by_key(
     window: MainWindow, qtbot: QtBot
 ) -> None:
+    for button in window.findChildren(QPushButton):
+        assert button.accessibleName() or button.text()
     for index, name in enumerate(PAGES):
         button = window.sidebar.button(name)
         assert button.accessibleName() == name.capitalize()
@@ -104,8 +106,6 @@ def test_every_page_is_reached_by_click_and_by_key_and_all_that_can_be_pressed_h
         qtbot.keyClick(window, Qt.Key(Qt.Key.Key_1 + index), Qt.KeyboardModifier.ControlModifier)
         assert window.pages.currentWidget() is window.page(name)
         assert button.isChecked()
-    for button in window.findChildren(QPushButton):
-        assert button.accessibleName() or button.text()
 
 
 def test_a_page_with_charts_shows_its_frame_until_they_have_come(

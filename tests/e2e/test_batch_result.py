@@ -19,7 +19,7 @@ JOB_PATIENCE_S = 10 * PATIENCE_S
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_file_becomes_a_result_that_is_opened(
     screen: Screen, starter: Path, switchyard_home: Path, tmp_path: Path
 ) -> None:

@@ -26,10 +26,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKS = ("<|picture_begin|>", "<|image|>", "<|picture_end|>")
+_STEP_MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 _OTHERS = (
     *("<|video|>", "<|sound|>", "[IMG_BREAK]", "[IMG_END]"),
     *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
-    *("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>"),
+    *_STEP_MARKS,
     *("]<]start of image[>[", "]<]end of image[>["),
 )
 _WRITE_ONE = frozenset(
@@ -145,12 +146,17 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 _QWEN_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _LLAMA_MARKS = ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+_GLM_MARKS = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 _IN_GGUF = {
+    "deepseek2": (("<|media_begin|>", "<|media_pad|>", "<|media_end|>"), ""),
+    "dots3note": (("<|img|>", "<|imgpad|>", "<|endofimg|>"), ""),
     "gemma3": (("<start_of_image>", "<end_of_image>"), "<start_of_image>"),
     "gemma4": (("<|image>", "<|image|>", "<image|>"), "<|image|>"),
-    "glm4moe": (("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"), ""),
+    **dict.fromkeys(("glm4", "glm4moe", "glm5-next"), (_GLM_MARKS, "")),
     "llama4": (("<|image|>", *_LLAMA_MARKS), "<|image|>"),
+    "minimax-m3": (("]<]image[>[", "]<]start of image[>[", "]<]end of image[>["), "]<]image[>["),
     "mistral3": (("[IMG]", "[IMG_BREAK]", "[IMG_END]"), "[IMG]"),
+    "step35": (("<im_patch>", *_STEP_MARKS), "<im_patch>"),
 }
 """Tokens of pictures, and what chat templates write if that is not all of them."""
 
@@ -177,12 +183,24 @@ def with_picture_tokens(file: Path, target: Path) -> Path:
         tensors = {
             name: each for name, each in tensors.items() if not name.endswith(("_q_norm.weight", "_k_norm.weight"))
         }
+    elif read.architecture == "glm4":  # GLM-4.1V's, whose queries and keys llama.cpp's converter writes in halves
+        changes["glm4.rope.dimension_sections"] = [2, 1, 1, 0]
+        turned = int(read.metadata["glm4.rope.dimension_count"])  # type: ignore[call-overload]
+        order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, 2 * turned)]
+        tensors = {
+            name: each.reshape(-1, 2 * turned, *each.shape[1:])[:, order].reshape(each.shape)
+            if ".attn_q." in name or ".attn_k." in name
+            else each
+            for name, each in tensors.items()
+        }
 
     def keys(writer: GGUFWriter) -> None:
         for key, value in {**read.metadata, **changes}.items():
             if key != "general.architecture":
                 plain = value.tolist() if isinstance(value, np.ndarray) else value
                 plain = list(plain) if isinstance(plain, Strings) else plain
-                writer.add_key_value(key, plain, GGUFValueType.get_type(plain))
+                is_long = isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.max() >= 2**31
+                inner = GGUFValueType.INT64 if is_long else None
+                writer.add_key_value(key, plain, GGUFValueType.get_type(plain), inner)
 
     return write_gguf(target, tensors, architecture=read.architecture, keys=keys)

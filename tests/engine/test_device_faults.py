@@ -228,9 +228,7 @@ def test_what_is_not_an_expert_may_lack_memory_too(
         assert 0 < slots(model) < before
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 60))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 60))])
 def test_all_of_it_in_any_order(seed: int, checkpoint: Path, tokens: Any, copies: Failing, kernels: Failing) -> None:
     """Answers, beams and cancels while memory comes and goes and copies and kernels fail: right tokens, or refused."""
     rng = random.Random(seed)

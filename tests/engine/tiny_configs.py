@@ -287,6 +287,16 @@ OMNI: dict[str, Any] = {
     },
 }
 
+_OF_RUNS = {
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 60,
+    "split_ngram_parts": 1,
+    "make_ngram_vocab_size_divisible_by": 16,
+}
+"""Embeddings of runs of tokens."""
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "aria": {},
     "dots3_note": {
@@ -346,7 +356,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"text_config": _DELTA},
     "qwen3_omni_moe_thinker": OMNI,
     "qwen3_vl_moe": {},
-    "qwen4_exp": {"text_config": MOE["qwen4_exp_text"]},
+    "qwen4_exp": {"text_config": {**MOE["qwen4_exp_text"], **_OF_RUNS}},
 }
 """Values by sub-configuration; all of these get a tiny one."""
 
@@ -370,6 +380,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "text_config": DENSE["gemma3_text"],
         "mm_tokens_per_image": 4,
     },
+    "glm4v": {"text_config": _THREE_AXES},
     "glm46v": {"text_config": _THREE_AXES},
     "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": None}},
     "qwen2_5_vl": {

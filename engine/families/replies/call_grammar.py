@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.common.chat import Tool
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families.replies import DEEPSEEK, GEMMA, KIMI, LFM, LLAMA, MISTRAL, ReplyForm
 from engine.families.replies.calls import DSML, GLM_TAGS, MINIMAX_TAGS, NEST, QWEN_TAGS, Tagged, Tools, allowed_kinds
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from engine.common.chat import Tool
-from engine.common.foreign import DEEPEST, parse_json, without_half_pairs
+from engine.common.untrusted import DEEPEST, parse_json, without_half_pairs
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.common.chat import Tool, ToolCall
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families import family_of
 from engine.families.known import family_of_layers
 from engine.families.replies import COMMON, HARMONY_MARKS, ReadCalls, ReplyForm
