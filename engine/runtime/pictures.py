@@ -613,8 +613,9 @@ def open_tower(
         whole = build_skeleton(kind, config, dtype, None)
     inner = getattr(whole, "model", whole)
     inner.language_model = whole.lm_head = None
-    for name in [name for name, _module in inner.named_children() if name.startswith("audio")]:
-        setattr(inner, name, None)  # what hears is not used, and not in mmproj files of those who see
+    for name, _part in [*inner.named_children()]:
+        if "audio" in name:
+            setattr(inner, name, None)
     whole.all_tied_weights_keys = {}
     own = tensors_of(whole, tensors, quantizer, adapter)
     plan = plan_loading(whole, [], own, dtype, quantizer, adapter)

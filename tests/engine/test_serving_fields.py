@@ -22,7 +22,7 @@ from engine.serving.service import Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TOOL, Running, _until, made_up_models, serving
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
-from tests.made_pictures import coloured, file_of, png_of
+from tests.made_pictures import MADE, coloured, endless, file_of, png_of
 from tests.scripted_broker import ScriptedBroker
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -468,14 +468,17 @@ def _url(data: bytes) -> str:
 
 @pytest.mark.parametrize("api", PATHS)
 def test_pictures_of_each_interface_reach_the_engine_in_one_form(running: Running, api: str, seen: list[Ask]) -> None:
-    picture, photo = file_of(coloured(), "PNG"), file_of(coloured(1), "JPEG")
-    answer = _post(running, api, **_pictured(api, _url(picture), _url(photo)))
+    names = ("PNG, 16 bits", "PNG, moving", "JPEG, CMYK", "JPEG, turned 6", "GIF, moving", "WebP, moving")
+    files = [MADE[name]() for name in names]
+    answer = _post(running, api, **_pictured(api, *map(_url, files)))
     turn = seen[0].messages[-1]
     assert (turn.role, turn.content) == ("user", "What is this?")
-    assert [base64.b64decode(each.data) for each in pictures_of(turn)] == [picture, photo]
-    assert [each.media for each in pictures_of(turn)] == ["image/png", "image/jpeg"]
+    assert [base64.b64decode(each.data) for each in pictures_of(turn)] == files
+    assert [each.media.partition("/")[2] for each in pictures_of(turn)] == [
+        name.split(",")[0].lower() for name in names
+    ]
     kinds = [part["type"] for part in json.loads(turn.parts)]
-    assert kinds == ["image_url"] * 2 + ["text"] if api == "ollama" else ["text", *["image_url"] * 2, "text"]
+    assert kinds == ["image_url"] * 6 + ["text"] if api == "ollama" else ["text", *["image_url"] * 6, "text"]
     check_error(api, answer, 400, "invalid_request_error")
     assert "reads text only" in answer.text
 
@@ -486,6 +489,7 @@ WRONG_PICTURES = {
     _url(b""): "no picture",
     _url(file_of(coloured(), "PNG")[:60]): "cut off",
     _url(png_of(20_000, 20_000)): "20,000 × 20,000 pixels",
+    _url(endless()): "far too many scans",
     _url(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"): "HEIC",
     _url(b"<svg></svg>"): "SVG",
     "data:image/png;base64,????": "not valid base64",

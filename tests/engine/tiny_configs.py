@@ -299,6 +299,32 @@ _OF_RUNS = {
 """Embeddings of runs of tokens."""
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "aria": {},
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 1024,
+        },
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 256,
+                "patch_size": 4,
+                "downsample_channels": [16, 32],
+            },
+            "encoder_config": {
+                "vocab_size": 8,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+            },
+        },
+    },
     "dots3_note": {
         "text_config": _INDEXED_AND_SLIDING,
         "vision_config": {
@@ -382,7 +408,8 @@ SEEING: dict[str, dict[str, Any]] = {
     },
     "glm4v": {"text_config": _THREE_AXES},
     "glm46v": {"text_config": _THREE_AXES},
-    "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": None}},
+    "internvl": {"text_config": {"model_type": "qwen3_moe"}},
+    "mistral3": {"text_config": {"model_type": "mistral4", **_LATENT}},
     "qwen2_5_vl": {
         "text_config": _ATTENDS_EVERYWHERE,
         "vision_config": {"window_size": 16, "fullatt_block_indexes": [0]},
@@ -391,7 +418,7 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": _DELTA},
     "qwen3_vl": {"text_config": _THREE_AXES},
 }
-"""Dense models whose whole is tested with pictures."""
+"""Models whose whole is tested with pictures alone."""
 
 _SEE_AND_READ: dict[str, Any] = {
     "intermediate_size": 4 * 32,

@@ -84,6 +84,11 @@ def form_of(family: str) -> ReplyForm:
     return next((form for name in candidates if (form := family_of(name).replies)), COMMON)
 
 
+def answering_family(model_type: str, text_type: str) -> str:
+    """By which a model's answers are read: its own, or that of its text part, where any family's may be inside."""
+    return text_type if form_of(model_type) is COMMON and form_of(text_type) is not COMMON else model_type
+
+
 class _FirstCall:
     def __init__(self, reader: ReplyReader) -> None:
         self._reader, self._has_called = reader, False
