@@ -218,7 +218,7 @@ class WrappedLabel(QLabel):
 
     @property
     def shown(self) -> str:
-        return super().text()
+        return super().text().replace("\u2060", "")
 
     def minimumSizeHint(self) -> QSize:
         hint = super().minimumSizeHint()
@@ -241,9 +241,10 @@ class WrappedLabel(QLabel):
 
         placed = self.testAttribute(Qt.WidgetAttribute.WA_Resized)  # before that its width is not final
         shown = _WORDS.sub(shortened, self._whole) if placed else self._whole
-        if shown != super().text():
-            super().setText(shown)
         is_short = shown != self._whole
+        unbroken = shown.replace("/s", "/\u2060s")  # rates are not broken within their unit
+        if unbroken != super().text():
+            super().setText(unbroken)
         if is_short or self._is_short:
             self.setToolTip(self._whole if is_short else "")
             self.setAccessibleName(self._whole)
@@ -474,7 +475,7 @@ class PageHeader(QWidget):
         widths = [each.sizeHint().width() for each in self.buttons.widgets if not each.isHidden()]
         loose, close = (sum(widths) + gap * len(widths) for gap in (GAP_PX, NARROW_GAP_PX))
         if middle is not None:
-            wanted = middle.sizeHint().width()
+            wanted = middle.sizeHint().expandedTo(middle.minimumSizeHint()).width()
             wanted = min(wanted, self._least_middle_px) if self._least_middle_px else wanted
             below = not middle.isHidden() and title + GAP_PX + wanted + loose > room
             if below != self._is_below:

@@ -87,7 +87,7 @@ def test_a_pipe_with_the_name_of_a_picture_is_not_waited_for(tmp_path: Path) -> 
     from app.services.pictures import _prepared
 
     os.mkfifo(tmp_path / "a.png")
-    assert _prepared([tmp_path / "a.png"], 0).problems == ("a.png is no file.",)
+    assert _prepared([tmp_path / "a.png"], 0).problems == ("a.png is not a file.",)
 
 
 def test_a_notice_stays_with_its_chat(page: ChatView, engine: ScriptedEngine) -> None:
