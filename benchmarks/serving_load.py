@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import parse_json
+from engine.common.untrusted import parse_json
 
 DEFAULT_TOKENS = 48
 _FIELDS = ("prompt", "text", "question", "instruction", "turns")

@@ -50,7 +50,7 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 WAITS = "--waits"
 """The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0
@@ -381,7 +381,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for who wants to see it: its text, and the ids and the bytes of its tokens."""
+    """A prompt, for clients that want to see it: its text, and the ids and the bytes of its tokens."""
 
     text: str
     ids: tuple[int, ...]
@@ -390,7 +390,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`.
+    """The prompt is known; `thinks` if it ends by opening the model's reasoning; `family` is that model's.
 
     With `is_call` all but the reasoning is one call as JSON, in no family's form.
     """
@@ -430,34 +430,7 @@ class ServeModels:
     chat: str
 
 
-# --- the HTTP server's process and the window: the first three come from the window -----------------
-
-Outcome = Literal["answered", "refused", "left", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request that is over.
-
-    Attributes:
-        began_s: seconds since 1970.
-        program: as it names itself.
-        path: which interface, such as `/v1/messages`.
-        model: its name; empty if the request was refused before that.
-        read_tokens, written_tokens: of the prompt, and of the answers.
-        status: of HTTP.
-        outcome: `left`, if the client went away before the end.
-    """
-
-    began_s: float
-    program: str
-    path: str
-    model: str
-    read_tokens: int
-    written_tokens: int
-    seconds: float
-    status: int
-    outcome: Outcome
+# --- the HTTP server's process and the window, which says the first three ---------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,6 +468,34 @@ class FreeOthers:
     """The window needs the memory: the model beside its own is freed, unless it is answering."""
 
 
+Outcome = Literal["answered", "refused", "left", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request that is over.
+
+    Attributes:
+        began_s: seconds since 1970.
+        program: as it names itself.
+        path: which interface, such as `/v1/messages`.
+        model: its name; empty if the request was refused before that.
+        read_tokens, written_tokens: of the prompt, and of the answers.
+        status: of HTTP.
+        outcome: `left`, if the client went away before the end.
+    """
+
+    began_s: float
+    program: str
+    path: str
+    model: str
+    read_tokens: int
+    written_tokens: int
+    seconds: float
+    status: int
+    outcome: Outcome
+
+
 @dataclass(frozen=True, slots=True)
 class Beside:
     """The model beside the window's: its name, empty if there is none, and whether it is being loaded."""
@@ -512,7 +513,7 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """It does, at this port; the engine finds it at `link`."""
+    """The server listens at this port; the engine finds it at `link`."""
 
     port: int
     link: str
@@ -521,7 +522,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class NotListening:
-    """It cannot; `message` is one sentence for the user."""
+    """The server cannot listen; `message` is one sentence for the user."""
 
     message: str
 

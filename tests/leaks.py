@@ -89,7 +89,7 @@ def _children() -> dict[int, str]:
         try:
             child = psutil.Process(pid)
             command = " ".join(child.cmdline())
-            is_kept = any(name in command for name in _KEPT_PROCESSES) or _is_of_foreign_text(child, command)
+            is_kept = any(name in command for name in _KEPT_PROCESSES) or _is_of_untrusted_text(child, command)
             if child.status() != psutil.STATUS_ZOMBIE and not is_kept:
                 found[child.pid] = f"{child.pid} {command[:200]}"
         except psutil.Error:  # gone meanwhile
@@ -97,12 +97,12 @@ def _children() -> dict[int, str]:
     return found
 
 
-def _is_of_foreign_text(child: psutil.Process, command: str) -> bool:
+def _is_of_untrusted_text(child: psutil.Process, command: str) -> bool:
     """Whether it is the process of templates and tokenizers that this one keeps, or that a child of it has."""
-    if "engine.foreign_text.child" not in command:
+    if "engine.untrusted_text.child" not in command:
         return False
-    module = sys.modules.get("engine.foreign_text.process")
-    return child.ppid() != os.getpid() or (module is not None and child.pid == module.FOREIGN_TEXT.pid)
+    module = sys.modules.get("engine.untrusted_text.process")
+    return child.ppid() != os.getpid() or (module is not None and child.pid == module.UNTRUSTED_TEXT.pid)
 
 
 def _descendants() -> list[int]:

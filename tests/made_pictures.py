@@ -39,6 +39,13 @@ def png_of(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def endless() -> bytes:
+    """A JPEG with a scan that comes 5,000 times: each is quick to check, and all of them take for ever."""
+    data = file_of(coloured(), "JPEG", progressive=True)
+    at = data.index(b"\xff\xda")
+    return data[:-2] + data[at : data.index(b"\xff", at + 12)] * 5000 + data[-2:]
+
+
 def _see_through() -> Image.Image:
     image = coloured().convert("RGBA")
     image.putalpha(coloured(1).convert("L"))

@@ -21,9 +21,9 @@ from app.services.chat_store.records import clean_text, sampling_from_dict
 from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.config import SamplingParams
 from engine.common.files import write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.model_info import ModelInfo
 from engine.common.paths import data_dir
+from engine.common.untrusted import parse_json, read_untrusted
 
 ANSWER_TOKENS = 1024
 """Longest answer, unless the chat says otherwise."""
@@ -159,7 +159,7 @@ class Kept(QObject, Generic[T]):
 
     def _read(self) -> list[Named[T]]:
         try:
-            raw = parse_json(read_foreign(self._path, LARGEST))
+            raw = parse_json(read_untrusted(self._path, LARGEST))
         except FileNotFoundError:
             return []
         except ValueError as error:

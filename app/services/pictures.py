@@ -22,7 +22,6 @@ from shiboken6 import isValid
 from app.services.background import LatestTask, TaskQueue
 from engine.common.chat import Picture
 from engine.common.errors import EngineError
-from engine.common.foreign import read_foreign, reason
 from engine.common.pictures import (
     MOST_ALL_BYTES,
     MOST_PICTURES,
@@ -34,6 +33,7 @@ from engine.common.pictures import (
     orientation_of,
 )
 from engine.common.sizes import about
+from engine.common.untrusted import read_untrusted, reason
 
 MOST_SIDE_PX = 2048
 """A larger picture is scaled down: most models see no more of it, and for the others it is some thousand tokens."""
@@ -154,7 +154,7 @@ def _read(path: Path) -> QImage:
         if not path.is_file() and path.exists():  # a pipe would keep us waiting
             raise NotAPictureError(translate("Pictures", "{0} is no file.").format(path.name))
         nbytes = path.stat().st_size
-        data = read_foreign(path, MOST_FILE_BYTES) if nbytes <= MOST_FILE_BYTES else b""
+        data = read_untrusted(path, MOST_FILE_BYTES) if nbytes <= MOST_FILE_BYTES else b""
     except OSError as error:
         raise NotAPictureError(
             translate("Pictures", "{0} cannot be read ({1}).").format(path.name, reason(error))

@@ -137,7 +137,7 @@ class TokenCounter(QObject):
 
     def _running(self) -> QProcess:
         if self._process is None:
-            command, variables = confined_module("engine.foreign_text.child")
+            command, variables = confined_module("engine.untrusted_text.child")
             lost = self._on_lost
             self._process = child(
                 self, command, variables, ended=lost, not_started=lost, reads=self._on_answer, confined=True

@@ -137,10 +137,14 @@ class Tools(QObject):
 
     @property
     def always_allowed(self) -> tuple[str, ...]:
-        return tuple(str(each) for each in self._settings.get(ALLOWED, list[Any]()))
+        """Without those of older versions, which do not say of which description they are."""
+        kept = (str(each) for each in self._settings.get(ALLOWED, list[Any]()))
+        return tuple(key for key in kept if key.startswith("/") or "\n" in key)
 
     def allow_always(self, key: str) -> None:
-        self._settings.set(ALLOWED, sorted({*self.always_allowed, key}))
+        """Lets a tool run unasked in all chats."""
+        others = {each for each in self.always_allowed if each.partition("\n")[0] != key.partition("\n")[0]}
+        self._settings.set(ALLOWED, sorted({*others, key}))
         self.changed.emit()
 
     def ask_again(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QEvent, QObject, QSize, Qt, QTimer, QUrl, Signal
-from PySide6.QtGui import QCloseEvent, QDesktopServices, QGuiApplication, QKeyEvent, QWindow
+from PySide6.QtCore import QEvent, QObject, QSize, Qt, QTimer, Signal
+from PySide6.QtGui import QCloseEvent, QGuiApplication, QKeyEvent, QWindow
 from PySide6.QtWidgets import (
     QFrame,
     QMenu,
@@ -21,7 +21,7 @@ from app.services.chat_store.records import new_conversation, title_from
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.theme import scaled
-from app.widgets.answer_text import AnswerView
+from app.widgets.answer_text import AnswerView, open_link
 from app.widgets.fields import TextBox
 from app.widgets.scaffold import STRETCH, WrappedLabel, hbox, push_button, vbox
 from engine.remote.endpoint import called, is_remote
@@ -61,7 +61,7 @@ class QuickPrompt(QWidget):
         self.box.installEventFilter(self)
         self.box.textChanged.connect(self._show_buttons)
         self.answer = AnswerView(self)
-        self.answer.link_activated.connect(_open_link)
+        self.answer.link_activated.connect(open_link)
         self._scroll = QScrollArea(self)
         self._scroll.setWidgetResizable(True)
         self._scroll.setFrameShape(QFrame.Shape.NoFrame)
@@ -181,11 +181,6 @@ class QuickPrompt(QWidget):
         self.ask_button.setText(self.tr("Stop") if self.is_answering else self.tr("Ask"))
         self.ask_button.setEnabled(self.is_answering or bool(self.box.toPlainText().strip()))
         self.open_button.setVisible(self._conversation is not None)
-
-
-def _open_link(url: QUrl) -> None:
-    if url.scheme() in ("http", "https", "mailto"):
-        QDesktopServices.openUrl(url)
 
 
 class Tray(QObject):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from PySide6.QtCore import Signal
+from PySide6.QtCore import QSignalBlocker, Signal
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.widgets.fields import Slider
@@ -109,10 +109,9 @@ class FitCardView(QWidget):
             return
         wanted = self.wanted_context if len(self._contexts) > 1 else _USUAL_CONTEXT
         self._contexts = tuple(contexts)
-        self.context.blockSignals(True)
-        self.context.setRange(0, len(contexts) - 1)
-        self.context.setValue(max(at for at, tokens in enumerate(contexts) if tokens <= max(wanted, contexts[0])))
-        self.context.blockSignals(False)
+        with QSignalBlocker(self.context):
+            self.context.setRange(0, len(contexts) - 1)
+            self.context.setValue(max(at for at, tokens in enumerate(contexts) if tokens <= max(wanted, contexts[0])))
         self._show_values()
 
     def show_card(self, card: FitCard) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from PySide6.QtCore import QCoreApplication, QObject, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QObject, QSignalBlocker, Qt, Signal
 from PySide6.QtWidgets import QButtonGroup, QCheckBox, QLineEdit, QWidget
 
 from app.services.settings import Settings
@@ -70,9 +70,8 @@ class SettingControls(QObject):
         """Shows a setting's value, now and whenever it changes."""
 
         def show_quietly() -> None:
-            was = widget.blockSignals(True)
-            show(self.holder.value(setting))
-            widget.blockSignals(was)
+            with QSignalBlocker(widget):
+                show(self.holder.value(setting))
 
         self._shows[setting.key] = show_quietly
         show_quietly()
@@ -223,9 +222,8 @@ class Budget(Slider):
     def set_total(self, nbytes: int) -> None:
         self._total = nbytes
         self.setEnabled(bool(nbytes))
-        was = self.blockSignals(True)
-        self._show()
-        self.blockSignals(was)
+        with QSignalBlocker(self):
+            self._show()
 
     def _show(self) -> None:
         budget: int | None = self._to.holder.value(self._setting)

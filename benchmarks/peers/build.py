@@ -109,7 +109,7 @@ class Builder:
         """
         self._compiler()
         self.edition.home().mkdir(parents=True, exist_ok=True)
-        with self._alone():
+        with self._exclusive():
             return self._build()
 
     def build_server(self) -> list[str]:
@@ -121,7 +121,7 @@ class Builder:
         """
         receipt = self._receipt()
         instructions = [group for group in GROUPS if group.name in receipt["instructions"]]
-        with self._alone():
+        with self._exclusive():
             self.say(f"compiling the server of {self.edition.name}: this takes some minutes")
             sources = Path(receipt.get("sources") or self._sources())
             self._compile(instructions, self.edition.home() / "build", sources, server=True)
@@ -150,13 +150,13 @@ class Builder:
         if not instructions:
             raise PeerBuildError("this machine has no AVX2")
         tree = self.edition.avx2_tree()
-        with self._alone():
+        with self._exclusive():
             self.say(f"compiling {self.edition.name} with AVX2 alone: this takes some minutes")
             self._compile(instructions, tree, Path(receipt.get("sources") or self._sources()))
             (tree / "built").touch()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         lock = take_lock(self.edition.home() / "lock")
         if lock is None:
             raise PeerBuildError("another process is building it just now")

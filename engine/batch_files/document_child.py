@@ -34,8 +34,8 @@ from engine.batch_files.documents import (
 from engine.common.confined import dies_after, limit_memory
 from engine.common.errors import EngineError
 from engine.common.falls import passed_over
-from engine.common.foreign import check_foreign, open_foreign, parse_json, reason
 from engine.common.sizes import about
+from engine.common.untrusted import check_untrusted, open_untrusted, parse_json, reason
 
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _MOST_INFLATED_BYTES = 256 * 10**6
@@ -100,7 +100,7 @@ def _plain(text: str) -> str:
 
 
 def _docx(path: Path, _known: WhatWasRead) -> Parts:
-    with open_foreign(path) as file:
+    with open_untrusted(path) as file:
         if file.read(8) == _OLE:
             raise _NotReadError("is protected by a password or is an old .doc; save it as .docx without a password")
         file.seek(0)
@@ -140,7 +140,7 @@ def _refuse_bomb(file: BinaryIO, packed: int) -> None:
 
 
 def _html(path: Path, _known: WhatWasRead) -> Parts:
-    with open_foreign(path) as file:
+    with open_untrusted(path) as file:
         content = file.read(4 * MOST_CHARACTERS + 1)
     named = re.search(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w.:-]{1,40})", content[:4096], re.IGNORECASE)
     yield from _html_parts(_decoded(content, named[1].decode("ascii", "replace") if named else ""))
@@ -275,7 +275,7 @@ def _json(path: Path, _known: WhatWasRead) -> Parts:
 
 
 def _text_in(path: Path) -> str:
-    with open_foreign(path) as file:
+    with open_untrusted(path) as file:
         content = file.read(4 * MOST_CHARACTERS + 1)
     return _decoded(content).replace("\r\n", "\n").replace("\r", "\n")
 
@@ -329,7 +329,7 @@ _READERS = {"pdf": _pdf, "docx": _docx, "html": _html, "md": _markdown, "json": 
 def _answer(path: Path, answers: BinaryIO) -> dict[str, Any]:
     known, characters = WhatWasRead(), 0
     try:
-        check_foreign(path, sys.maxsize)
+        check_untrusted(path, sys.maxsize)
         for part in _READERS.get(kind_of(path), _text)(path, known):
             line: list[Any] = ["share", part]
             if isinstance(part, Part):

@@ -17,8 +17,8 @@ from typing import Any
 
 from engine.common.confined import Exchange, end, memory_of, started
 from engine.common.errors import RequestCancelled, never_cancelled
-from engine.common.foreign import check_foreign, reason
 from engine.common.sizes import about
+from engine.common.untrusted import check_untrusted, reason
 
 MEMORY_BYTES = 2 * 2**30
 """Of the process that reads."""
@@ -124,7 +124,7 @@ class DocumentReader:
             RequestCancelled: `cancelled()` returned true.
         """
         try:
-            check_foreign(path, most_bytes or 2**62)
+            check_untrusted(path, most_bytes or 2**62)
         except OSError as error:
             if most_bytes is not None and path.is_file() and path.stat().st_size > most_bytes:
                 size = about(path.stat().st_size)

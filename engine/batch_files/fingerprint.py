@@ -17,7 +17,7 @@ from engine.batch_files.job_watcher import Between, noop
 from engine.batch_files.opening import FolderRows
 from engine.batch_files.rows import RowSource
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign, reason
+from engine.common.untrusted import open_untrusted, reason
 
 _BLOCK = 4 * 2**20
 
@@ -86,7 +86,7 @@ def content_hash(source: RowSource, between: Between = noop) -> str:
 
 def _digest(path: Path, on_read: Callable[[int], None]) -> str:
     digest = xxhash.xxh3_128()
-    with open_foreign(path, buffering=0) as file:
+    with open_untrusted(path, buffering=0) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
             on_read(len(block))

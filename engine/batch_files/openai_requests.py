@@ -19,8 +19,8 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Picture, Role, ToolCall, picture_part
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import EngineError
-from engine.common.foreign import DEEPEST, json_text, parse_json
 from engine.common.pictures import local_path, picture_at, picture_in_base64, picture_in_file
+from engine.common.untrusted import DEEPEST, json_text, parse_json
 
 Interface = Literal["chat", "completions", "responses", "messages", "ollama", "generate", "batch"]
 """How a request came: `messages` is Anthropic's; `ollama` and `generate` are Ollama's two."""

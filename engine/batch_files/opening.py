@@ -16,8 +16,8 @@ from engine.batch_files.rows import FileRows, Row, RowSource, SeenColumns, uniqu
 from engine.batch_files.tables import ParquetRows, SpreadsheetRows
 from engine.batch_files.text_rows import DelimitedRows, JsonLines, TextLines, WholeText
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import reason
 from engine.common.plain_text import plain_line, quoted
+from engine.common.untrusted import reason
 
 
 class DocumentText(FileRows):

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from engine.common.chat import ChatMessage, ToolCall, calls_text
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, parse_json
 from engine.common.plain_text import plain_line, quoted
+from engine.common.untrusted import DEEPEST, parse_json
 
 
 @dataclass(frozen=True, slots=True)

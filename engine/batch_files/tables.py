@@ -16,9 +16,9 @@ from typing import Any
 
 from engine.batch_files.rows import TOLD, FileRows, Row, unique_names
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign, without_half_pairs
 from engine.common.plain_text import plain_line, quoted
 from engine.common.sizes import about
+from engine.common.untrusted import open_untrusted, without_half_pairs
 
 _ROWS_AT_ONCE = 256
 
@@ -278,7 +278,7 @@ def _unescaped(value: Any) -> Any:
 
 
 def _refuse_what_is_no_sheet(path: Path) -> None:
-    with open_foreign(path) as file:
+    with open_untrusted(path) as file:
         start = file.read(8)
     if start == _OLE:
         raise EngineError(

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from engine.batch_files.rows import FileRows, Row, SeenColumns, unique_names
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, open_foreign, parse_json, without_half_pairs
+from engine.common.untrusted import DEEPEST, open_untrusted, parse_json, without_half_pairs
 
 _KEPT_APART = "switchyard.kept-apart"
 
@@ -59,7 +59,7 @@ def encoding_of(path: Path, asked: str | None) -> str:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"There is no encoding called {asked!r}: use for example utf-8 or cp1252."
             ) from None
-    with open_foreign(path) as file:
+    with open_untrusted(path) as file:
         return marked_encoding(file.read(_LOOKED_AT))
 
 
@@ -83,7 +83,7 @@ def open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], 
 
     Undecodable bytes become lone surrogates: see `is_text`.
     """
-    with open_foreign(path, buffering=1 << 20) as raw:
+    with open_untrusted(path, buffering=1 << 20) as raw:
         size = max(os.fstat(raw.fileno()).st_size, 1)
         text = io.TextIOWrapper(raw, encoding=encoding, errors=_KEPT_APART, newline="")
         try:

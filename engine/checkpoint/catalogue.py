@@ -18,10 +18,10 @@ from engine.checkpoint.hub.repository import QUALITIES, quality_of
 from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
 from engine.common.errors import CancelCheck, EngineError, never_cancelled
 from engine.common.files import write_private
-from engine.common.foreign import read_foreign
 from engine.common.paths import data_dir, resources_dir
 from engine.common.plain_text import quoted
 from engine.common.profile_file import MAX_PROFILE_BYTES, ProfileFile, refused
+from engine.common.untrusted import read_untrusted
 
 KINDS = ("moe", "dense")
 ABILITIES = ("reasoning", "code", "tools", "pictures", "documents", "languages", "embeddings")
@@ -148,7 +148,7 @@ def use_catalogue(path: Path) -> Catalogue:
     if found.date < shipped.date:
         raise refused(path, f"is of {found.date}, and the one that came with the program of {shipped.date}")
     own_catalogue().parent.mkdir(parents=True, exist_ok=True)
-    write_private(own_catalogue(), read_foreign(path, MAX_PROFILE_BYTES))
+    write_private(own_catalogue(), read_untrusted(path, MAX_PROFILE_BYTES))
     return found
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.common.plain_text import quoted
+from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason
 from engine.families import family_of
 
 CONFIG_NAME = "config.json"
@@ -174,7 +174,7 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
         EngineError: `CHECKPOINT_DAMAGED` if it cannot be read or is not a JSON object.
     """
     try:
-        content = parse_json(read_foreign(file, max_bytes), deepest=DEEPEST)
+        content = parse_json(read_untrusted(file, max_bytes), deepest=DEEPEST)
     except (OSError, ValueError) as error:
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_json
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.plain_text import quoted
+from engine.common.untrusted import parse_json, read_untrusted
 
 Pooling = Literal["cls", "mean", "last"]
 """Which hidden states of the last layer count: the first token's, the mean of all, or the last one's."""
@@ -128,7 +128,7 @@ def _of_gguf(gguf: Path) -> Embedding | None:
 def _modules(path: Path) -> list[tuple[str, Path]]:
     """The kind and the folder of each part, in order."""
     try:
-        listed = parse_json(read_foreign(path / MODULES, MAX_CONFIG_BYTES))
+        listed = parse_json(read_untrusted(path / MODULES, MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise _damaged(path / MODULES, f"cannot be read ({str(error)[:80]})") from None
     found: list[tuple[str, Path]] = []

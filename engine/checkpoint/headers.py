@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import Opener, open_foreign, parse_json, reason
 from engine.common.plain_text import quoted
+from engine.common.untrusted import Opener, open_untrusted, parse_json, reason
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -64,7 +64,7 @@ class TensorEntry:
         return replace(self.rows(index, 1), shape=self.shape[1:])
 
 
-def read_header(file: Path, open_file: Opener = open_foreign) -> dict[str, TensorEntry]:
+def read_header(file: Path, open_file: Opener = open_untrusted) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, by name.
 
     Raises:

@@ -19,8 +19,8 @@ from engine.checkpoint.shards import INDEX_NAME, check_filled, read_tensors
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
-from engine.common.foreign import open_foreign
 from engine.common.paths import models_dir
+from engine.common.untrusted import open_untrusted
 
 _CHUNK_BYTES = 4 * 2**20
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".md")
@@ -160,7 +160,7 @@ def copy_file(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
         OSError: it failed.
     """
     digest = hashlib.sha256()
-    with open_foreign(file) as reader, copy.open("wb") as writer:
+    with open_untrusted(file) as reader, copy.open("wb") as writer:
         while chunk := reader.read(_CHUNK_BYTES):
             digest.update(chunk)
             writer.write(chunk)

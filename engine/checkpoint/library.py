@@ -29,8 +29,8 @@ from engine.checkpoint.shards import is_beside_weights, named_weights, read_tens
 from engine.checkpoint.usage import model_at, read_usage, reading, where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
-from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
+from engine.common.untrusted import parse_json, read_untrusted, reason
 from engine.families.pictures import SIGHTS
 from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 
@@ -251,7 +251,7 @@ def chat_template(path: Path) -> str:
             said = read_gguf(gguf).metadata
             return "\n".join(str(said[key]) for key in said if key.startswith("tokenizer.chat_template"))
         files = [path / "chat_template.jinja", *sorted((path / TEMPLATE_FOLDER).glob("*.jinja"))]
-        texts: list[Any] = [read_foreign(file, _MOST_TEMPLATE).decode() for file in files if file.exists()]
+        texts: list[Any] = [read_untrusted(file, _MOST_TEMPLATE).decode() for file in files if file.exists()]
         if not texts:
             written = read_json(path / "tokenizer_config.json", _MOST_TEMPLATE).get("chat_template")
             several = written if isinstance(written, list) else [{"template": written}]
@@ -353,7 +353,7 @@ class _Descriptions:
         self._is_loaded_from = _descriptions_file()
         self._kept = {}
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            raw = parse_json(read_foreign(_descriptions_file(), _MOST_DESCRIPTIONS))
+            raw = parse_json(read_untrusted(_descriptions_file(), _MOST_DESCRIPTIONS))
             if raw["version"] == _VERSION:
                 self._kept = {
                     path: (kept["state"], _kept_entry(Path(path), kept)) for path, kept in raw["models"].items()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.common.errors import RequestCancelled
-from engine.common.foreign import open_foreign, parse_json, read_foreign
+from engine.common.untrusted import open_untrusted, parse_json, read_untrusted
 
 MANIFEST_NAME = "switchyard-manifest.json"
 _CHUNK_BYTES = 4 * 2**20
@@ -51,7 +51,7 @@ def sha256_of(
         RequestCancelled: `cancelled()` returned true.
     """
     digest = hashlib.sha256()
-    with open_foreign(path) as file:
+    with open_untrusted(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             if cancelled():
                 raise RequestCancelled
@@ -78,7 +78,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a model, or None if it has no readable one."""
     try:
-        raw = parse_json(read_foreign(folder / MANIFEST_NAME, _MAX_BYTES))
+        raw = parse_json(read_untrusted(folder / MANIFEST_NAME, _MAX_BYTES))
         files = tuple(FileRecord(str(item["path"]), int(item["bytes"]), str(item["sha256"])) for item in raw["files"])
         return Manifest(str(raw["source"]), files)
     except (OSError, ValueError, KeyError, TypeError):

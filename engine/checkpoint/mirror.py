@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, private_folder, write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.paths import config_dir
 from engine.common.plain_text import quoted
+from engine.common.untrusted import parse_json, read_untrusted
 
 _MOST_BYTES = 2**16
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -125,7 +125,7 @@ def _chosen(name: str) -> str:
 
 def _all() -> dict[str, object]:
     try:
-        found = parse_json(read_foreign(_file(), _MOST_BYTES))
+        found = parse_json(read_untrusted(_file(), _MOST_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

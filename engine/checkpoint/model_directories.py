@@ -33,9 +33,9 @@ from engine.checkpoint.mounts import check_connected, forget_disk, note_connecte
 from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, holding, private_folder, write_private
-from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import config_dir, models_dir
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import parse_json, read_untrusted, reason
 
 OWN, FOLDER, HUB_CACHE = "switchyard", "folder", "hub cache"
 LM_STUDIO, OLLAMA, JAN, GPT4ALL = "LM Studio", "Ollama", "Jan", "GPT4All"
@@ -172,7 +172,7 @@ def _list_file() -> Path:
 
 def _added() -> tuple[Path, ...]:
     try:
-        folders = parse_json(read_foreign(_list_file(), _MOST_BYTES))["folders"]
+        folders = parse_json(read_untrusted(_list_file(), _MOST_BYTES))["folders"]
         paths = [Path(folder) for folder in folders if isinstance(folder, str) and "\0" not in folder]
     except (OSError, ValueError, LookupError, TypeError):
         return ()
@@ -233,7 +233,7 @@ def _hub_cache_folder(home: Path) -> Path:
 def _lm_studio_pointer(home: Path) -> Iterator[Path]:
     """Where LM Studio keeps everything, if the file says so that it and its tools look at first."""
     with contextlib.suppress(OSError, ValueError):
-        folder = Path(read_foreign(home / ".lmstudio-home-pointer", _MOST_PATH_BYTES).decode().strip())
+        folder = Path(read_untrusted(home / ".lmstudio-home-pointer", _MOST_PATH_BYTES).decode().strip())
         if folder.is_absolute() and "\0" not in str(folder):
             yield folder
 
@@ -242,7 +242,7 @@ def _gpt4all_elsewhere(home: Path) -> Iterator[ModelDirectory]:
     """The folder in GPT4All's settings, which Qt writes as INI: letters beyond ASCII are `\\x` and their code."""
     base = Path(os.environ.get("APPDATA") or home) if sys.platform == "win32" else home / ".config"
     with contextlib.suppress(OSError, ValueError):
-        text = read_foreign(base / "nomic.ai" / "GPT4All.ini", _MOST_BYTES).decode()
+        text = read_untrusted(base / "nomic.ai" / "GPT4All.ini", _MOST_BYTES).decode()
         found = re.search(r'^modelPath="?([^"\r\n]+)', text, re.MULTILINE)
         path = re.sub(r"\\x([0-9a-f]{1,4})", lambda code: chr(int(code[1], 16)), found[1]) if found else ""
         folder = Path(path.replace("\\\\", "\\"))
@@ -254,7 +254,7 @@ def _gpt4all_elsewhere(home: Path) -> Iterator[ModelDirectory]:
 def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[ModelDirectory]:
     """The folder that a program's own settings name."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        folder = Path(parse_json(read_foreign(settings, _MOST_BYTES))[key])
+        folder = Path(parse_json(read_untrusted(settings, _MOST_BYTES))[key])
         if folder.is_absolute() and "\0" not in str(folder):
             yield ModelDirectory(origin, folder)
 
@@ -478,7 +478,7 @@ def _writes_text(config: Path) -> bool:
     One that cannot be read may be; describing it says what is wrong.
     """
     try:
-        classes = parse_json(read_foreign(config, MAX_CONFIG_BYTES))["architectures"]
+        classes = parse_json(read_untrusted(config, MAX_CONFIG_BYTES))["architectures"]
         return not classes or any(TEXT_CLASS.search(each) for each in classes)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return True
@@ -523,7 +523,7 @@ def _snapshots(repository: Path, walk: _Walk) -> list[Path]:
     """Those of one repository, the one that `main` means first, then the newest."""
     main = ""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        main = read_foreign(repository / "refs" / "main", 100).decode().strip()
+        main = read_untrusted(repository / "refs" / "main", 100).decode().strip()
 
     def newest(snapshot: Path) -> tuple[bool, float]:
         with contextlib.suppress(OSError):
@@ -559,7 +559,7 @@ def _ollama_name(host: str, namespace: str, name: str, tag: str) -> str:
 def _ollama_blob(blobs: Path, manifest: Path) -> Path | None:
     """The file with a manifest's model; None if it is not there in full, or is more than one file."""
     try:
-        layers = parse_json(read_foreign(manifest, _MOST_BYTES))["layers"]
+        layers = parse_json(read_untrusted(manifest, _MOST_BYTES))["layers"]
         if any(layer["mediaType"] == _OLLAMA_ADAPTER for layer in layers):
             return None
         (model,) = (layer for layer in layers if layer["mediaType"] == _OLLAMA_MODEL)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import private_folder, write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.paths import config_dir, models_dir
+from engine.common.untrusted import parse_json, read_untrusted
 
 _MOST_BYTES = 2**20
 
@@ -130,7 +130,7 @@ def _file() -> Path:
 
 def _noted() -> dict[str, str]:
     try:
-        raw = parse_json(read_foreign(_file(), _MOST_BYTES))
+        raw = parse_json(read_untrusted(_file(), _MOST_BYTES))
         return {folder: mount for folder, mount in raw.items() if isinstance(folder, str) and isinstance(mount, str)}
     except (OSError, ValueError, AttributeError):
         return {}

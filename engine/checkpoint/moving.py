@@ -24,7 +24,7 @@ from engine.checkpoint.model_directories import OWN, Found, take_model_folder
 from engine.checkpoint.names import folder_name, starter_folder
 from engine.checkpoint.ownership import is_ours, named, others_beside, own_files, owner
 from engine.checkpoint.staging import discard, staging_folder, sweep
-from engine.checkpoint.usage import alone_with, move_usage, reading, where
+from engine.checkpoint.usage import exclusive_use, move_usage, reading, where
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import models_dir
@@ -64,7 +64,7 @@ def move(
     if source.is_symlink() or source.resolve() == target.resolve():
         why = "is a link to another folder" if source.is_symlink() else f"is in {folder} already"
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{found.name} {why}: there is nothing to move.")
-    with alone_with(source), alone_with(target), disk_errors_explained(folder):
+    with exclusive_use(source), exclusive_use(target), disk_errors_explained(folder):
         if read_manifest(source) is None:  # to be known as the library's in the other folder
             write_manifest(source, Manifest(f"moved from {source}", ()))
         manifest = read_manifest(source)

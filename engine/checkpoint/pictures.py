@@ -15,7 +15,9 @@ from engine.families.pictures import SIGHTS, Grid, Sizes
 USUAL_PIXELS = 1024
 """Of the sides of the picture that predictions are for."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
-_TOWER = re.compile(r"(^|\.)(visual|vision|vision_tower|vision_model|vision_encoder|vision_embedder|vit)\.")
+_TOWER = re.compile(
+    r"(^|\.)(visual|vision|vision_tower|vision_model|vision_encoder|vision_embedder|vit|sam_model|qwen2_model)\."
+)
 
 
 def is_of_tower(key: str) -> bool:

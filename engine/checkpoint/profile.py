@@ -16,6 +16,7 @@ from engine.checkpoint.quantised.declared import quantisation_of
 from engine.checkpoint.shards import read_tensors
 from engine.families import family_of
 from engine.families.family import KvNumbers
+from engine.families.replies.reader import answering_family
 
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
@@ -130,7 +131,7 @@ class ModelProfile:
     """A model as its files describe it.
 
     Attributes:
-        family: transformers' `model_type`.
+        family: transformers' `model_type`; of models round a text part of any family (InternVL) that of the text part.
         layers, hidden: depth and width of the language model.
         experts, experts_per_token: per MoE layer; 0 for a dense model.
         parameters, expert_parameters: in elements, unpacked, without scales.
@@ -178,7 +179,7 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     per_token = number_of(text, PER_TOKEN) or family_of(str(config["model_type"])).experts_per_token
     trained = number_of(text, _CONTEXT)
     return ModelProfile(
-        family=str(config["model_type"]),
+        family=answering_family(str(config["model_type"]), str(text.get("model_type"))),
         layers=_layers(text),
         hidden=number_of(text, HIDDEN),
         experts=count if count > 1 else 0,

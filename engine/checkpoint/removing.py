@@ -12,7 +12,7 @@ from engine.checkpoint.library import converted_of, files_of, remove_converted, 
 from engine.checkpoint.model_directories import Found, model_folders
 from engine.checkpoint.ownership import is_ours, named, owner, to_remove
 from engine.checkpoint.staging import discard
-from engine.checkpoint.usage import alone_with, forget_usage
+from engine.checkpoint.usage import exclusive_use, forget_usage
 from engine.common.errors import EngineError, ErrorCode
 
 
@@ -46,7 +46,7 @@ def remove(model: str, *, permanently: bool = False) -> Removed:
             cannot be told from others, or there is no trash on its disk).
     """
     found = _removable(model)
-    with alone_with(found.path):
+    with exclusive_use(found.path):
         is_link = found.path.is_symlink()
         paths, others = to_remove(found, model_folders())
         files = [file for path in paths for file in (files_of(path) if path.is_dir() else [path])]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.model_directories import FOLDER, OWN
-from engine.common.foreign import open_foreign
+from engine.common.untrusted import open_untrusted
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
@@ -63,7 +63,7 @@ def _digest(file: Path) -> str:
 def _sampled(file: Path) -> str:
     size = file.stat().st_size
     digest = hashlib.sha256(f"{file.name.casefold()}\0{size}\0".encode(errors="surrogateescape"))
-    with open_foreign(file) as reader:
+    with open_untrusted(file) as reader:
         for at in range(_SAMPLES):
             reader.seek((size - _SAMPLE_BYTES) * at // (_SAMPLES - 1))
             digest.update(reader.read(_SAMPLE_BYTES))

@@ -19,8 +19,8 @@ from engine.checkpoint.gguf.names import all_parts, gguf_at
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
 from engine.checkpoint.quantised.declared import BESIDE, LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line, quoted
+from engine.common.untrusted import Opener, open_untrusted, reason
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -45,7 +45,7 @@ def read_tensors(
     directory: Path,
     *,
     names: Collection[str] | None = None,
-    open_file: Opener = open_foreign,
+    open_file: Opener = open_untrusted,
     guesses: bool = False,
 ) -> dict[str, TensorEntry]:
     """Every tensor of the checkpoint in `directory`, or in a GGUF file, by name.  Reads headers only.
@@ -107,7 +107,7 @@ def check_filled(tensors: Iterable[TensorEntry]) -> None:
             last[entry.file] = entry
     for file, entry in last.items():
         try:
-            with open_foreign(file) as stream:
+            with open_untrusted(file) as stream:
                 looked_at = b""
                 for place in (0, (entry.nbytes - _LOOKED_AT) // 2, entry.nbytes - _LOOKED_AT):
                     stream.seek(entry.offset + place)
@@ -133,7 +133,7 @@ def _check_numbers(entries: list[TensorEntry]) -> None:
     looked_at.sort(key=lambda each: (each.file, each.offset))
     for file, several in itertools.groupby(looked_at, lambda each: each.file):
         try:
-            with open_foreign(file, buffering=0) as stream:
+            with open_untrusted(file, buffering=0) as stream:
                 for entry in several:
                     kind = GGML.get(entry.dtype)
                     size = kind.nbytes if kind is not None else 1
@@ -320,7 +320,7 @@ def _digest(directory: Path, described: list[list[Any]]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _file_digest(file: Path, _state: tuple[int, ...], files: int) -> bytes:
-    with open_foreign(file, buffering=0) as stream:
+    with open_untrusted(file, buffering=0) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha256(size.to_bytes(8, "little"))
         for start, length in _looked_at(file, stream, size, files):

@@ -22,8 +22,8 @@ from statistics import median
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, locked_file, new_folder, remove_unlocked, write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.paths import data_dir
+from engine.common.untrusted import parse_json, read_untrusted
 
 LEAST_TOKENS = 16
 """An answer of fewer tokens says nothing about speed."""
@@ -59,7 +59,7 @@ def where(model: Path) -> str:
 def model_at(place: str) -> Path | None:
     """The checkpoint whose place this stands for (`where`), if it was ever used."""
     try:
-        return Path(str(parse_json(read_foreign(data_dir() / "usage" / f"{place}.json", _MOST_BYTES))["model"]))
+        return Path(str(parse_json(read_untrusted(data_dir() / "usage" / f"{place}.json", _MOST_BYTES))["model"]))
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -67,7 +67,7 @@ def model_at(place: str) -> Path | None:
 def read_usage(model: Path) -> Usage:
     """What is remembered of the checkpoint at a path; nothing if there is no readable record."""
     try:
-        found = parse_json(read_foreign(_file(model), _MOST_BYTES))
+        found = parse_json(read_untrusted(_file(model), _MOST_BYTES))
         used, how, speeds = found["last_used"], str(found["how"]), found["tokens_per_s"]
         return Usage(float(used), how, tuple(float(speed) for speed in speeds if 0 < speed < 1e6)[-_ANSWERS:])
     except (OSError, ValueError, LookupError, TypeError, OverflowError):
@@ -134,7 +134,7 @@ def reading(model: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone_with(model: Path) -> Iterator[None]:
+def exclusive_use(model: Path) -> Iterator[None]:
     """Makes sure that nobody else uses the checkpoint at a path, nor begins to during the block.
 
     Raises:

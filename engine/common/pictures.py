@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 from engine.common.chat import ChatMessage, Picture
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.sizes import about
+from engine.common.untrusted import parse_json, read_untrusted, reason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -173,7 +173,7 @@ def picture_in_file(path: Path, where: str = "") -> Picture:
     """
     where = where or f"The picture {path}"
     try:
-        data = read_foreign(path, MOST_PICTURE_BYTES)
+        data = read_untrusted(path, MOST_PICTURE_BYTES)
     except OSError as error:
         raise _wrong(f"{where} cannot be read ({reason(error)}): check its name.") from None
     return picture_of(data, where)

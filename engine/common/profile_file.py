@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import parse_json, read_foreign, reason
+from engine.common.untrusted import parse_json, read_untrusted, reason
 
 GIGA = 1e9
 MAX_PROFILE_BYTES = 2**20
@@ -67,7 +67,7 @@ class ProfileFile:
         self.path, self.prefix = path, prefix
         if content is None:
             try:
-                content = parse_json(read_foreign(path, MAX_PROFILE_BYTES))
+                content = parse_json(read_untrusted(path, MAX_PROFILE_BYTES))
             except FileNotFoundError:
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no profile {path}: choose another.") from None
             except (OSError, ValueError) as error:

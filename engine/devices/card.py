@@ -12,7 +12,7 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.card_stream import CardClock, CardStream
-from engine.devices.device import Capture, CopyLog, Device
+from engine.devices.device import ROLES, Capture, CopyLog, Device
 from engine.devices.failures import is_out_of_memory
 from engine.devices.host_memory import HostMemory, aligned
 from engine.devices.memory_budget import MemoryBudget
@@ -152,10 +152,9 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
 
     enforce(budget)
     log = CopyLog()
-    roles = ("compute", "h2d", "d2h", "small copies")
     kinds = (CardStream, RelayedStream, CardStream, CardStream)
-    compute, h2d, d2h, small = (
-        made(f"{name} {role}", queue, cards, clock, log) for made, role, queue in zip(kinds, roles, queues, strict=True)
+    streams = tuple(
+        made(f"{name} {role}", queue, cards, clock, log) for made, role, queue in zip(kinds, ROLES, queues, strict=True)
     )
     host = kind.host_memory(place)
 
@@ -180,7 +179,7 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
         return Room(int(free), spilled)
 
     def close() -> None:
-        for stream in (compute, h2d, d2h, small):
+        for stream in streams:
             stream.close()
         host.close()
 
@@ -190,10 +189,7 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
         torch_device=place,
         memory=memory,
         host_memory=host,
-        compute_stream=compute,
-        h2d_stream=h2d,
-        d2h_stream=d2h,
-        small_copy_stream=small,
+        streams=streams,
         copy_log=log,
         on_close=close,
         compute_follows_caller=True,

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.device import CopyLog, Direction, Event, RecordedStream
-from engine.devices.failures import as_engine_error, closed_error, fresh
+from engine.devices.device import CopyLog, Direction, Event, Stream
+from engine.devices.failures import as_engine_error, fresh
 from engine.devices.host_event import sleep_until
 
 _ANCHOR_AGE_S = 10.0
@@ -191,24 +191,17 @@ class CardEvent:
             self._span = started_s, ended_s
 
 
-class CardStream(RecordedStream):
+class CardStream(Stream):
     """See `engine.devices.device.Stream`.  Work is called immediately; its launches go to this stream."""
 
     def __init__(self, name: str, stream: Any, cards: TorchCards, clock: CardClock, copy_log: CopyLog) -> None:
-        super().__init__(name)
+        super().__init__(name, copy_log)
         self._cards = cards
         self._queue = stream
         self._clock = clock
-        self._copy_log = copy_log
         self._turn = threading.RLock()
-        self._failure: EngineError | None = None
-        self._closed = False
         # Copies possibly without a waiter: they keep their tensors alive, and are logged once they are seen to be done.
         self._in_flight: deque[CardEvent] = deque()
-
-    @property
-    def failure(self) -> EngineError | None:
-        return self._failure
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
         """See `Stream.copy`.  Asynchronous to the host only from and to pinned memory."""
@@ -243,7 +236,7 @@ class CardStream(RecordedStream):
         return self._run(None)
 
     def synchronize(self) -> None:
-        self.record().wait()
+        super().synchronize()
         self._forget_ended()
 
     def recover(self) -> None:
@@ -305,10 +298,6 @@ class CardStream(RecordedStream):
     def _forget_ended(self) -> None:
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise closed_error(self.name)
 
 
 def direction_of(destination: torch.Tensor, source: torch.Tensor) -> Direction:

@@ -21,9 +21,8 @@ import torch
 
 from engine.common import clock as clocks
 from engine.common.clock import OwnClock
-from engine.common.errors import EngineError
-from engine.devices.device import CopyLog, Device, Direction, Event, RecordedStream
-from engine.devices.failures import as_engine_error, closed_error
+from engine.devices.device import CopyLog, Device, Direction, Event, Stream
+from engine.devices.failures import as_engine_error
 from engine.devices.host_memory import PageableMemory, allocate_host
 from engine.devices.memory_budget import MemoryBudget
 from engine.devices.timeline import TimedEvent, Timeline, Wire
@@ -162,7 +161,7 @@ class _Called:
         self._timeline.clock.stop(-1)
 
 
-class ClockedStream(RecordedStream):
+class ClockedStream(Stream):
     """See `engine.devices.device.Stream`.  Work is done when it is submitted, and ends when the timeline says.
 
     Args:
@@ -181,16 +180,10 @@ class ClockedStream(RecordedStream):
         is_urgent: bool,
         call_s: float,
     ) -> None:
-        super().__init__(name)
-        self._timeline, self._meter, self._copy_log = timeline, meter, copy_log
+        super().__init__(name, copy_log)
+        self._timeline, self._meter = timeline, meter
         self._carries, self._is_urgent, self._call_s = carries, is_urgent, call_s
         self._queue = timeline.new_queue()
-        self._failure: EngineError | None = None
-        self._closed = False
-
-    @property
-    def failure(self) -> EngineError | None:
-        return self._failure
 
     def charge(self, seconds: float) -> TimedEvent:
         """Work of so many seconds whose results are there already."""
@@ -208,9 +201,6 @@ class ClockedStream(RecordedStream):
 
     def record(self) -> Event:
         return self._done_now(lambda: None, 0.0)
-
-    def synchronize(self) -> None:
-        self.record().wait()
 
     def recover(self) -> None:
         self._require_open()
@@ -265,10 +255,6 @@ class ClockedStream(RecordedStream):
 
     def _called(self) -> _Called:
         return _Called(self._timeline, self._call_s)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise closed_error(self.name)
 
 
 @dataclass
@@ -360,10 +346,7 @@ def open_clocked(
         torch_device=torch.device("cpu"),
         memory=memory,
         host_memory=PageableMemory(),
-        compute_stream=streams[0],
-        h2d_stream=streams[1],
-        d2h_stream=streams[2],
-        small_copy_stream=streams[3],
+        streams=streams[:4],
         copy_log=log,
         on_close=close,
         compute_follows_caller=True,

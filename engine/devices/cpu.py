@@ -9,26 +9,19 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError
-from engine.devices.device import CopyLog, Device, Direction, Event, RecordedStream
-from engine.devices.failures import as_engine_error, closed_error
+from engine.devices.device import ROLES, CopyLog, Device, Direction, Event, Stream
+from engine.devices.failures import as_engine_error
 from engine.devices.host_event import HostEvent
 from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
 from engine.devices.memory_budget import MemoryBudget
 
 
-class InlineStream(RecordedStream):
+class InlineStream(Stream):
     """See `engine.devices.device.Stream`; every event is done when it is returned, and `wait` blocks."""
 
     def __init__(self, name: str, copy_log: CopyLog) -> None:
-        super().__init__(name)
-        self._copy_log = copy_log
+        super().__init__(name, copy_log)
         self._turn = threading.RLock()  # keeps the order among submitting threads
-        self._failure: EngineError | None = None
-        self._closed = False
-
-    @property
-    def failure(self) -> EngineError | None:
-        return self._failure
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
 
@@ -49,9 +42,6 @@ class InlineStream(RecordedStream):
 
     def record(self) -> Event:
         return self._run(lambda: None)
-
-    def synchronize(self) -> None:
-        self.record().wait()
 
     def recover(self) -> None:
         with self._turn:
@@ -82,10 +72,6 @@ class InlineStream(RecordedStream):
             event.finish(started_s, ended_s)
             return event
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise closed_error(self.name)
-
 
 def open_cpu(total: int | None = None) -> Device:
     """Opens the CPU.
@@ -94,21 +80,11 @@ def open_cpu(total: int | None = None) -> Device:
         total: memory budget in bytes; None: what is available now.
     """
     log = CopyLog()
-    compute, h2d, d2h, small = (InlineStream(f"cpu {name}", log) for name in ("compute", "h2d", "d2h", "small copies"))
-
-    def close() -> None:
-        for stream in (compute, h2d, d2h, small):
-            stream.close()
-
     return Device(
         name="cpu",
         torch_device=torch.device("cpu"),
         memory=MemoryBudget("cpu", available_ram() if total is None else total, allocate_host),
         host_memory=PageableMemory(),
-        compute_stream=compute,
-        h2d_stream=h2d,
-        d2h_stream=d2h,
-        small_copy_stream=small,
+        streams=tuple(InlineStream(f"cpu {role}", log) for role in ROLES),
         copy_log=log,
-        on_close=close,
     )

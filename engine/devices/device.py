@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from engine.common.errors import EngineError
+from engine.devices.failures import closed_error
 from engine.devices.host_memory import HostMemory
 from engine.devices.memory_budget import MemoryBudget
 from engine.devices.memory_watch import MemoryWatch
@@ -181,19 +182,27 @@ class Event(Protocol):
         """When the work ended, on `time.perf_counter`'s clock.  RuntimeError unless done."""
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """A queue of work that a device runs in order.  Every method may be called from any thread.
 
-    Everything but `close` raises `EngineError` once the stream is closed.
+    Everything but `close` raises `EngineError` once the stream is closed.  What is submitted with a label is recorded,
+    in the lane that the stream's name says.
+
+    Args:
+        name: `DEVICE ROLE`, for messages and timeline lanes.
     """
 
-    @property
-    def name(self) -> str:
-        """`DEVICE NAME`, for messages and timeline lanes."""
+    def __init__(self, name: str, copy_log: CopyLog) -> None:
+        self.name, self._copy_log = name, copy_log
+        self._failure: EngineError | None = None
+        self._closed = False
+        device, _, role = name.partition(" ")
+        self._lane, self._index = _LANES.get(role, lanes.GPU), device_index(device)
 
     @property
     def failure(self) -> EngineError | None:
         """The first failure since the last `recover`: later work does not run and fails with it."""
+        return self._failure
 
     def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
         """Runs `work` after everything before it; its result is dropped, its exception is raised to waiters.
@@ -203,6 +212,12 @@ class Stream(Protocol):
         Args:
             label: of its span in timelines; None shows none.
         """
+        event = self._run(work)
+        if RECORDER.on and label is not None:
+            if (queued := RECORDER.queued) is not None:
+                queued.submitted(event)
+            RECORDER.event(event, self._lane, *label, 0, self._index)
+        return event
 
     def copy(
         self,
@@ -222,51 +237,6 @@ class Stream(Protocol):
         Raises:
             ValueError: shapes or dtypes differ.
         """
-
-    def wait(self, event: Event) -> None:
-        """Makes later submissions start after `event` (of any stream or device); returns immediately."""
-
-    def record(self) -> Event:
-        """An event that is done when all earlier submissions are."""
-
-    def synchronize(self) -> None:
-        """Waits for all earlier submissions; raises like `Event.wait`."""
-
-    def recover(self) -> None:
-        """Waits until nothing is in flight and clears the failure.  Raises EngineError if the device cannot recover."""
-
-    def close(self) -> None:
-        """Ends the stream: work that has not started fails.  Waits for work that cannot be interrupted."""
-
-
-class RecordedStream(ABC):
-    """What all streams do alike: record the spans of their work, in the lane that their name says.
-
-    Args:
-        name: see `Stream.name`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        device, _, role = name.partition(" ")
-        self._lane, self._index = _LANES.get(role, lanes.GPU), device_index(device)
-
-    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
-        event = self._run(work)
-        if RECORDER.on and label is not None:
-            if (queued := RECORDER.queued) is not None:
-                queued.submitted(event)
-            RECORDER.event(event, self._lane, *label, 0, self._index)
-        return event
-
-    def copy(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        label: Label | None = COPY,
-        *,
-        direction: Direction | None = None,
-    ) -> Event:
         if destination.shape != source.shape or destination.dtype != source.dtype:
             raise ValueError(
                 f"cannot copy {source.dtype} {tuple(source.shape)} to {destination.dtype} {tuple(destination.shape)}"
@@ -277,6 +247,26 @@ class RecordedStream(ABC):
         return event
 
     @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Makes later submissions start after `event` (of any stream or device); returns immediately."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event that is done when all earlier submissions are."""
+
+    def synchronize(self) -> None:
+        """Waits for all earlier submissions; raises like `Event.wait`."""
+        self.record().wait()
+
+    @abstractmethod
+    def recover(self) -> None:
+        """Waits until nothing is in flight and clears the failure.  Raises EngineError if the device cannot recover."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the stream: work that has not started fails.  Waits for work that cannot be interrupted."""
+
+    @abstractmethod
     def _run(self, work: Callable[[], object]) -> Event:
         """Runs `work` as `submit` says."""
 
@@ -284,7 +274,13 @@ class RecordedStream(ABC):
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
         """Copies between tensors of one shape and dtype as `copy` says."""
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise closed_error(self.name)
 
+
+ROLES = ("compute", "h2d", "d2h", "small copies")
+"""Of a device's streams."""
 _LANES = {"compute": lanes.GPU, "h2d": lanes.H2D, "d2h": lanes.D2H, "small copies": lanes.SMALL_COPY}
 
 
@@ -302,8 +298,8 @@ class Device:
         name: `cpu`, `cuda:0`, `emulated:slow-link#0`.
         torch_device: the torch device of its tensors: `cpu` for an emulated one.
         memory: its own memory.  host_memory: host memory with the fastest copies.
-        compute_stream: kernels.  h2d_stream, d2h_stream: expert weights and other large copies, one at a time each way.
-        small_copy_stream: activations, both directions: they never wait behind weights.
+        streams: as `ROLES` says: for kernels; for expert weights and other large copies, one at a time each way; for
+            activations, both directions, which never wait behind weights.
         copy_log: reports finished copies to listeners.
         compute_follows_caller: whether the caller's torch operators are queued on `compute_stream`, in order with
             submitted work. If not, they have finished when they return, and submitted work must be waited for.
@@ -318,12 +314,9 @@ class Device:
     torch_device: torch.device
     memory: MemoryBudget
     host_memory: HostMemory
-    compute_stream: Stream
-    h2d_stream: Stream
-    d2h_stream: Stream
-    small_copy_stream: Stream
+    streams: tuple[Stream, ...]
     copy_log: CopyLog
-    on_close: Callable[[], None]
+    on_close: Callable[[], None] = lambda: None
     compute_follows_caller: bool = False
     new_capture: Callable[[], Capture] | None = None
     meter: Meter | None = None
@@ -337,9 +330,20 @@ class Device:
         return device_index(self.name)
 
     @property
-    def streams(self) -> tuple[Stream, ...]:
-        """All four streams."""
-        return self.compute_stream, self.h2d_stream, self.d2h_stream, self.small_copy_stream
+    def compute_stream(self) -> Stream:
+        return self.streams[0]
+
+    @property
+    def h2d_stream(self) -> Stream:
+        return self.streams[1]
+
+    @property
+    def d2h_stream(self) -> Stream:
+        return self.streams[2]
+
+    @property
+    def small_copy_stream(self) -> Stream:
+        return self.streams[3]
 
     def synchronize(self) -> None:
         """Waits for all work of all streams; raises the first failure."""
@@ -362,6 +366,8 @@ class Device:
     def close(self) -> None:
         """Ends all streams and their threads, and unpins memory.  Does not wait for copies; idempotent."""
         self.on_close()
+        for stream in self.streams:
+            stream.close()
 
     def __enter__(self) -> Device:
         return self

@@ -170,26 +170,25 @@ def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None
         carrier = _carrier(links, memory, usual, is_urgent=is_urgent)
         return ThreadedStream(f"{name} {role}", log, carrier, closing=closing, slowdown=slowdown)
 
-    compute = stream("compute", None, slowdown=profile.compute_slowdown)
-    h2d = stream("h2d", Direction.H2D)
-    d2h = stream("d2h", Direction.D2H)
-    small = stream("small copies", None, is_urgent=True)
+    streams = (
+        stream("compute", None, slowdown=profile.compute_slowdown),
+        stream("h2d", Direction.H2D),
+        stream("d2h", Direction.D2H),
+        stream("small copies", None, is_urgent=True),
+    )
     device = Device(
         name=name,
         torch_device=torch.device("cpu"),
         memory=memory,
         host_memory=PageableMemory(),
-        compute_stream=compute,
-        h2d_stream=h2d,
-        d2h_stream=d2h,
-        small_copy_stream=small,
+        streams=streams,
         copy_log=log,
-        on_close=lambda: _close(closing, (compute, h2d, d2h, small)),
+        on_close=closing.set,
         new_capture=RecordedCapture,
         watch=MemoryWatch(memory, room, 0),
     )
     # In case it is never closed: threads that compute during interpreter shutdown would crash it.
-    weakref.finalize(device, _close, closing, (compute, h2d, d2h, small))
+    weakref.finalize(device, _close, closing, streams)
     return device
 
 

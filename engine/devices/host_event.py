@@ -7,11 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import cancelled_error, fresh
+
+if TYPE_CHECKING:
+    from engine.devices.threaded_stream import ThreadedStream
 
 _PR_SET_TIMERSLACK = 29
 _LONGEST_S = 0.005
@@ -46,17 +49,6 @@ def sleep_until(moment_s: float, interrupted: Callable[[], bool]) -> bool:
         time.sleep(0 if left_s <= _SPIN_S else min(left_s - _SPIN_S, _LONGEST_S))
 
 
-class Helper(Protocol):
-    """Runs the work of a stream."""
-
-    @property
-    def performer(self) -> int | None:
-        """Identifier of the thread currently running its work."""
-
-    def help_until(self, event: HostEvent) -> None:
-        """Runs work on the calling thread until `event` is done or another thread runs it: saves waking a thread."""
-
-
 class HostEvent:
     """The end of one unit of work (see `engine.devices.device.Event`).
 
@@ -67,7 +59,7 @@ class HostEvent:
 
     __slots__ = ("_claimed", "_ended_s", "_failure", "_finished", "_started_s", "_stream", "_worker")
 
-    def __init__(self, stream: str, worker: Helper | None = None) -> None:
+    def __init__(self, stream: str, worker: ThreadedStream | None = None) -> None:
         self._stream = stream
         self._worker = worker
         self._claimed = threading.Lock()  # taken once: by the stream to run the work, or by a caller to cancel it

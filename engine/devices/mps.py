@@ -17,7 +17,7 @@ import torch
 
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction
 from engine.devices.cpu import InlineStream
-from engine.devices.device import CopyLog, Device, Direction, Event
+from engine.devices.device import ROLES, CopyLog, Device, Direction, Event
 from engine.devices.host_memory import PageableMemory, aligned, available_ram
 from engine.devices.memory_budget import MemoryBudget
 
@@ -88,24 +88,13 @@ def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
     budget = usable if vram_bytes is None else min(usable, vram_bytes)
     mps.set_per_process_memory_fraction(max(_LEAST_FRACTION, hard_fraction(budget, most)))
     log = CopyLog()
-    roles = ("compute", "h2d", "d2h", "small copies")
-    compute, h2d, d2h, small = (AppleStream(f"{name} {role}", log, mps.synchronize) for role in roles)
-
-    def close() -> None:
-        for stream in (compute, h2d, d2h, small):
-            stream.close()
-
     return Device(
         name=name,
         torch_device=place,
         memory=MemoryBudget(name, budget, lambda nbytes: aligned(nbytes, place)),
         host_memory=PageableMemory(),
-        compute_stream=compute,
-        h2d_stream=h2d,
-        d2h_stream=d2h,
-        small_copy_stream=small,
+        streams=tuple(AppleStream(f"{name} {role}", log, mps.synchronize) for role in ROLES),
         copy_log=log,
-        on_close=close,
         compute_follows_caller=True,
         is_unified=True,
         identity=kind.identity(index),

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from engine.common.files import write_private
 from engine.common.paths import cache_dir, python_module
-from engine.devices.host_memory import PAGE, allocate_host, available_ram
+from engine.devices.host_memory import PAGE, aligned, allocate_host, available_ram
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card of the process
 _MAPPED = 2  # cudaHostRegisterMapped: the card's kernels read and write it
@@ -76,7 +77,7 @@ def measure_pinnable(
     wanted = min(wanted, int(available_ram() * _RAM_SHARE))
     variables: dict[str, str] = {}
     if command is None:
-        base, variables = python_module("engine.devices.pinned_probe")
+        base, variables = python_module("engine.devices.pinned_memory")
         command = [*base, str(wanted), str(CHUNK_BYTES), str(device_index)]
     child = subprocess.Popen(
         command,
@@ -186,3 +187,31 @@ def _kept_limit(device: torch.device) -> Path:
     machine = f"{platform.node()} {torch.cuda.get_device_name(device)} {torch.version.cuda}"
     mark = hashlib.sha256(machine.encode()).hexdigest()[:12]
     return cache_dir() / "pinnable" / f"{mark}.txt"
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of `python -m engine.devices.pinned_memory WANTED_BYTES CHUNK_BYTES DEVICE_INDEX`: pins until that fails.
+
+    Prints the bytes pinned so far after every chunk.  The memory is released at exit.
+    """
+    wanted, chunk, index = (int(argument) for argument in arguments)
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return 0
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    kept: list[torch.Tensor] = []
+    pinned = 0
+    while pinned < wanted:
+        size = min(chunk, wanted - pinned)
+        memory = aligned(size, torch.device("cpu"))
+        if not register(memory.data_ptr(), size, device):
+            break
+        kept.append(memory)
+        pinned += size
+        sys.stdout.write(f"{pinned}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

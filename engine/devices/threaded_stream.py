@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.common.errors import EngineError
-from engine.devices.device import CopyLog, Direction, Event, RecordedStream
+from engine.devices.device import CopyLog, Direction, Event, Stream
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent, sharpen_timers, sleep_until
 from engine.devices.link import ClosingError
@@ -43,7 +42,7 @@ class _Item:
     recovers: bool = False
 
 
-class ThreadedStream(RecordedStream):
+class ThreadedStream(Stream):
     """See `engine.devices.device.Stream`.
 
     Args:
@@ -56,24 +55,17 @@ class ThreadedStream(RecordedStream):
     def __init__(
         self, name: str, copy_log: CopyLog, carrier: Carrier, *, closing: threading.Event, slowdown: float = 1.0
     ) -> None:
-        super().__init__(name)
-        self._copy_log = copy_log
+        super().__init__(name, copy_log)
         self._carrier = carrier
         self._closing = closing
         self._slowdown = slowdown
         self._queue: deque[_Item] = deque()
         self._turn = threading.Condition(threading.Lock())
-        self._closed = False
         self._free_s = 0.0
         self.performer: int | None = None
         """The thread currently running an item: this stream's own, or a waiter."""
-        self._failure: EngineError | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> EngineError | None:
-        return self._failure
 
     def _run(self, work: Callable[[], object]) -> Event:
         """See `Stream.submit`.  `work` runs with the caller's gradient and inference mode."""
@@ -125,9 +117,6 @@ class ThreadedStream(RecordedStream):
     def record(self) -> Event:
         return self._enqueue(lambda ready_s: (ready_s, ready_s))
 
-    def synchronize(self) -> None:
-        self.record().wait()
-
     def recover(self) -> None:
         self._enqueue(lambda ready_s: (ready_s, ready_s), recovers=True).wait()
 
@@ -140,6 +129,7 @@ class ThreadedStream(RecordedStream):
             self._thread.join()
 
     def help_until(self, event: HostEvent) -> None:
+        """Runs work on the calling thread until `event` is done or another thread runs it: saves waking a thread."""
         sharpen_timers()
         while not event.done():
             item = self._next_item()
@@ -157,10 +147,6 @@ class ThreadedStream(RecordedStream):
             if self.performer is None:
                 self._turn.notify()
         return event
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise closed_error(self.name)
 
     def _serve(self) -> None:
         sharpen_timers()

@@ -23,8 +23,8 @@ from engine.common import clock
 from engine.experts.cache.policies import Key
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.misses import MIXED
+from engine.experts.path_choice import CopyPace, PathChoice
 from engine.experts.recording import record_uses
-from engine.experts.token_choice import CopyPace, TokenChoice
 from engine.experts.vram_cache import VramCache
 from engine.formats.layouts import RecordLayout
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
@@ -389,12 +389,12 @@ class CardTokens:
             self._resting = self._rest
 
 
-def choice_for(layers: Sequence[HybridExperts], per_token: int) -> TokenChoice:
+def choice_for(layers: Sequence[HybridExperts], per_token: int) -> PathChoice:
     """Between tokens of a device's own and the dispatcher's; as many experts miss at first as have no slots."""
     caches = {id(layer.cache): layer.cache for layer in layers}.values()
     slots, experts = sum(cache.slots for cache in caches), sum(layer.source.num_experts for layer in layers)
     missing = max(0.0, 1 - slots / experts)
-    return TokenChoice(layers[0].latency, len(layers), per_token, missing, layers[0].is_busy)
+    return PathChoice(layers[0].latency, len(layers), per_token, missing, layers[0].is_busy)
 
 
 def _card_kernel(layer: HybridExperts) -> CardExperts | None:

@@ -37,8 +37,8 @@ from engine.checkpoint.names import resolve
 from engine.checkpoint.usage import where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.paths import cache_dir
+from engine.common.untrusted import parse_json, read_untrusted
 from engine.experts.direct_file import DirectFile
 from engine.hardware.disk import stays_connected
 from engine.hardware.surroundings import available_ram, count_as_used
@@ -397,7 +397,7 @@ def remember(model: str, asked: str, files: Iterable[Path]) -> None:
 def remembered(model: str, asked: str) -> list[Path]:
     """The files of the last start that was asked for the same, those that are there."""
     try:
-        found = parse_json(read_foreign(_note_of(model), _MOST_BYTES))
+        found = parse_json(read_untrusted(_note_of(model), _MOST_BYTES))
         files = [Path(file) for file in found["files"]] if found["asked"] == asked else []
         return [file for file in files if file.is_file()]
     except (OSError, EngineError, ValueError, LookupError, TypeError):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile
-from engine.common.foreign import open_foreign
+from engine.common.untrusted import open_untrusted
 from engine.experts.cache.policies import Key, make_policy
 from engine.experts.cache.pool import Pool
 from engine.experts.cache.selection import PolicySelector, step_pool
@@ -74,7 +74,7 @@ def read_trace(path: Path) -> RoutingTrace:
     """
     try:
         # Opened here because numpy leaks the file if it is not an archive.
-        with open_foreign(path) as file, np.load(file, allow_pickle=False) as arrays:
+        with open_untrusted(path) as file, np.load(file, allow_pickle=False) as arrays:
             if sum(part.file_size for part in arrays.zip.infolist()) > _MOST_BYTES:
                 raise ValueError(f"it unpacks to more than {_MOST_BYTES // 2**30} GiB")
             experts = np.ascontiguousarray(arrays["experts"])

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from engine.families.replies import ReplyForm
 
 FILLS_IN = "fills in many tokens of a text at a time, and Switchyard runs models that write one after another"
-READS_PICTURES = "reads text out of pictures, and Switchyard gives models text only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 Rule = Literal[
-    "area", "frames", "square", "budget", "edge", "fit", "tiles", "crops", "canvas", "closest"
+    "area", "frames", "square", "budget", "edge", "fit", "tiles", "crops", "canvas", "closest", "padded", "patches",
+    "cells", "mosaic",
 ]  # fmt: skip
 _MOST_TILES = 256
 _MOST_ELONGATED = 200
@@ -58,11 +59,15 @@ class Sight:
             most so many squares, with the whole made one more behind them; "crops": the same with windows of `crop`
             pixels that lie closer or wider as the picture is long; "canvas": as many tokens as it has, within two
             limits, and filled up with black; "closest": the same below a limit, but the sides' ratio is kept as well as
-            can be.
+            can be; "padded": always the same, of a square that is filled up with black; "patches": as many patches as
+            it has, within two limits; "cells": in squares of so many pixels, as it is, the last ones filled up;
+            "mosaic": stretched to that of at most so many squares whose sides' ratio is the nearest, with the whole
+            made one more behind them; if the squares are of `crop` pixels, a picture that fits into one has none.
         processor: the library's module and class that makes numbers of it.
         patch, merge, frames: pixels of a patch's side, patches of a token's side and how often a picture is repeated,
             where neither configuration says.
-        row_token: whether the tower makes one more token at the end of each row.
+        row_token: whether the tower makes one more token at the end of each row; of "cells", only where a whole one
+            ends it.
         least, most: pixels of the area, pixels of the edge, or tokens, where the preprocessor's file does not say.
         edge: pixels of a square's side, or patches on a side, where the tower's configuration does not say.
         crop: pixels of a crop's side, where the preprocessor's file does not say.
@@ -106,10 +111,20 @@ class Sight:
         size = size if isinstance(size, dict) else {}
 
         def number(default: int, *found: Any) -> int:
-            return next((each for each in found if type(each) is int and each > 0), default)
+            plain = (each[0] if isinstance(each, list) and each else each for each in found)
+            return next((each for each in plain if type(each) is int and each > 0), default)
 
-        crop = number(self.crop, preprocessor.get("patch_size")) if self.crop else 0
-        patch = number(self.patch, None if crop else preprocessor.get("patch_size"), vision.get("patch_size"))
+        shares = (each.get("downsample_ratio") for each in (preprocessor, whole))
+        sides = [round(1 / each) for each in shares if type(each) is float and 0 < each <= 1]
+        is_padded, stretch = self.rule == "padded", preprocessor.get("rescale_image_frac")
+        is_mosaic, sam = self.rule == "mosaic", vision.get("sam_config")
+        crop = number(self.crop, preprocessor.get("tile_size" if is_mosaic else "patch_size")) if self.crop else 0
+        patch = number(
+            self.patch,
+            None if crop else preprocessor.get("patch_size"),
+            vision.get("patch_size"),
+            sam.get("patch_size") if isinstance(sam, dict) else None,
+        )
         merge = number(
             self.merge,
             preprocessor.get("merge_size"),
@@ -117,26 +132,41 @@ class Sight:
             vision.get("spatial_merge_size"),
             vision.get("pooling_kernel_size"),
             whole.get("spatial_merge_size"),
+            *sides,
         )
         least = number(
             self.least,
             preprocessor.get("min_pixels"),
             preprocessor.get("min_image_tokens"),
+            preprocessor.get("min_num_patches"),
+            preprocessor.get("min_patches"),
             size.get("shortest_edge"),
         )
+        edge = number(
+            self.edge,
+            size.get("max_height"),
+            preprocessor.get("max_image_size") if is_padded else None,
+            size.get("height"),
+            vision.get("image_size"),
+        )
+        queries = whole.get("projector_patch_to_query_dict")
         most = number(
             self.most,
+            queries.get(str((edge // patch) ** 2)) if isinstance(queries, dict) else None,
             preprocessor.get("max_pixels"),
             preprocessor.get("max_soft_tokens"),
             preprocessor.get("max_patches"),
-            preprocessor.get("max_image_size"),
+            preprocessor.get("max_num_patches"),
+            preprocessor.get("rescale_image_max_upscaled_long_edge"),
+            None if is_padded else preprocessor.get("max_image_size"),
             preprocessor.get("max_image_tokens"),
             size.get("longest_edge"),
             whole.get("mm_tokens_per_image"),
         )
         frames = number(self.frames, preprocessor.get("temporal_patch_size"), vision.get("temporal_patch_size"))
-        edge = number(self.edge, size.get("max_height"), vision.get("image_size"))
-        return Sizes(self, patch, merge, frames, least, most, edge, crop)
+        stretch = float(stretch) if isinstance(stretch, int | float) and 0 < stretch < 100 else 1.0
+        largest = preprocessor.get("resize_to_max_canvas") is True
+        return Sizes(self, patch, merge, frames, least, most, edge, crop, stretch, largest)
 
     def text(self, grid: Grid, names: Mapping[str, str]) -> str:
         """What stands for a picture in a prompt, of the text of the control tokens."""
@@ -150,7 +180,12 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers by which one model cuts pictures; see `Sight`."""
+    """The numbers by which one model cuts pictures; see `Sight`.
+
+    Attributes:
+        stretch: factor by which "cells" are made of a larger picture, up to `most` pixels of its longer side.
+        largest: whether "tiles" are as many as there may be, instead of as few as hold the picture.
+    """
 
     sight: Sight
     patch: int
@@ -160,6 +195,8 @@ class Sizes:
     most: int
     edge: int
     crop: int
+    stretch: float = 1.0
+    largest: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Sizes as the library's processor takes them."""
@@ -168,7 +205,24 @@ class Sizes:
             case "square":
                 return {"size": {"height": self.edge, "width": self.edge}}
             case "tiles":
-                return {"size": {"height": self.edge, "width": self.edge}, "max_patches": self.most}
+                own = {"max_patches": self.most, "resize_to_max_canvas": self.largest}
+                return {"size": {"height": self.edge, "width": self.edge}, **own}
+            case "mosaic":
+                own = {"min_patches": self.least, "max_patches": self.most}
+                own |= {"tile_size": self.crop} if self.crop else {}
+                return {"size": {"height": self.edge, "width": self.edge}, "crop_to_patches": True, **own}
+            case "padded":
+                return {"max_image_size": self.edge}
+            case "cells":
+                stretched = {
+                    "rescale_image_frac": self.stretch,
+                    "rescale_image_max_upscaled_long_edge": self.most,
+                }
+                cell = {"size": {"height": self.edge, "width": self.edge}}
+                return cell if self.stretch == 1 else cell | stretched
+            case "patches":
+                own = {"min_num_patches": self.least, "max_num_patches": self.most, "max_model_len": self.most}
+                return {**own, "patch_size": self.patch, "downsample_ratio": 1 / self.merge}
             case "crops":
                 own = {"patch_size": self.crop, "max_image_size": self.most}
                 return {"size": {"height": self.edge, "width": self.edge}, **own}
@@ -230,6 +284,14 @@ class Sizes:
                 return self._of_canvas(width, height, side)
             case "closest":
                 return self._closest(width, height, side)
+            case "padded":
+                return Grid(1, self.most)
+            case "cells":
+                return self._of_cells(width, height)
+            case "patches":
+                return self._of_patches(width, height)
+            case "mosaic":
+                return self._of_mosaic(width, height, side)
             case "tiles":
                 return self._of_tiles(width, height, (self.edge // side) ** 2)
             case "crops":
@@ -237,7 +299,7 @@ class Sizes:
 
     def patches(self, grid: Grid) -> int:
         """That the tower attends to in a picture of so many tokens."""
-        if self.sight.rule == "square":
+        if self.sight.rule in ("square", "padded"):
             return (self.edge // self.patch) ** 2
         return grid.seen * self.merge**2
 
@@ -268,13 +330,58 @@ class Sizes:
         fitting = fitting or [(max(1, round(high)), max(1, round(wide)))]
         return Grid(*min(fitting, key=lambda grid: abs(grid[0] / grid[1] - height / width)), 2)
 
+    def _of_cells(self, width: int, height: int) -> Grid:
+        long = max(width, height)
+        ratio = min(long * self.stretch, max(self.most, long)) / long
+        if ratio != 1:
+            width, height = math.floor(width * ratio + 0.5), math.floor(height * ratio + 0.5)
+            if not (width and height):
+                raise ValueError("one of its sides is much longer than the other")
+        return Grid(math.ceil(height / self.edge), (width - 1 + self.sight.row_token) // self.edge + 1)
+
+    def _of_patches(self, width: int, height: int) -> Grid:
+        rows, columns = (round(edge / self.patch + 0.5) for edge in (height, width))
+        shrink = min(math.sqrt(self.most / (rows * columns)), 1.0)
+        rows, columns = math.floor(shrink * rows), math.floor(shrink * columns)
+        if not (rows and columns):
+            raise ValueError("one of its sides is much longer than the other")
+        if self.most > self.least and rows * columns < self.least:
+            stretch = math.sqrt(self.least / (rows * columns))
+            rows, columns = math.ceil(stretch * rows), math.ceil(stretch * columns)
+
+        def whole(side: int, other: int) -> int:
+            less = side % self.merge
+            more = side + self.merge - less
+            return side if not less else more if more * other <= self.most else max(self.merge, side - less)
+
+        rows = whole(rows, columns)
+        return Grid(rows // self.merge, whole(columns, rows) // self.merge, 2)
+
+    def _of_mosaic(self, width: int, height: int, side: int) -> Grid:
+        square, ratio, area = self.crop or self.edge, width / height, width * height
+        each, whole = (square // side) ** 2, (self.edge // side) ** 2 + bool(self.crop)  # which a separator ends
+        ends = 0 if self.crop else 2
+        if self.crop and max(width, height) <= square:
+            return Grid(0, 0, ends, each, whole)
+        most = min(self.most, _MOST_TILES)
+        shapes = ((wide, high) for wide in range(1, most + 1) for high in range(1, most // wide + 1))
+        best, least = (1, 1), math.inf
+        for wide, high in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
+            away = abs(ratio - wide / high)
+            if wide * high < self.least or away > least:
+                continue
+            if away < least or area > 0.5 * square**2 * wide * high:
+                best, least = (wide, high), away
+        columns, rows = best
+        return Grid(rows, columns, ends, each, whole) if rows * columns > 1 else Grid(0, 0, ends, each, whole)
+
     def _of_tiles(self, width: int, height: int, each: int) -> Grid:
         def cost(tiles: tuple[int, int]) -> tuple[bool, float, int]:
-            """The least stretch, or else the least shrinking, in the numbers of 32 bits that the library counts in."""
+            """The least stretch (or the most), or else the least shrinking, in the library's numbers of 32 bits."""
             rows, columns = tiles
             scale = min(rows * self.edge / height, columns * self.edge / width)
             (scale,) = struct.unpack("f", struct.pack("f", scale))
-            return scale < 1, scale if scale >= 1 else -scale, rows * columns
+            return scale < 1, scale if scale >= 1 and not self.largest else -scale, rows * columns
 
         most = min(self.most, _MOST_TILES)
         fitting = ((one, other) for one in range(1, most + 1) for other in range(1, most // one + 1))
@@ -333,7 +440,19 @@ _GLM = Sight(rule="frames", processor="glm4v:Glm4vImageProcessorPil", axes=True,
 _MISTRAL = Sight(
     rule="edge", processor="pixtral:PixtralImageProcessorPil", most=1540, row_end="[IMG_BREAK]", after="[IMG_END]"
 )
+_CELLS = Sight(rule="cells", processor="inkling2:Inkling2ImageProcessor", patch=20, edge=40, most=2048)
 SIGHTS: dict[str, Sight] = {
+    "aria": Sight(rule="padded", processor="aria:AriaImageProcessorPil", merge=1, most=256, edge=980),
+    "deepseek_ocr2": Sight(
+        rule="mosaic",
+        processor="deepseek_ocr2:DeepseekOcr2ImageProcessorPil",
+        patch=16,
+        merge=4,
+        least=2,
+        most=6,
+        edge=1024,
+        crop=768,
+    ),
     "dots3_note": replace(_QWEN, frames=1, axes=False),
     "ernie4_5_vl_moe": Sight(
         rule="area",
@@ -375,6 +494,18 @@ SIGHTS: dict[str, Sight] = {
         least=512 * 512,
         most=2048 * 2048,
     ),
+    "inkling2": _CELLS,
+    "inkling2_loop": _CELLS,
+    "inkling_mm_model": replace(_CELLS, processor="inkling:InklingImageProcessor", patch=40, merge=1, row_token=True),
+    "internvl": Sight(
+        rule="mosaic",
+        processor="got_ocr2:GotOcr2ImageProcessorPil",
+        least=1,
+        most=12,
+        edge=448,
+        before="<img>",
+        after="</img>",
+    ),
     "kimi_k25": Sight(rule="fit", processor="kimi_k25:Kimi_K25ImageProcessor", most=16384, edge=512),
     "llama4": Sight(
         rule="tiles",
@@ -405,6 +536,15 @@ SIGHTS: dict[str, Sight] = {
         most=4096,
         before="<|image_start|>",
         after="<|image_end|>",
+    ),
+    "nemotron_h_omni": Sight(
+        rule="patches",
+        processor="nemotron_h_omni:NemotronH_Omni_Reasoning_V3ImageProcessor",
+        patch=16,
+        least=1024,
+        most=13312,
+        before="<img>",
+        after="</img>",
     ),
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,

@@ -6,7 +6,6 @@ from engine.families.family import (
     BESIDE_THE_LAYERS,
     FILLS_IN,
     GROUPED_SIGMOID,
-    READS_PICTURES,
     ClampedGate,
     DraftHead,
     Family,
@@ -50,7 +49,7 @@ TABLE: dict[str, Family] = {
         packs_rows=True,
         fast_path=fast_path("Deepseek", "MoE", Router(normalise="norm_topk_prob", bf16_shares=True)),
     ),
-    "deepseek_ocr2": Family(refused=READS_PICTURES),
+    "deepseek_ocr2": Family(packs_rows=True),
     "deepseek_v2": Family(
         replies=DEEPSEEK,
         packs_rows=True,
@@ -356,5 +355,7 @@ TABLE: dict[str, Family] = {
     "step3p5": Family(own=True, adapter="step3p7", packs_rows=True),
     "step3p7": Family(adapter="step3p7"),
     "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1, takes_turns=True),
-    "unlimited_ocr": Family(refused=READS_PICTURES),
+    "unlimited_ocr": Family(
+        refused="forgets what it wrote but for a window, and holds on to its pictures, which Switchyard does not do"
+    ),
 }

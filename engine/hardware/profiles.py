@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import resources_dir
+from engine.common.untrusted import parse_json, read_untrusted, reason
 from engine.hardware.machine import CallProfile, CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
 
 EMULATED = "emulated:"
@@ -146,7 +146,7 @@ def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
         )
     path = folder / f"{name}.json"
     try:
-        content = parse_json(read_foreign(path, _MAX_BYTES))
+        content = parse_json(read_untrusted(path, _MAX_BYTES))
     except (OSError, ValueError) as error:
         raise _refused(path, f"cannot be read ({reason(error)})") from None
     if not isinstance(content, dict):
@@ -162,7 +162,7 @@ def timed_profiles() -> list[DeviceProfile]:
     """
     path = resources_dir() / "emulated_machines.json"
     try:
-        content = parse_json(read_foreign(path, _MAX_BYTES))
+        content = parse_json(read_untrusted(path, _MAX_BYTES))
     except (OSError, ValueError) as error:
         raise _refused(path, f"cannot be read ({reason(error)})") from None
     if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):

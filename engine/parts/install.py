@@ -71,7 +71,7 @@ def install(
         EngineError: a sentence; what was in use still is.
     """
     packed = need_bundle()
-    with disk_errors_explained(parts_dir()), alone():
+    with disk_errors_explained(parts_dir()), exclusive_access():
         if part(choice.name) is None and not taken_over(choice.name):
             _make(packed, choice, given, on_step)
         if in_use:
@@ -82,7 +82,7 @@ def install(
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def exclusive_access() -> Iterator[None]:
     """The right to change the parts.
 
     Raises:

@@ -58,7 +58,7 @@ from engine.parts.install import (
     TESTING,
     UNPACKING,
     OnStep,
-    alone,
+    exclusive_access,
     finish,
     install,
     new_partial,
@@ -227,7 +227,7 @@ def install_update(
     install(choice, on_step=on_step, in_use=False)
     on_step(FINISHING)
     running = current_engine()
-    with disk_errors_explained(downloads_folder()), alone():
+    with disk_errors_explained(downloads_folder()), exclusive_access():
         if running is not None:  # by name, so that there is something to go back to
             use_parts(engine=running.name)
         use_parts(engine=choice.name, window=name)
@@ -256,7 +256,7 @@ def go_back() -> str:
     before = previous_parts()
     if before is None:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no earlier version on this computer to go back to.")
-    with disk_errors_explained(downloads_folder()), alone():
+    with disk_errors_explained(downloads_folder()), exclusive_access():
         use_parts(**before)
     found = part(before["engine"])
     return found.version if found is not None else ""
@@ -264,7 +264,7 @@ def go_back() -> str:
 
 def _window(name: str, of_version: str, on_step: OnStep) -> Part:
     packed = need_bundle()
-    with disk_errors_explained(downloads_folder()), alone():
+    with disk_errors_explained(downloads_folder()), exclusive_access():
         if part(name) is None and not taken_over(name):
             partial = new_partial(name)
             try:

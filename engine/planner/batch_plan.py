@@ -12,9 +12,9 @@ from typing import Any
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
-from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.common.json_fields import fields_of
 from engine.common.sizes import rounded_up
+from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason
 from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_prediction import JobRows
 from engine.planner.costs import Cards, Costs, Observed
@@ -83,7 +83,7 @@ def read_policy(file: str) -> BatchPlan:
         EngineError: `INVALID_REQUEST`: it cannot be read, or is no policy; the sentence names the field.
     """
     try:
-        return policy_of(parse_json(read_foreign(Path(file), _MOST_POLICY_BYTES), deepest=DEEPEST))
+        return policy_of(parse_json(read_untrusted(Path(file), _MOST_POLICY_BYTES), deepest=DEEPEST))
     except OSError as error:
         why = reason(error)
     except ValueError as error:

@@ -51,11 +51,11 @@ def begin_reading(config: EngineConfig) -> None:
         return  # the engine's part is not there: that is told when the model is loaded
     from engine.checkpoint.names import resolve
     from engine.experts.file_image import EARLY_READS  # numpy, which torch needs anyway
-    from engine.foreign_text.process import FOREIGN_TEXT
+    from engine.untrusted_text.process import UNTRUSTED_TEXT
 
     if EARLY_READS.begin(config.model, config.asked):
         with contextlib.suppress(EngineError, OSError):  # told when it is loaded
-            FOREIGN_TEXT.begin_check(_tokenizer_folder(Path(resolve(config.model))))
+            UNTRUSTED_TEXT.begin_check(_tokenizer_folder(Path(resolve(config.model))))
 
 
 def _tokenizer_folder(model: Path) -> Path:
@@ -75,9 +75,9 @@ def import_engine() -> type[Engine]:
     """The engine's class; seconds if this is the first time."""
     quiet_libraries()
     with without_collector():
-        from engine.foreign_text.process import FOREIGN_TEXT
+        from engine.untrusted_text.process import UNTRUSTED_TEXT
 
-        FOREIGN_TEXT.start()  # ready by the time torch is imported
+        UNTRUSTED_TEXT.start()  # ready by the time torch is imported
         from engine.runtime.engine import Engine
     gc.freeze()  # modules are there for good: collections need not look through them
     return Engine

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.common.falls import passed_over
-from engine.common.foreign import parse_json
 from engine.common.installed import bundle
+from engine.common.untrusted import parse_json
 
 RAY = "2.60"
 """The series of versions that works with ours; a cluster has one version on all its nodes."""

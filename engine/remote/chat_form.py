@@ -13,7 +13,7 @@ from engine.batch_files.openai_requests import NO_LIMIT
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
 from engine.common.config import SamplingParams
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families.replies.reader import Spoken, Thought, reply_reader
 from engine.remote.endpoint import Found, Lack, Server
 

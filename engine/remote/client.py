@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import httpx2
 
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
-from engine.common.foreign import parse_json
 from engine.common.http import HEADERS
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import parse_json
 from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteDelta, RemoteRequest, chosen, request_body
 from engine.remote.endpoint import Endpoint, Found, Lack, Server, called
 from engine.remote.failures import (

@@ -18,10 +18,10 @@ from urllib.parse import unquote, urlsplit
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, holding, private_folder, write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line, quoted
+from engine.common.untrusted import parse_json, read_untrusted
 
 REMOTE = "endpoint:"
 """What a model of an endpoint begins with where models are named by one string: `endpoint:NAME/MODEL-ID`."""
@@ -351,7 +351,7 @@ def _change(change: Any) -> None:
 def _read() -> list[Any]:
     file = endpoints_file()
     try:
-        entries = parse_json(read_foreign(file, _MOST_BYTES))["endpoints"]
+        entries = parse_json(read_untrusted(file, _MOST_BYTES))["endpoints"]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -20,8 +20,8 @@ from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.profile import read_profile
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
-from engine.common.foreign import open_foreign
 from engine.common.sizes import rounded_up
+from engine.common.untrusted import open_untrusted
 from engine.families.known import ENCODERS
 from engine.formats.ggml import GGML
 from engine.runtime.load.library_models import first_line, quiet_library, read_library_config
@@ -175,7 +175,7 @@ def _encoder(path: Path, config: Any, dtype: torch.dtype) -> Any:
     model = transformers.AutoModel.from_config(config, dtype=dtype)
     weights = {}
     for name, entry in gguf_tensors(read_gguf(gguf)).items():
-        with open_foreign(entry.file) as file:
+        with open_untrusted(entry.file) as file:
             file.seek(entry.offset)
             raw = np.frombuffer(file.read(entry.nbytes), np.uint8)
         weights[name] = torch.from_numpy(GGML[entry.dtype].dequantise(raw)).reshape(entry.shape).to(dtype)

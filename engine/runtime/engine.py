@@ -27,6 +27,7 @@ from engine.runtime.decode.generation import GenerationResult, ReusedCallback, T
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.decode.split_answer import SplitAnswer
+from engine.runtime.failback import Failback
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
@@ -35,7 +36,6 @@ from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.timed_decode import TIMED_PROMPT, time_decode
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
-from engine.runtime.way_back import WayBack
 from engine.tuning.result import DecodeRate
 from engine.tuning.saved_results import apply_tuning
 
@@ -68,7 +68,7 @@ class Engine:
         self._exact = EngineConfig("")  # with what was tuned
         self._place = Path()
         self._memory_note = self._tuned_note = ""
-        self._way_back: WayBack | None = None
+        self._failback: Failback | None = None
         self.on_news: Callable[[], None] = lambda: None
         """Called on any thread when `serve` has something to do for a job."""
         self.on_moved: Callable[[ModelInfo], None] = lambda _info: None
@@ -181,7 +181,7 @@ class Engine:
         self._asked = self._exact = config
         self._tuned_note = ""
         if loaded.devices is not None and all(device.meter is None for device in loaded.devices.devices):
-            self._way_back = WayBack(loaded.devices, lambda: open_compute_devices(config))
+            self._failback = Failback(loaded.devices, lambda: open_compute_devices(config))
         return loaded.info
 
     def _has(self, loaded: LoadedModel) -> None:
@@ -212,8 +212,8 @@ class Engine:
         fewer, none = (_FEWER, _LOST) if is_lost else (_TAKEN_OF_ONE, _TAKEN)
         why = fewer.format(" and ".join(lost), " and ".join(others)) if others else none
         _log.error("%s is no longer used: %s", " and ".join(lost) or self._ready().info.device, why)
-        if self._way_back is not None:
-            self._way_back.left(monotonic(), is_lost=is_lost)
+        if self._failback is not None:
+            self._failback.left(monotonic(), is_lost=is_lost)
         if others:
             try:
                 return self._elsewhere(why, ",".join(others), needs_restart=is_lost)
@@ -233,7 +233,7 @@ class Engine:
     def may_return(self) -> bool:
         """See `Places`."""
         self._tell_of_card()
-        return self._way_back is not None and self._way_back.is_open(monotonic())
+        return self._failback is not None and self._failback.is_open(monotonic())
 
     def with_card(self) -> LoadedModel:
         """See `Places`.
@@ -250,8 +250,8 @@ class Engine:
             return self._elsewhere(_LOST if left.needs_restart else _TAKEN, "cpu", needs_restart=left.needs_restart)
         if loaded.devices is None:  # it had no room there after all
             loaded.info = replace(loaded.info, needs_restart=left.needs_restart)
-        elif self._way_back is not None:
-            self._way_back.returned(monotonic())
+        elif self._failback is not None:
+            self._failback.returned(monotonic())
         self.on_moved(loaded.info)
         return loaded
 
@@ -293,7 +293,7 @@ class Engine:
     def _tell_of_card(self) -> None:
         """Says once that a new process could use the card that this one lost."""
         loaded = self._loaded
-        if loaded is None or self._way_back is None or loaded.info.card_is_back or not self._way_back.is_for_others:
+        if loaded is None or self._failback is None or loaded.info.card_is_back or not self._failback.is_for_others:
             return
         loaded.info = replace(loaded.info, device_note=_BACK, card_is_back=True)
         self.on_moved(loaded.info)
@@ -326,9 +326,9 @@ class Engine:
         """Free the model's memory; without effect if none is loaded."""
         loaded, self._loaded = self._loaded, None
         telemetry, self._telemetry = self._telemetry, None
-        way_back, self._way_back = self._way_back, None
-        if way_back is not None:
-            way_back.close()
+        failback, self._failback = self._failback, None
+        if failback is not None:
+            failback.close()
         try:
             scheduler, self._scheduler = self._scheduler, None
             if scheduler is not None:

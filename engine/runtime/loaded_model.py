@@ -20,7 +20,6 @@ from engine.experts.ram_tier import RamTier
 from engine.experts.record import ExpertBank
 from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
-from engine.foreign_text.process import FOREIGN_TEXT
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import KvType
 from engine.protocol import LoadPhase
@@ -31,6 +30,7 @@ from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.tables import TableReads
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.pictures import Blind, Sight
+from engine.untrusted_text.process import UNTRUSTED_TEXT
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class ModelParts:
         if self.model is not None:
             unbind(self.model)
         if self.tokenizer is not None:
-            FOREIGN_TEXT.drop(self.tokenizer)
+            UNTRUSTED_TEXT.drop(self.tokenizer)
         opened = self.devices.devices if self.devices is not None else ()
         on_card = any(device.torch_device.type != "cpu" for device in opened)
         # Devices before the bank: what is on its way reads from it.

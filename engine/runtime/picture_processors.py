@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from transformers import image_processing_backends
 from transformers.image_utils import PILImageResampling
 
@@ -22,7 +24,7 @@ from engine.runtime.load.library_models import first_line
 _SETTINGS = frozenset(
     (
         *("image_mean", "image_std", "rescale_factor", "resample"),
-        *("do_resize", "do_rescale", "do_normalize"),
+        *("do_resize", "do_rescale", "do_normalize", "norm_mean", "norm_std", "min_image_size"),
     )
 )
 """Of a preprocessor's file, beside sizes; all else is the library's own business."""
@@ -91,6 +93,16 @@ class _Functional:
             stacked, size=list(size), mode=mode, align_corners=False, antialias=antialias
         )
         return made.reshape(*image.shape[:-2], *size)
+
+    @staticmethod
+    def pil_to_tensor(image: Image.Image) -> torch.Tensor:
+        """[C, H, W] of bytes."""
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+    @staticmethod
+    def grayscale_to_rgb(image: torch.Tensor) -> torch.Tensor:
+        """Of [..., C, H, W], where C is 1."""
+        return image.expand(*image.shape[:-3], 3, -1, -1) if image.shape[-3] == 1 else image
 
     @staticmethod
     def pad(image: torch.Tensor, padding: Sequence[int], fill: Any = 0, padding_mode: str = "constant") -> torch.Tensor:

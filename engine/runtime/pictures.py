@@ -409,6 +409,8 @@ class Sight:
         if rows:
             mask = (ids == self.placeholder_id)[..., None]
             embedded = embedded.masked_scatter(mask, torch.cat(rows).to(embedded.dtype))
+        if getattr(model.config.get_text_config(decoder=True), "ple_layer_ids", None):
+            found["ple_input_ids"] = ids  # of whose runs Qwen3.8's layers have embeddings, too
         return {**found, "inputs_embeds": embedded}
 
     def added(self, pieces: Sequence[PromptPart]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -611,6 +613,9 @@ def open_tower(
         whole = build_skeleton(kind, config, dtype, None)
     inner = getattr(whole, "model", whole)
     inner.language_model = whole.lm_head = None
+    for name, _part in [*inner.named_children()]:
+        if "audio" in name:
+            setattr(inner, name, None)
     whole.all_tied_weights_keys = {}
     own = tensors_of(whole, tensors, quantizer, adapter)
     plan = plan_loading(whole, [], own, dtype, quantizer, adapter)

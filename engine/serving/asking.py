@@ -61,7 +61,7 @@ class State:
 
 
 class Answerer(Protocol):
-    """Takes requests and reports to who asked: a desk in this process, or the line to one in another."""
+    """Takes requests and reports to who asked: a broker in this process, or the line to one in another."""
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         """Hands in a request.  `on_event` is called on another thread, last with `Finished` or `Failed`, exactly once.

@@ -18,7 +18,7 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.paths import python_module
 from engine.process.lifetime import end_process, quiet_libraries, set_up_process
 from engine.protocol import ServeModels, decode, encode
-from engine.serving.link import DeskLink, EngineLink
+from engine.serving.link import BrokerLink, EngineLink
 
 ENDING_S = 10.0
 
@@ -28,7 +28,7 @@ class EngineProcess:
 
     Args:
         on_end: told when it ended although nobody stopped it.
-        chat: see `Desk`.
+        chat: see `RequestBroker`.
 
     Attributes:
         on_gone: told when it has ended, however it did.
@@ -128,11 +128,11 @@ def main() -> None:
     assert isinstance(order, ServeModels)
     quiet_libraries()
     set_up_process(also_stderr=False)
-    from engine.foreign_text.process import FOREIGN_TEXT
+    from engine.untrusted_text.process import UNTRUSTED_TEXT
 
-    FOREIGN_TEXT.start()  # ready by the time torch is imported
+    UNTRUSTED_TEXT.start()  # ready by the time torch is imported
     from engine.runtime.engine import Engine
-    from engine.serving.by_name import DeskByName
+    from engine.serving.model_broker import ModelBroker
 
     engine, over = Engine(), threading.Event()
 
@@ -151,14 +151,14 @@ def main() -> None:
             link.remark(remark)
 
     engine.on_moved = lambda info: link.remark(info.news)
-    desk = DeskByName(engine, load, order.idle_s, lambda model: link.model_is(model), order.chat)
+    broker = ModelBroker(engine, load, order.idle_s, lambda model: link.model_is(model), order.chat)
     try:
-        link = DeskLink(order.address, order.secret, desk, over.set)
+        link = BrokerLink(order.address, order.secret, broker, over.set)
     except EngineError:
         return  # the server has gone meanwhile
-    desk.start()
+    broker.start()
     over.wait()
-    desk.close()
+    broker.close()
     end_process(0)
 
 

@@ -280,8 +280,8 @@ class EngineLink:
                 ticket.tell(message)
 
 
-class DeskLink:
-    """The engine's end: hands in at the desk what clients ask, and reports back.
+class BrokerLink:
+    """The engine's end: hands what clients ask to the broker, and reports back.
 
     Args:
         on_lost: called once when the server has gone.
@@ -290,8 +290,8 @@ class DeskLink:
         EngineError: there is no server at this address.
     """
 
-    def __init__(self, address: str, secret: str, desk: Answerer, on_lost: Callable[[], None] = lambda: None) -> None:
-        self._desk, self._tickets = desk, dict[str, Ticket]()
+    def __init__(self, address: str, secret: str, broker: Answerer, on_lost: Callable[[], None] = lambda: None) -> None:
+        self._broker, self._tickets = broker, dict[str, Ticket]()
         self._on_lost = on_lost
         try:
             connection = Client(address, authkey=secret.encode())
@@ -324,9 +324,9 @@ class DeskLink:
             if (ticket := self._tickets.get(message.request_id)) is not None:
                 ticket.cancel()
         elif isinstance(message, Prepare):
-            self._desk.prepare(message.model)
+            self._broker.prepare(message.model)
         elif isinstance(message, Release):
-            self._desk.release(message.model, message.after_s)
+            self._broker.release(message.model, message.after_s)
 
     def _ask(self, name: str, ask: Ask) -> None:
         def on_event(event: Event) -> None:
@@ -339,7 +339,7 @@ class DeskLink:
         try:
             # What JSON made of the fields becomes what they are declared as.
             ask = replace(ask, sampling=fields_of(SamplingParams, ask.sampling))
-            self._tickets[name] = self._desk.ask(ask, on_event)
+            self._tickets[name] = self._broker.ask(ask, on_event)
         except EngineError as error:
             on_event(Failed.of(error))
         except (TypeError, LookupError, ValueError):

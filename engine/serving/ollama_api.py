@@ -25,7 +25,7 @@ from engine.batch_files.openai_requests import (
 from engine.checkpoint.library import LibraryEntry, chat_template
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.protocol import Ask, Began, Finished, Token
 from engine.serving.asking import AnswerEvent
@@ -79,7 +79,7 @@ class _Ollama:
         return JSONResponse({"models": [_described(entry) for entry in await self._service.models()]})
 
     async def running(self, _request: Request) -> Response:
-        loaded = self._service.desk.state.model
+        loaded = self._service.broker.state.model
         entries = [entry for entry in await self._service.models() if entry.path == loaded]
         return JSONResponse({"models": [{**_described(entry), "size_vram": 0} for entry in entries[:1]]})
 
@@ -162,7 +162,7 @@ class _Ollama:
         keep_s = _keep_s(body.get("keep_alive"))
         goes = keep_s == 0
         if goes:
-            self._service.desk.release(path)
+            self._service.broker.release(path)
         else:
             only_loads = Ask(path, (ChatMessage("user", "Hello"),), keep_s=keep_s)
             await while_connected(request, self._service.prompt_length(only_loads))

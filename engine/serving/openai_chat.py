@@ -32,7 +32,7 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Ask, Finished, Progress
 from engine.serving.embeddings import MOST_DIMENSIONS, read_texts
 from engine.serving.openai_answer import Wanted
-from engine.serving.service import Service, body_of, of_engine, status_of, together, while_connected
+from engine.serving.service import Service, body_of, gathered, of_engine, status_of, while_connected
 from engine.serving.streams import WAITS, JSONResponse, Lines, event_line, opened, read_comment, server_sent
 from engine.serving.tools import ToolUse, openai_tools
 
@@ -150,7 +150,7 @@ class _OpenAi:
     async def _echoes(self, request: Request, asked: list[Ask]) -> list[str]:
         """The prompts as texts."""
         seen = [self._service.prompt(ask) for ask in asked if ask.ids]
-        texts = iter(await while_connected(request, together(seen)))
+        texts = iter(await while_connected(request, gathered(seen)))
         return [next(texts).text if ask.ids else ask.text or "" for ask in asked]
 
     async def _answer(
@@ -178,7 +178,7 @@ class _OpenAi:
             )
         answers = wanted.answers()
         works = [self._service.whole(ask, answer.take) for ask, answer in zip(wanted.asks, answers, strict=True)]
-        await while_connected(request, together(works))
+        await while_connected(request, gathered(works))
         choices = [answer.choice(index) for index, answer in enumerate(answers)]
         return JSONResponse({**wanted.head(), "choices": choices, "usage": wanted.usage(answers)})
 

@@ -15,8 +15,8 @@ from engine.protocol import Ask, ServeOthers
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
     from engine.serving.asking import Event, State, Ticket
-    from engine.serving.desk import Desk
-    from engine.serving.link import DeskLink
+    from engine.serving.broker import RequestBroker
+    from engine.serving.link import BrokerLink
 
 
 class OtherPrograms:
@@ -28,8 +28,8 @@ class OtherPrograms:
     def __init__(self, requests: RequestQueue) -> None:
         self._requests, self._lock = requests, threading.Lock()
         self._command: ServeOthers | None = None
-        self._desk: Desk | None = None
-        self._link: DeskLink | None = None
+        self._broker: RequestBroker | None = None
+        self._link: BrokerLink | None = None
         self._model: Path | None = None
 
     def serve(self, command: ServeOthers) -> None:
@@ -41,13 +41,13 @@ class OtherPrograms:
     # --- what the link asks: see `Answerer` -------------------------------------------------------
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        assert self._desk is not None
-        return self._desk.ask(ask, on_event)
+        assert self._broker is not None
+        return self._broker.ask(ask, on_event)
 
     @property
     def state(self) -> State:
-        assert self._desk is not None
-        return self._desk.state
+        assert self._broker is not None
+        return self._broker.state
 
     def prepare(self, model: Path) -> None:
         """The window's user loads models."""
@@ -59,10 +59,10 @@ class OtherPrograms:
 
     def open(self, engine: Engine) -> None:
         """From now on programs may ask."""
-        from engine.serving.desk import Desk  # imports torch
+        from engine.serving.broker import RequestBroker  # imports torch
 
-        self._desk = Desk(engine, self._requests.look_after_others)
-        self._desk.model_is(self._model)
+        self._broker = RequestBroker(engine, self._requests.look_after_others)
+        self._broker.model_is(self._model)
 
     def admit(self, engine: Engine) -> None:
         """Lets who waits join those that the engine is answering, as far as there are places."""
@@ -70,26 +70,26 @@ class OtherPrograms:
             with self._lock:
                 command, self._command = self._command, None
             self._connect(engine, command)
-        desk = self._desk
-        if desk is None:
+        broker = self._broker
+        if broker is None:
             return
         try:
-            while (wanted := desk.next_model) is not None and wanted != self._model:
+            while (wanted := broker.next_model) is not None and wanted != self._model:
                 words = "The model was changed in Switchyard's window: ask again."
-                desk.refuse_waiting(EngineError(ErrorCode.MODEL_NOT_FOUND, words), wanted)
-            desk.admit()
+                broker.refuse_waiting(EngineError(ErrorCode.MODEL_NOT_FOUND, words), wanted)
+            broker.admit()
         except BaseException as error:
             log_failure(error, "answering another program")
-            desk.refuse(as_engine_error(error, "answering another program"))
-            desk.free()
+            broker.refuse(as_engine_error(error, "answering another program"))
+            broker.free()
 
     def model_is(self, model: Path | None) -> None:
         """The window has loaded this model, or is about to free the one it had."""
         self._model = model
-        if self._desk is not None:
+        if self._broker is not None:
             if model is None:
-                self._desk.free()
-            self._desk.model_is(model)
+                self._broker.free()
+            self._broker.model_is(model)
         if self._link is not None:
             self._link.model_is(model)
 
@@ -99,12 +99,12 @@ class OtherPrograms:
             link.close()
         if not command.address:
             return
-        if self._desk is None:
+        if self._broker is None:
             self.open(engine)
-        from engine.serving.link import DeskLink
+        from engine.serving.link import BrokerLink
 
         try:
-            self._link = DeskLink(command.address, command.secret, self)
+            self._link = BrokerLink(command.address, command.secret, self)
         except EngineError as error:  # it was turned off meanwhile
             log_failure(error, "reaching the server for other programs")
             return

@@ -24,7 +24,7 @@ from engine.batch_files.openai_requests import (
 from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, parse_json, sayable
+from engine.common.untrusted import DEEPEST, parse_json, sayable
 from engine.protocol import Ask, Began, Failed, Finished, Progress, Prompt
 from engine.serving.asking import Answerer, AnswerEvent, Event
 from engine.serving.embeddings import Embedded, Embeddings, Text
@@ -128,8 +128,8 @@ def no_such_model(name: str) -> EngineError:
 class Service:
     """The models and the engine, as the interfaces use them."""
 
-    def __init__(self, desk: Answerer, models: Models) -> None:
-        self.desk, self._models = desk, models
+    def __init__(self, broker: Answerer, models: Models) -> None:
+        self.broker, self._models = broker, models
         self._embeddings = Embeddings()
         self.started_s = int(time.time())
 
@@ -207,7 +207,7 @@ class Service:
         return found
 
     def close(self) -> None:
-        """Ends what the service has started; the desk is its maker's."""
+        """Ends what the service has started; the broker is its maker's."""
         self._embeddings.close()
 
     async def prompt(self, ask: Ask) -> Prompt:
@@ -257,7 +257,7 @@ class Service:
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
         exchange, written = current_exchange(), 0
-        ticket = self.desk.ask(ask, on_event)
+        ticket = self.broker.ask(ask, on_event)
         try:
             while True:
                 event = await queue.get()
@@ -279,7 +279,7 @@ class Service:
         finally:
             ticket.cancel()
             if ask.keep_s is not None:
-                self.desk.release(ask.model, ask.keep_s)
+                self.broker.release(ask.model, ask.keep_s)
 
 
 async def on_a_thread(work: Callable[[], Whole]) -> Whole:
@@ -340,7 +340,7 @@ def _parsed(data: bytearray) -> dict[str, Any]:
     return body
 
 
-async def together(works: Sequence[Coroutine[Any, Any, Whole]]) -> list[Whole]:
+async def gathered(works: Sequence[Coroutine[Any, Any, Whole]]) -> list[Whole]:
     """The results of all; the first failure ends the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:

@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.common.errors import EngineError
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.protocol import Progress
 from engine.serving.asking import AnswerEvent
 from engine.serving.service import while_connected

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.common.chat import Tool, ToolChoice
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, ReplyReader, reply_reader
 from engine.protocol import Began, Token
 from engine.serving.asking import AnswerEvent

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import private_folder
-from engine.common.foreign import open_foreign, parse_json
+from engine.common.untrusted import open_untrusted, parse_json
 from engine.telemetry.lanes import ALL_LANES, NAMES
 from engine.telemetry.records import SPAN, STEP, Records
 
@@ -248,7 +248,7 @@ def keep_within(folder: Path, limit: int, keep: Path | None = None) -> None:
 def _chunks(path: Path, *, must_be_one: bool) -> Iterator[tuple[int | None, bytes]]:
     """Valid chunks, then (None, b"") if the file is truncated or damaged."""
     try:
-        with open_foreign(path) as file:
+        with open_untrusted(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 if must_be_one:
                     raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is not a recorded session.")

@@ -15,8 +15,8 @@ from typing import Any
 
 from engine.common.chat import Tool
 from engine.common.config import BatchJob
-from engine.common.foreign import reason
 from engine.common.paths import data_dir
+from engine.common.untrusted import reason
 
 MOST_RESULT = 60_000
 """Characters of a result that a model is given."""

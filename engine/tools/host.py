@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.common.foreign import reason
+from engine.common.untrusted import reason
 from engine.tools.built_in import shortened
 
 MOST_TOOLS = 128

@@ -6,6 +6,7 @@ decided here.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -81,8 +82,11 @@ class OfferedTool:
 
     @property
     def key(self) -> str:
-        """By which a permission is kept."""
-        return f"{self.server}/{self.name}"
+        """By which a permission is kept; a server's tool that says something else of itself is another one."""
+        if not self.server:
+            return f"/{self.name}"
+        said = f"{self.tool.description}\0{self.tool.parameters}".encode(errors="surrogatepass")
+        return f"{self.server}/{self.name}\n{hashlib.blake2b(said, digest_size=12).hexdigest()}"
 
     def may_run(self, allowed: Collection[str]) -> bool:
         """Whether it runs without asking, given the keys of those that people allowed."""

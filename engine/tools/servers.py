@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.common.chat import Tool
-from engine.common.foreign import DEEPEST, parse_json
 from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
+from engine.common.untrusted import DEEPEST, parse_json
 
 SERVERS, ALLOWED = "tool_servers", "allowed_tools"
 """Keys of the settings: the servers, and the tools that may run unasked."""

@@ -18,7 +18,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import HERE, BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
-from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
+from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason
 from engine.formats import AUTO, is_precision
 from engine.remote.job import OwnModel, endpoints_of, run_remote_job, run_remote_sample
 from engine.verbs.chat import load_engine
@@ -269,7 +269,7 @@ def _schema(file: str | None) -> str:
     if file is None:
         return ""
     try:
-        return json.dumps(parse_json(read_foreign(Path(file), _MOST_SCHEMA_BYTES), deepest=DEEPEST))
+        return json.dumps(parse_json(read_untrusted(Path(file), _MOST_SCHEMA_BYTES), deepest=DEEPEST))
     except OSError as error:
         why = reason(error)
     except ValueError as error:

@@ -9151,8 +9151,24 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0}, ganzer Rechner</translation>
         </message>
         <message>
-            <source>token ticks</source>
-            <translation>Token-Marken</translation>
+            <source>Token of step {0}: {1}</source>
+            <translation>Token von Schritt {0}: {1}</translation>
+        </message>
+        <message>
+            <source>{0} tokens at {1}/s</source>
+            <translation>{0} Token bei {1}/s</translation>
+        </message>
+        <message>
+            <source>{0} hits per token</source>
+            <translation>{0} Treffer pro Token</translation>
+        </message>
+        <message>
+            <source>{0} fetched</source>
+            <translation>{0} geholt</translation>
+        </message>
+        <message>
+            <source>{0} on the CPU</source>
+            <translation>{0} auf der CPU</translation>
         </message>
         <message>
             <source>layer {0}</source>
@@ -9165,62 +9181,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>{0} {1} tokens</source>
             <translation>{0} {1} Token</translation>
-        </message>
-        <message>
-            <source>Move through time</source>
-            <translation>Durch die Zeit bewegen</translation>
-        </message>
-        <message>
-            <source>Move by almost a full view</source>
-            <translation>Um fast eine ganze Ansicht bewegen</translation>
-        </message>
-        <message>
-            <source>Zoom in, zoom out</source>
-            <translation>Vergrößern, verkleinern</translation>
-        </message>
-        <message>
-            <source>Space</source>
-            <translation>Leertaste</translation>
-        </message>
-        <message>
-            <source>Freeze the view, or follow live</source>
-            <translation>Ansicht anhalten oder live folgen</translation>
-        </message>
-        <message>
-            <source>Home</source>
-            <translation>Pos1</translation>
-        </message>
-        <message>
-            <source>Go back to now</source>
-            <translation>Zurück zu jetzt</translation>
-        </message>
-        <message>
-            <source>Move the crosshair; with Shift, farther</source>
-            <translation>Fadenkreuz bewegen; mit Umschalt weiter</translation>
-        </message>
-        <message>
-            <source>Select the previous or next token</source>
-            <translation>Vorheriges oder nächstes Token wählen</translation>
-        </message>
-        <message>
-            <source>Select a range</source>
-            <translation>Bereich wählen</translation>
-        </message>
-        <message>
-            <source>Enter</source>
-            <translation>Eingabe</translation>
-        </message>
-        <message>
-            <source>Zoom to the selected token or range</source>
-            <translation>Auf das gewählte Token oder den Bereich zoomen</translation>
-        </message>
-        <message>
-            <source>Esc</source>
-            <translation>Esc</translation>
-        </message>
-        <message>
-            <source>Clear the selection</source>
-            <translation>Auswahl aufheben</translation>
         </message>
         <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
@@ -9283,6 +9243,62 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0} von {1}</translation>
         </message>
         <message>
+            <source>Move through time</source>
+            <translation>Durch die Zeit bewegen</translation>
+        </message>
+        <message>
+            <source>Move by almost a full view</source>
+            <translation>Um fast eine ganze Ansicht bewegen</translation>
+        </message>
+        <message>
+            <source>Zoom in, zoom out</source>
+            <translation>Vergrößern, verkleinern</translation>
+        </message>
+        <message>
+            <source>Space</source>
+            <translation>Leertaste</translation>
+        </message>
+        <message>
+            <source>Freeze the view, or follow live</source>
+            <translation>Ansicht anhalten oder live folgen</translation>
+        </message>
+        <message>
+            <source>Home</source>
+            <translation>Pos1</translation>
+        </message>
+        <message>
+            <source>Go back to now</source>
+            <translation>Zurück zu jetzt</translation>
+        </message>
+        <message>
+            <source>Move the crosshair; with Shift, farther</source>
+            <translation>Fadenkreuz bewegen; mit Umschalt weiter</translation>
+        </message>
+        <message>
+            <source>Select the previous or next token</source>
+            <translation>Vorheriges oder nächstes Token wählen</translation>
+        </message>
+        <message>
+            <source>Select a range</source>
+            <translation>Bereich wählen</translation>
+        </message>
+        <message>
+            <source>Enter</source>
+            <translation>Eingabe</translation>
+        </message>
+        <message>
+            <source>Zoom to the selected token or range</source>
+            <translation>Auf das gewählte Token oder den Bereich zoomen</translation>
+        </message>
+        <message>
+            <source>Esc</source>
+            <translation>Esc</translation>
+        </message>
+        <message>
+            <source>Clear the selection</source>
+            <translation>Auswahl aufheben</translation>
+        </message>
+        <message>
             <source>waiting for {0}</source>
             <translation>wartet auf {0}</translation>
         </message>
@@ -9295,24 +9311,8 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Obergrenze {0} GB/s</translation>
         </message>
         <message>
-            <source>Token of step {0}: {1}</source>
-            <translation>Token von Schritt {0}: {1}</translation>
-        </message>
-        <message>
-            <source>{0} tokens at {1}/s</source>
-            <translation>{0} Token bei {1}/s</translation>
-        </message>
-        <message>
-            <source>{0} hits per token</source>
-            <translation>{0} Treffer pro Token</translation>
-        </message>
-        <message>
-            <source>{0} fetched</source>
-            <translation>{0} geholt</translation>
-        </message>
-        <message>
-            <source>{0} on the CPU</source>
-            <translation>{0} auf der CPU</translation>
+            <source>token ticks</source>
+            <translation>Token-Marken</translation>
         </message>
     </context>
     <context>

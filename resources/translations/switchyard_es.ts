@@ -9151,8 +9151,24 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>{0}, toda la máquina</translation>
         </message>
         <message>
-            <source>token ticks</source>
-            <translation>marcas de tokens</translation>
+            <source>Token of step {0}: {1}</source>
+            <translation>Token del paso {0}: {1}</translation>
+        </message>
+        <message>
+            <source>{0} tokens at {1}/s</source>
+            <translation>{0} tokens a {1}/s</translation>
+        </message>
+        <message>
+            <source>{0} hits per token</source>
+            <translation>{0} aciertos por token</translation>
+        </message>
+        <message>
+            <source>{0} fetched</source>
+            <translation>{0} traídos</translation>
+        </message>
+        <message>
+            <source>{0} on the CPU</source>
+            <translation>{0} en la CPU</translation>
         </message>
         <message>
             <source>layer {0}</source>
@@ -9165,62 +9181,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>{0} {1} tokens</source>
             <translation>{0} {1} tokens</translation>
-        </message>
-        <message>
-            <source>Move through time</source>
-            <translation>Moverse por el tiempo</translation>
-        </message>
-        <message>
-            <source>Move by almost a full view</source>
-            <translation>Moverse casi una vista completa</translation>
-        </message>
-        <message>
-            <source>Zoom in, zoom out</source>
-            <translation>Acercar, alejar</translation>
-        </message>
-        <message>
-            <source>Space</source>
-            <translation>Espacio</translation>
-        </message>
-        <message>
-            <source>Freeze the view, or follow live</source>
-            <translation>Congelar la vista o seguir en directo</translation>
-        </message>
-        <message>
-            <source>Home</source>
-            <translation>Inicio</translation>
-        </message>
-        <message>
-            <source>Go back to now</source>
-            <translation>Volver a ahora</translation>
-        </message>
-        <message>
-            <source>Move the crosshair; with Shift, farther</source>
-            <translation>Mover la retícula; con Mayús, más lejos</translation>
-        </message>
-        <message>
-            <source>Select the previous or next token</source>
-            <translation>Seleccionar el token anterior o siguiente</translation>
-        </message>
-        <message>
-            <source>Select a range</source>
-            <translation>Seleccionar un intervalo</translation>
-        </message>
-        <message>
-            <source>Enter</source>
-            <translation>Intro</translation>
-        </message>
-        <message>
-            <source>Zoom to the selected token or range</source>
-            <translation>Ampliar al token o intervalo seleccionado</translation>
-        </message>
-        <message>
-            <source>Esc</source>
-            <translation>Esc</translation>
-        </message>
-        <message>
-            <source>Clear the selection</source>
-            <translation>Borrar la selección</translation>
         </message>
         <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
@@ -9283,6 +9243,62 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>{0} de {1}</translation>
         </message>
         <message>
+            <source>Move through time</source>
+            <translation>Moverse por el tiempo</translation>
+        </message>
+        <message>
+            <source>Move by almost a full view</source>
+            <translation>Moverse casi una vista completa</translation>
+        </message>
+        <message>
+            <source>Zoom in, zoom out</source>
+            <translation>Acercar, alejar</translation>
+        </message>
+        <message>
+            <source>Space</source>
+            <translation>Espacio</translation>
+        </message>
+        <message>
+            <source>Freeze the view, or follow live</source>
+            <translation>Congelar la vista o seguir en directo</translation>
+        </message>
+        <message>
+            <source>Home</source>
+            <translation>Inicio</translation>
+        </message>
+        <message>
+            <source>Go back to now</source>
+            <translation>Volver a ahora</translation>
+        </message>
+        <message>
+            <source>Move the crosshair; with Shift, farther</source>
+            <translation>Mover la retícula; con Mayús, más lejos</translation>
+        </message>
+        <message>
+            <source>Select the previous or next token</source>
+            <translation>Seleccionar el token anterior o siguiente</translation>
+        </message>
+        <message>
+            <source>Select a range</source>
+            <translation>Seleccionar un intervalo</translation>
+        </message>
+        <message>
+            <source>Enter</source>
+            <translation>Intro</translation>
+        </message>
+        <message>
+            <source>Zoom to the selected token or range</source>
+            <translation>Ampliar al token o intervalo seleccionado</translation>
+        </message>
+        <message>
+            <source>Esc</source>
+            <translation>Esc</translation>
+        </message>
+        <message>
+            <source>Clear the selection</source>
+            <translation>Borrar la selección</translation>
+        </message>
+        <message>
             <source>waiting for {0}</source>
             <translation>esperando a {0}</translation>
         </message>
@@ -9295,24 +9311,8 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>tope {0} GB/s</translation>
         </message>
         <message>
-            <source>Token of step {0}: {1}</source>
-            <translation>Token del paso {0}: {1}</translation>
-        </message>
-        <message>
-            <source>{0} tokens at {1}/s</source>
-            <translation>{0} tokens a {1}/s</translation>
-        </message>
-        <message>
-            <source>{0} hits per token</source>
-            <translation>{0} aciertos por token</translation>
-        </message>
-        <message>
-            <source>{0} fetched</source>
-            <translation>{0} traídos</translation>
-        </message>
-        <message>
-            <source>{0} on the CPU</source>
-            <translation>{0} en la CPU</translation>
+            <source>token ticks</source>
+            <translation>marcas de tokens</translation>
         </message>
     </context>
     <context>

@@ -9151,8 +9151,24 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>{0}, toute la machine</translation>
         </message>
         <message>
-            <source>token ticks</source>
-            <translation>repères de tokens</translation>
+            <source>Token of step {0}: {1}</source>
+            <translation>Token de l’étape {0} : {1}</translation>
+        </message>
+        <message>
+            <source>{0} tokens at {1}/s</source>
+            <translation>{0} tokens à {1}/s</translation>
+        </message>
+        <message>
+            <source>{0} hits per token</source>
+            <translation>{0} succès par token</translation>
+        </message>
+        <message>
+            <source>{0} fetched</source>
+            <translation>{0} transférés</translation>
+        </message>
+        <message>
+            <source>{0} on the CPU</source>
+            <translation>{0} sur le processeur</translation>
         </message>
         <message>
             <source>layer {0}</source>
@@ -9165,62 +9181,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>{0} {1} tokens</source>
             <translation>{0} {1} tokens</translation>
-        </message>
-        <message>
-            <source>Move through time</source>
-            <translation>Se déplacer dans le temps</translation>
-        </message>
-        <message>
-            <source>Move by almost a full view</source>
-            <translation>Se déplacer de presque une vue entière</translation>
-        </message>
-        <message>
-            <source>Zoom in, zoom out</source>
-            <translation>Agrandir, réduire</translation>
-        </message>
-        <message>
-            <source>Space</source>
-            <translation>Espace</translation>
-        </message>
-        <message>
-            <source>Freeze the view, or follow live</source>
-            <translation>Figer la vue, ou suivre en direct</translation>
-        </message>
-        <message>
-            <source>Home</source>
-            <translation>Origine</translation>
-        </message>
-        <message>
-            <source>Go back to now</source>
-            <translation>Revenir à maintenant</translation>
-        </message>
-        <message>
-            <source>Move the crosshair; with Shift, farther</source>
-            <translation>Déplacer le réticule ; avec Maj, plus loin</translation>
-        </message>
-        <message>
-            <source>Select the previous or next token</source>
-            <translation>Sélectionner le token précédent ou suivant</translation>
-        </message>
-        <message>
-            <source>Select a range</source>
-            <translation>Sélectionner une plage</translation>
-        </message>
-        <message>
-            <source>Enter</source>
-            <translation>Entrée</translation>
-        </message>
-        <message>
-            <source>Zoom to the selected token or range</source>
-            <translation>Zoomer sur le token ou la plage sélectionnés</translation>
-        </message>
-        <message>
-            <source>Esc</source>
-            <translation>Échap</translation>
-        </message>
-        <message>
-            <source>Clear the selection</source>
-            <translation>Effacer la sélection</translation>
         </message>
         <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
@@ -9283,6 +9243,62 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>{0} sur {1}</translation>
         </message>
         <message>
+            <source>Move through time</source>
+            <translation>Se déplacer dans le temps</translation>
+        </message>
+        <message>
+            <source>Move by almost a full view</source>
+            <translation>Se déplacer de presque une vue entière</translation>
+        </message>
+        <message>
+            <source>Zoom in, zoom out</source>
+            <translation>Agrandir, réduire</translation>
+        </message>
+        <message>
+            <source>Space</source>
+            <translation>Espace</translation>
+        </message>
+        <message>
+            <source>Freeze the view, or follow live</source>
+            <translation>Figer la vue, ou suivre en direct</translation>
+        </message>
+        <message>
+            <source>Home</source>
+            <translation>Origine</translation>
+        </message>
+        <message>
+            <source>Go back to now</source>
+            <translation>Revenir à maintenant</translation>
+        </message>
+        <message>
+            <source>Move the crosshair; with Shift, farther</source>
+            <translation>Déplacer le réticule ; avec Maj, plus loin</translation>
+        </message>
+        <message>
+            <source>Select the previous or next token</source>
+            <translation>Sélectionner le token précédent ou suivant</translation>
+        </message>
+        <message>
+            <source>Select a range</source>
+            <translation>Sélectionner une plage</translation>
+        </message>
+        <message>
+            <source>Enter</source>
+            <translation>Entrée</translation>
+        </message>
+        <message>
+            <source>Zoom to the selected token or range</source>
+            <translation>Zoomer sur le token ou la plage sélectionnés</translation>
+        </message>
+        <message>
+            <source>Esc</source>
+            <translation>Échap</translation>
+        </message>
+        <message>
+            <source>Clear the selection</source>
+            <translation>Effacer la sélection</translation>
+        </message>
+        <message>
             <source>waiting for {0}</source>
             <translation>attend {0}</translation>
         </message>
@@ -9295,24 +9311,8 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>plafond {0} Go/s</translation>
         </message>
         <message>
-            <source>Token of step {0}: {1}</source>
-            <translation>Token de l’étape {0} : {1}</translation>
-        </message>
-        <message>
-            <source>{0} tokens at {1}/s</source>
-            <translation>{0} tokens à {1}/s</translation>
-        </message>
-        <message>
-            <source>{0} hits per token</source>
-            <translation>{0} succès par token</translation>
-        </message>
-        <message>
-            <source>{0} fetched</source>
-            <translation>{0} transférés</translation>
-        </message>
-        <message>
-            <source>{0} on the CPU</source>
-            <translation>{0} sur le processeur</translation>
+            <source>token ticks</source>
+            <translation>repères de tokens</translation>
         </message>
     </context>
     <context>

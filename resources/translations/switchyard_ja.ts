@@ -9114,8 +9114,24 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0}、マシン全体</translation>
         </message>
         <message>
-            <source>token ticks</source>
-            <translation>トークンの目盛り</translation>
+            <source>Token of step {0}: {1}</source>
+            <translation>ステップ{0}のトークン: {1}</translation>
+        </message>
+        <message>
+            <source>{0} tokens at {1}/s</source>
+            <translation>{0}トークン、{1}/秒</translation>
+        </message>
+        <message>
+            <source>{0} hits per token</source>
+            <translation>トークンあたりヒット{0}</translation>
+        </message>
+        <message>
+            <source>{0} fetched</source>
+            <translation>取得 {0}</translation>
+        </message>
+        <message>
+            <source>{0} on the CPU</source>
+            <translation>CPU {0}</translation>
         </message>
         <message>
             <source>layer {0}</source>
@@ -9128,62 +9144,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} {1} tokens</source>
             <translation>{0} {1}トークン</translation>
-        </message>
-        <message>
-            <source>Move through time</source>
-            <translation>時間を移動</translation>
-        </message>
-        <message>
-            <source>Move by almost a full view</source>
-            <translation>ほぼ1画面分移動</translation>
-        </message>
-        <message>
-            <source>Zoom in, zoom out</source>
-            <translation>拡大、縮小</translation>
-        </message>
-        <message>
-            <source>Space</source>
-            <translation>スペース</translation>
-        </message>
-        <message>
-            <source>Freeze the view, or follow live</source>
-            <translation>表示を固定、またはライブに追従</translation>
-        </message>
-        <message>
-            <source>Home</source>
-            <translation>Home</translation>
-        </message>
-        <message>
-            <source>Go back to now</source>
-            <translation>現在に戻る</translation>
-        </message>
-        <message>
-            <source>Move the crosshair; with Shift, farther</source>
-            <translation>十字線を移動（Shiftで大きく）</translation>
-        </message>
-        <message>
-            <source>Select the previous or next token</source>
-            <translation>前後のトークンを選択</translation>
-        </message>
-        <message>
-            <source>Select a range</source>
-            <translation>範囲を選択</translation>
-        </message>
-        <message>
-            <source>Enter</source>
-            <translation>Enter</translation>
-        </message>
-        <message>
-            <source>Zoom to the selected token or range</source>
-            <translation>選択したトークンや範囲を拡大</translation>
-        </message>
-        <message>
-            <source>Esc</source>
-            <translation>Esc</translation>
-        </message>
-        <message>
-            <source>Clear the selection</source>
-            <translation>選択を解除</translation>
         </message>
         <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
@@ -9246,6 +9206,62 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} / {1}</translation>
         </message>
         <message>
+            <source>Move through time</source>
+            <translation>時間を移動</translation>
+        </message>
+        <message>
+            <source>Move by almost a full view</source>
+            <translation>ほぼ1画面分移動</translation>
+        </message>
+        <message>
+            <source>Zoom in, zoom out</source>
+            <translation>拡大、縮小</translation>
+        </message>
+        <message>
+            <source>Space</source>
+            <translation>スペース</translation>
+        </message>
+        <message>
+            <source>Freeze the view, or follow live</source>
+            <translation>表示を固定、またはライブに追従</translation>
+        </message>
+        <message>
+            <source>Home</source>
+            <translation>Home</translation>
+        </message>
+        <message>
+            <source>Go back to now</source>
+            <translation>現在に戻る</translation>
+        </message>
+        <message>
+            <source>Move the crosshair; with Shift, farther</source>
+            <translation>十字線を移動（Shiftで大きく）</translation>
+        </message>
+        <message>
+            <source>Select the previous or next token</source>
+            <translation>前後のトークンを選択</translation>
+        </message>
+        <message>
+            <source>Select a range</source>
+            <translation>範囲を選択</translation>
+        </message>
+        <message>
+            <source>Enter</source>
+            <translation>Enter</translation>
+        </message>
+        <message>
+            <source>Zoom to the selected token or range</source>
+            <translation>選択したトークンや範囲を拡大</translation>
+        </message>
+        <message>
+            <source>Esc</source>
+            <translation>Esc</translation>
+        </message>
+        <message>
+            <source>Clear the selection</source>
+            <translation>選択を解除</translation>
+        </message>
+        <message>
             <source>waiting for {0}</source>
             <translation>{0}を待機中</translation>
         </message>
@@ -9258,24 +9274,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>上限 {0} GB/s</translation>
         </message>
         <message>
-            <source>Token of step {0}: {1}</source>
-            <translation>ステップ{0}のトークン: {1}</translation>
-        </message>
-        <message>
-            <source>{0} tokens at {1}/s</source>
-            <translation>{0}トークン、{1}/秒</translation>
-        </message>
-        <message>
-            <source>{0} hits per token</source>
-            <translation>トークンあたりヒット{0}</translation>
-        </message>
-        <message>
-            <source>{0} fetched</source>
-            <translation>取得 {0}</translation>
-        </message>
-        <message>
-            <source>{0} on the CPU</source>
-            <translation>CPU {0}</translation>
+            <source>token ticks</source>
+            <translation>トークンの目盛り</translation>
         </message>
     </context>
     <context>

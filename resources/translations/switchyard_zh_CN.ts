@@ -9114,8 +9114,24 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0}，整台机器</translation>
         </message>
         <message>
-            <source>token ticks</source>
-            <translation>token 刻度</translation>
+            <source>Token of step {0}: {1}</source>
+            <translation>第 {0} 步的 token：{1}</translation>
+        </message>
+        <message>
+            <source>{0} tokens at {1}/s</source>
+            <translation>{0} 个 token，{1}/秒</translation>
+        </message>
+        <message>
+            <source>{0} hits per token</source>
+            <translation>每 token 命中 {0}</translation>
+        </message>
+        <message>
+            <source>{0} fetched</source>
+            <translation>取入 {0}</translation>
+        </message>
+        <message>
+            <source>{0} on the CPU</source>
+            <translation>CPU {0}</translation>
         </message>
         <message>
             <source>layer {0}</source>
@@ -9128,62 +9144,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} {1} tokens</source>
             <translation>{0} {1} 个 token</translation>
-        </message>
-        <message>
-            <source>Move through time</source>
-            <translation>在时间上移动</translation>
-        </message>
-        <message>
-            <source>Move by almost a full view</source>
-            <translation>移动将近一屏</translation>
-        </message>
-        <message>
-            <source>Zoom in, zoom out</source>
-            <translation>放大、缩小</translation>
-        </message>
-        <message>
-            <source>Space</source>
-            <translation>空格键</translation>
-        </message>
-        <message>
-            <source>Freeze the view, or follow live</source>
-            <translation>冻结视图，或实时跟随</translation>
-        </message>
-        <message>
-            <source>Home</source>
-            <translation>Home</translation>
-        </message>
-        <message>
-            <source>Go back to now</source>
-            <translation>回到当前</translation>
-        </message>
-        <message>
-            <source>Move the crosshair; with Shift, farther</source>
-            <translation>移动十字线；按住 Shift 移动更远</translation>
-        </message>
-        <message>
-            <source>Select the previous or next token</source>
-            <translation>选择上一个或下一个 token</translation>
-        </message>
-        <message>
-            <source>Select a range</source>
-            <translation>选择范围</translation>
-        </message>
-        <message>
-            <source>Enter</source>
-            <translation>Enter</translation>
-        </message>
-        <message>
-            <source>Zoom to the selected token or range</source>
-            <translation>放大到所选 token 或范围</translation>
-        </message>
-        <message>
-            <source>Esc</source>
-            <translation>Esc</translation>
-        </message>
-        <message>
-            <source>Clear the selection</source>
-            <translation>清除选择</translation>
         </message>
         <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
@@ -9246,6 +9206,62 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} / {1}</translation>
         </message>
         <message>
+            <source>Move through time</source>
+            <translation>在时间上移动</translation>
+        </message>
+        <message>
+            <source>Move by almost a full view</source>
+            <translation>移动将近一屏</translation>
+        </message>
+        <message>
+            <source>Zoom in, zoom out</source>
+            <translation>放大、缩小</translation>
+        </message>
+        <message>
+            <source>Space</source>
+            <translation>空格键</translation>
+        </message>
+        <message>
+            <source>Freeze the view, or follow live</source>
+            <translation>冻结视图，或实时跟随</translation>
+        </message>
+        <message>
+            <source>Home</source>
+            <translation>Home</translation>
+        </message>
+        <message>
+            <source>Go back to now</source>
+            <translation>回到当前</translation>
+        </message>
+        <message>
+            <source>Move the crosshair; with Shift, farther</source>
+            <translation>移动十字线；按住 Shift 移动更远</translation>
+        </message>
+        <message>
+            <source>Select the previous or next token</source>
+            <translation>选择上一个或下一个 token</translation>
+        </message>
+        <message>
+            <source>Select a range</source>
+            <translation>选择范围</translation>
+        </message>
+        <message>
+            <source>Enter</source>
+            <translation>Enter</translation>
+        </message>
+        <message>
+            <source>Zoom to the selected token or range</source>
+            <translation>放大到所选 token 或范围</translation>
+        </message>
+        <message>
+            <source>Esc</source>
+            <translation>Esc</translation>
+        </message>
+        <message>
+            <source>Clear the selection</source>
+            <translation>清除选择</translation>
+        </message>
+        <message>
             <source>waiting for {0}</source>
             <translation>正在等待 {0}</translation>
         </message>
@@ -9258,24 +9274,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>上限 {0} GB/s</translation>
         </message>
         <message>
-            <source>Token of step {0}: {1}</source>
-            <translation>第 {0} 步的 token：{1}</translation>
-        </message>
-        <message>
-            <source>{0} tokens at {1}/s</source>
-            <translation>{0} 个 token，{1}/秒</translation>
-        </message>
-        <message>
-            <source>{0} hits per token</source>
-            <translation>每 token 命中 {0}</translation>
-        </message>
-        <message>
-            <source>{0} fetched</source>
-            <translation>取入 {0}</translation>
-        </message>
-        <message>
-            <source>{0} on the CPU</source>
-            <translation>CPU {0}</translation>
+            <source>token ticks</source>
+            <translation>token 刻度</translation>
         </message>
     </context>
     <context>

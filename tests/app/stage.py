@@ -1197,7 +1197,7 @@ def _settings_tools(stage: Stage) -> None:
     tools.put(ToolServer("notes", "npx", command, tools=listed))
     tools.put(ToolServer("web", url="https://search.example.org/mcp", is_on=False))
     tools.problems["web"] = "web did not speak MCP within 30 seconds of its start: check its command or address."
-    tools.allow_always("notes/read_note")
+    tools.allow_always(next(each.key for each in tools.offered() if each.name == "read_note"))
     page = stage.window.page(SETTINGS)
     assert isinstance(page, SettingsPage)
     stage.window.show_page(SETTINGS)

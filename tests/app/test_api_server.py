@@ -20,11 +20,11 @@ from app.services.settings import Settings
 from app.views.settings.other_programs import OUTCOME, PROGRAM, OtherProgramsCard, ServedRequests
 from engine.common.paths import log_dir
 from engine.protocol import Served
-from engine.serving.link import DeskLink
+from engine.serving.link import BrokerLink
 from engine.serving.link_folder import PREFIX
 from tests import plain_http
 from tests.app.scripted_engine import ScriptedEngine
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 
 class Engine(ScriptedEngine):
@@ -32,11 +32,11 @@ class Engine(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.links: list[DeskLink] = []
+        self.links: list[BrokerLink] = []
 
     def serve_others(self, address: str, secret: str) -> None:
         if address:
-            self.links.append(DeskLink(address, secret, ScriptedDesk(ends=True)))
+            self.links.append(BrokerLink(address, secret, ScriptedBroker(ends=True)))
             self.links[-1].model_is(Path("models/small"))
 
 

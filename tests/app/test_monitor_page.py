@@ -23,7 +23,7 @@ from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor.page import MonitorPage, session_title
-from app.views.monitor.summary import advice_sentence, time_parts, waiting_sentence
+from app.views.monitor.summary import advice_sentence, time_parts, waiting_words
 from app.widgets.expert_map.data import draw_map, map_data
 from app.widgets.expert_map.view import ExpertMapView
 from app.widgets.timeline.strip import TimelineStrip
@@ -241,17 +241,20 @@ def test_the_strip_opens_the_monitor(qtbot: QtBot, hub: TelemetryHub, page: Moni
 
 def test_sentences() -> None:
     waited = Waiting(200, 4.0, {"cpu_experts": 0.61, OTHER: 0.3, "gpu": 0.08, "disk": 0.01})
-    said = waiting_sentence(waited)
+    said = " ".join(waiting_words(waited)).strip()
     assert said.startswith("Last 200 tokens, 50")
     assert said.index("61%") < said.index("30%") < said.index("8%")
     assert "disk" not in said
-    busy = waiting_sentence(replace(waited, others=0.94))
+    busy = " ".join(waiting_words(replace(waited, others=0.94))).strip()
     assert busy.index("94%") < busy.index("200 tokens")
-    assert "2 pictures were read first, in 1.3 s." in waiting_sentence(replace(waited, pictures=2, pictures_s=1.3))
-    batch = waiting_sentence(replace(waited, tokens=240, steps=20, is_batch=True))
+    assert (
+        "2 pictures were read first, in 1.3 s."
+        in " ".join(waiting_words(replace(waited, pictures=2, pictures_s=1.3))).strip()
+    )
+    batch = " ".join(waiting_words(replace(waited, tokens=240, steps=20, is_batch=True))).strip()
     assert "Batch" in batch
     assert "12 per step" in batch
-    assert waiting_sentence(Waiting(0, 0.0, {})) == "Nothing has been decoded yet."
+    assert " ".join(waiting_words(Waiting(0, 0.0, {}))).strip() == "Nothing has been decoded yet."
     assert "int8 weights would be about 1.5 times" in advice_sentence(Advice("precision", "int8", 1.5))
     assert advice_sentence(None) == ""
 

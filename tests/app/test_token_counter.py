@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from app.services import token_counter
 from app.services.token_counter import TOKENS_PER_TURN, TokenCounter
-from engine.foreign_text.child import serve
-from tests.foreign_tokenizers import SLOW_TEXT, write_slow_tokenizer
+from engine.untrusted_text.child import serve
+from tests.untrusted_tokenizers import SLOW_TEXT, write_slow_tokenizer
 
 WAIT_MS = 30_000
 

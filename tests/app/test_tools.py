@@ -297,15 +297,37 @@ def test_what_may_run_unasked(tools: Tools) -> None:
     ]
     own = OfferedTool(offered["clock"].tool, "clock", "evil")
     assert not own.may_run(tools.always_allowed)
-    assert own.may_run(("evil/clock",))
-    tools.allow_always("evil/clock")
+    assert own.may_run((own.key,))
+    tools.allow_always(own.key)
     assert own.may_run(tools.always_allowed)
     tools.put(ToolServer("evil", "x"))
     tools.put(ToolServer("evil", "y"))  # another program is not allowed what that one was
     assert not own.may_run(tools.always_allowed)
-    tools.allow_always("evil/clock")
+    tools.allow_always(own.key)
     tools.remove("evil")
     assert not own.may_run(tools.always_allowed)
+
+
+def test_a_tool_that_says_something_else_of_itself_asks_again(tools: Tools, qtbot: QtBot) -> None:
+    """Of itself is what it describes and what arguments it takes: a server may change both once it is allowed."""
+
+    tools.put(server("changes"))
+
+    def look() -> OfferedTool:
+        outcomes: list[Outcome] = []
+        tools.look(tools.servers[0], outcomes.append)
+        qtbot.waitUntil(lambda: bool(outcomes), timeout=60_000)
+        return next(each for each in tools.offered() if each.server)
+
+    for number in range(4):  # as it was, with another description, with other arguments, and no more changes
+        offered = look()
+        assert offered.may_run(tools.always_allowed) == (number == 3)
+        tools.allow_always(offered.key)
+        assert offered.may_run(tools.always_allowed)
+        assert len(tools.always_allowed) == 1
+    tools._settings.set("allowed_tools", ["changes/go", "/clock"])  # of an older version
+    assert not offered.may_run(tools.always_allowed)
+    assert tools.always_allowed == ("/clock",)
 
 
 def test_arguments_that_are_no_object_are_refused(tools: Tools, qtbot: QtBot) -> None:

@@ -33,18 +33,29 @@ from tests.engine.seeing_models import GEMMA4_TOWER, drawn
 from tests.engine.tiny_families import model_class, tiny_config
 
 CASES = {
+    "deepseek3": ("kimi_k25", (48, 32)),
+    "dots3note": ("dots3_note", (48, 32)),
     "gemma3": ("gemma3", (16, 16)),
     "gemma4": ("gemma4", (240, 168)),
+    "glm4": ("glm4v", (96, 72)),
     "glm4-moe": ("glm4v_moe", (96, 72)),
+    "glm5-next": ("glm5_next", (96, 72)),
+    "kimivl": ("kimi_k25", (48, 32)),
     "llama4": ("llama4", (16, 16)),
+    "minimax-m3": ("minimax_m3_vl", (96, 64)),
     "mistral3": ("mistral3", (48, 32)),
+    "qwen2-vl": ("qwen2_vl", (160, 136)),
     "qwen2vl": ("qwen2_5_vl", (160, 136)),
     "qwen35": ("qwen3_5", (48, 32)),
     "qwen35moe": ("qwen3_5_moe", (48, 32)),
     "qwen3vl": ("qwen3_vl", (48, 32)),
     "qwen3vlmoe": ("qwen3_vl_moe", (48, 32)),
+    "qwen4exp": ("qwen4_exp", (48, 32)),
+    "step35": ("step3p7", (64, 64)),
 }
 """By the name of the text's file: the whole model, and the size of the picture, which needs no other."""
+TEXTS = {"kimivl": "deepseek3", "qwen2-vl": "qwen2vl"}
+"""Those for which that is another."""
 _LIMITS = {"min_pixels": 64, "max_pixels": 2**20}
 SIZES = ((48, 32), (33, 50), (300, 22), (7, 9), (200, 301))
 _ROWS = 6
@@ -103,13 +114,19 @@ def main(names: list[str]) -> None:
 
 def _make(name: str, whole: str, size: tuple[int, int], folder: Path) -> None:
     text = folder / "text.gguf"
-    text.write_bytes(lzma.decompress((DATA / f"{name}.gguf.xz").read_bytes()))
+    text.write_bytes(lzma.decompress((DATA / f"{TEXTS.get(name, name)}.gguf.xz").read_bytes()))
     width = int(read_gguf(text).value("embedding_length"))  # type: ignore[call-overload]
     model = tower(whole, width, name)
     model.save_pretrained(folder)
-    weights = folder / "model.safetensors"
-    named = {re.sub(*_PUBLISHED.get(whole, ("^$", "")), key): each for key, each in load_file(weights).items()}
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    named = load_file(weights)
+    for pattern, published in _PUBLISHED.get(name, _PUBLISHED.get(whole, {})).items():
+        named = {re.sub(pattern, published, key): each for key, each in named.items()}
     save_file(named, weights, {"format": "pt"})
+    said = json.loads(config.read_text(encoding="utf-8"))
+    for part, values in _WRITTEN.get(name, {}).items():
+        (said[part] if part else said).update(values)
+    config.write_text(json.dumps(said), encoding="utf-8")
     save_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["[IMG_BREAK]"])
@@ -119,15 +136,16 @@ def _make(name: str, whole: str, size: tuple[int, int], folder: Path) -> None:
         if whole == "gemma4"
         else {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     )
-    said = {**colours, "image_seq_length": 4}
+    said = {**colours, "image_seq_length": 4, **_PREPARED.get(name, {})}
     (folder / "preprocessor_config.json").write_text(json.dumps(said), encoding="utf-8")
     file, picture = folder / "mmproj.gguf", drawn(*size)
-    _run(sys.executable, _CONVERT, folder, file, LLAMA4=whole == "llama4")
+    # Without its assertions it writes tiny towers, too.
+    _run([sys.executable, "-O"], _CONVERT, folder, file, LLAMA4=whole == "llama4")
     image = Image.open(io.BytesIO(base64.b64decode(picture.data))).convert("RGB")
     theirs, deep = _theirs(model, whole, image)
     (folder / "pixels").write_bytes(image.tobytes())
     wide = width * (1 + len(deep))
-    _run(str(LLAMA_CPP.python()), _ENCODE, folder, file, TEXT=str(text), SIZE=size, SIZES=SIZES, WIDE=wide)
+    _run([str(LLAMA_CPP.python())], _ENCODE, folder, file, TEXT=str(text), SIZE=size, SIZES=SIZES, WIDE=wide)
     with np.load(folder / "encoded.npz") as read:
         peer, tokens = read["rows"], read["tokens"].tolist()
     if whole == "llama4":  # llama.cpp gives a tile's tokens column by column
@@ -158,13 +176,18 @@ def _make(name: str, whole: str, size: tuple[int, int], folder: Path) -> None:
 
 def tower(whole: str, width: int, seed: str) -> Any:
     """The library's model of a family with a random tower whose rows are so wide."""
-    config = tiny_config(whole, **({"vision_config": GEMMA4_TOWER} if whole == "gemma4" else {}))
+    own = {"gemma4": GEMMA4_TOWER, "dots3_note": _DOTS}.get(whole)
+    config = tiny_config(whole, **({"vision_config": own} if own else {}))
     vision = config.vision_config
     config.text_config.hidden_size = width
     usual = {"out_hidden_size": width, "depth": 2, "vision_use_head": False}
     for name, value in {**usual, **_CHANGES.get(whole, {})}.items():
         if hasattr(vision, name):
             setattr(vision, name, value)
+    if whole == "kimi_k25":
+        config.projection_hidden_size = vision.hidden_size
+    elif whole == "qwen2_vl":
+        vision.hidden_size = width
     torch.manual_seed(sum(map(ord, seed)))
     model = model_class(config)(config).float().eval()
     with torch.no_grad():
@@ -177,15 +200,71 @@ def tower(whole: str, width: int, seed: str) -> Any:
     return model
 
 
+_DOTS = {
+    "adapter_in_dim": 32, "adapter_out_dim": 32, "pyramid_num_routed": [-1, 4], "num_hidden_layers": 2,
+    "moe_intermediate_size": 16, "capacity_factor": 2,
+}  # fmt: skip
+_KIMI = {"^model\\.": "", r"encoder\.patch_embed": "patch_embed"}
 _PUBLISHED = {
-    "gemma3": (r"^vision_tower\.", "vision_tower.vision_model."),
-    "mistral3": (r"^language_model\.model\.", "model."),
+    "gemma3": {r"^vision_tower\.": "vision_tower.vision_model."},
+    "kimi_k25": _KIMI,
+    "kimivl": {
+        **_KIMI,
+        "^mm_projector": "multi_modal_projector",
+        r"\.proj\.0": ".linear_1",
+        r"\.proj\.2": ".linear_2",
+    },
+    "mistral3": {r"^language_model\.model\.": "model."},
 }
-"""How names begin in what is published, if the library writes others."""
+"""How names in what is published differ, by the case or its whole, if the library writes others."""
+_WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek3": {
+        "": {"architectures": ["KimiK25ForConditionalGeneration"]},
+        "vision_config": {"init_pos_emb_height": 4, "init_pos_emb_width": 4},
+    },
+    "dots3note": {
+        "": {"model_type": "unknown"},
+        "vision_config": {
+            "embed_dim": 32,
+            "pyramid_num_routed": [-1, 4],
+            "adapter_type": "patch_merger",
+            "pre_pixel_shuffle": True,
+            "use_qk_norm": True,
+            "capacity_factor": 2,
+        },
+        "audio_config": {
+            "use_conv2d_stem": True,
+            "use_rope": True,
+            "use_rms_norm": True,
+            "chunk_seconds": 60,
+            "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0},
+            "whisper_config": {
+                "activation_function": "swiglu",
+                "d_model": 32,
+                "encoder_ffn_dim": 32,
+                "encoder_attention_heads": 2,
+                "encoder_layers": 1,
+                "num_mel_bins": 16,
+            },
+        },
+    },
+    "kimivl": {"": {"architectures": ["KimiVLForConditionalGeneration"]}},
+    "step35": {"": {"understand_projector_stride": 2}},
+}
+"""What config.json says there, by its parts, besides."""
+_PREPARED = {
+    "dots3note": {"min_pixels": 64, "max_pixels": 2**20},
+    "glm5-next": {"patch_size": 4, "merge_size": 2, "min_image_tokens": 2, "max_image_tokens": 2000},
+}
+"""And preprocessor_config.json."""
 _CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"intermediate_size": 48},
     **{each: {"num_hidden_layers": 3} for each in ("llama4", "mistral3")},
+    "kimi_k25": {"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 64},
+    "minimax_m3_vl": {"num_hidden_layers": 3, "hidden_size": 56},
     "qwen2_5_vl": {"window_size": 112, "fullatt_block_indexes": [2], "depth": 3, "intermediate_size": 48},
+    "qwen2_vl": {"depth": 3},
+    "step3p7": {"num_hidden_layers": 2, "image_size": 64},
 }
 """Of towers: what llama.cpp takes for granted, and square matrices for swapped."""
 
@@ -195,7 +274,7 @@ def _theirs(model: Any, whole: str, image: Image.Image) -> tuple[Any, list[Any]]
     from engine.families.pictures import SIGHTS
     from engine.runtime.picture_processors import processor_of
 
-    limits = _LIMITS if whole.startswith("qwen") else {}
+    limits = _LIMITS if whole.startswith(("qwen", "dots")) else {}
     sizes = SIGHTS[whole].reading(model.config.vision_config.to_dict(), limits, model.config.to_dict())
     processor = processor_of(Path("none"), sizes)
     processor.image_mean = processor.image_std = [0.5] * 3
@@ -212,12 +291,12 @@ def _theirs(model: Any, whole: str, image: Image.Image) -> tuple[Any, list[Any]]
     return rows.reshape(-1, rows.shape[-1]).numpy(), [each.numpy() for each in deep]
 
 
-def _run(python: str, program: str, folder: Path, file: Path, **names: Any) -> None:
+def _run(python: list[str], program: str, folder: Path, file: Path, **names: Any) -> None:
     source = str(LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp")
     given = {"SOURCE": source, "FOLDER": str(folder), "FILE": str(file), **names}
     text = "\n".join(f"{key} = {value!r}" for key, value in given.items()) + program
     env = {**LLAMA_CPP.environment(), "MTMD_CPP_LIB": os.environ.get("MTMD_CPP_LIB", "")}
-    done = subprocess.run([python, "-c", text], env=env, capture_output=True, text=True)
+    done = subprocess.run([*python, "-c", text], env=env, capture_output=True, text=True)
     if done.returncode:
         sys.stderr.write(done.stderr[-4000:])
     done.check_returncode()

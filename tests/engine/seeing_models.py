@@ -26,16 +26,17 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKS = ("<|picture_begin|>", "<|image|>", "<|picture_end|>")
+_STEP_MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 _OTHERS = (
     *("<|video|>", "<|sound|>", "[IMG_BREAK]", "[IMG_END]"),
     *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
-    *("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>"),
-    *("]<]start of image[>[", "]<]end of image[>["),
+    *_STEP_MARKS,
+    *("]<]start of image[>[", "]<]end of image[>[", "<img>", "</img>"),
 )
 _WRITE_ONE = frozenset(
     (
-        *("gemma4", "llama4", "minimax_m3_vl", "mistral3", "mistral_large4", "muse_spark"),
-        "step3p7",
+        *("gemma4", "internvl", "llama4", "minimax_m3_vl", "mistral3", "mistral_large4", "muse_spark"),
+        *("nemotron_h_omni", "step3p7"),
     )
 )
 """Whose templates write one token for a picture."""
@@ -44,11 +45,15 @@ _FIRST = 320
 
 _QWEN = {"size": {"shortest_edge": 64, "longest_edge": 64 * 40}, "temporal_patch_size": 2}
 _PREPARED: dict[str, dict[str, Any]] = {
+    "aria": {"max_image_size": 490},
+    "deepseek_ocr2": {"size": {"height": 256, "width": 256}, "tile_size": 192},
     "ernie4_5_vl_moe": {**_QWEN, "temporal_patch_size": 1},
     "gemma3": {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     "gemma4": {"image_processor": {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3}},
     "glm4v_moe": _QWEN,
     "glm46v": _QWEN,
+    **{key: {"size": {"height": 8, "width": 8}} for key in ("inkling2", "inkling2_loop", "inkling_mm_model")},
+    "internvl": {"size": {"height": 16, "width": 16}, "max_patches": 6},
     "kimi_k25": {"size": {"max_height": 8, "max_width": 8}, "max_patches": 40, "patch_size": 4, "merge_size": 2},
     "llama4": {"max_patches": 6},
     "minimax_m3_vl": {**_QWEN, "size": [672, 672], "min_pixels": 64, "max_pixels": 64 * 40},
@@ -57,6 +62,7 @@ _PREPARED: dict[str, dict[str, Any]] = {
     "hy_v4_vl": {**_QWEN, "patch_size": 4, "temporal_patch_size": 1},
     **{key: {"size": {"longest_edge": 32}, "patch_size": 4} for key in ("mistral3", "mistral_large4")},
     "muse_spark": {"patch_size": 4, "max_image_tokens": 20},
+    "nemotron_h_omni": {"patch_size": 4, "min_num_patches": 8, "max_num_patches": 80},
     "qwen3_omni_moe_thinker": _QWEN,
     "qwen4_exp": _QWEN,
     "step3p7": {"patch_size": 16},
@@ -83,13 +89,18 @@ def seeing_checkpoint(family: str, folder: Path, **more: Any) -> Path:
     tokens = {f"{kind}_token_id": _FIRST + at for at, kind in enumerate(kinds)}
     if family == "ernie4_5_vl_moe":
         tokens = {name.replace("vision_", "image_"): at for name, at in tokens.items()}
-    if family in ("gemma3", "llama4", "minimax_m3_vl", "mistral3", "mistral_large4"):
+    if family in ("aria", "gemma3", "llama4", "minimax_m3_vl", "mistral3", "mistral_large4"):
         tokens = {"image_token_index": _FIRST + (7 if family == "llama4" else 1)}
     if family == "gemma3":
         tokens |= {"boi_token_index": _FIRST, "eoi_token_index": _FIRST + 2}
     elif family == "gemma4":
         tokens |= {"boi_token_id": _FIRST, "eoi_token_id": _FIRST + 2, "audio_token_id": _FIRST + 4}
         more = {"vision_config": GEMMA4_TOWER, **more}
+    elif family == "aria":
+        tower = {"image_size": 490, "patch_size": 98}
+        more = {"vision_config": tower, "projector_patch_to_query_dict": {"25": 4}, **more}
+    elif family == "inkling_mm_model":
+        more = {"vision_config": {"patch_size": 8, "n_layers": 5}, **more}
     elif family == "step3p7":
         more = {"vision_config": {"image_size": 32}, **more}
     folder = tiny_checkpoint(family, folder, prepare=_with_more_tokens, **tokens, **more)
@@ -108,7 +119,8 @@ def seeing_checkpoint(family: str, folder: Path, **more: Any) -> Path:
 def _with_more_tokens(model: Any) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model.resize_token_embeddings(_FIRST + 24, mean_resizing=False)
+        text = model if model.get_output_embeddings() is not None else model.language_model
+        text.resize_token_embeddings(_FIRST + 24, mean_resizing=False)
         output_embeddings(model).weight.data[_FIRST:] *= 0.01  # they are hardly ever an answer
 
 
@@ -145,12 +157,17 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 _QWEN_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _LLAMA_MARKS = ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+_GLM_MARKS = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 _IN_GGUF = {
+    "deepseek2": (("<|media_begin|>", "<|media_pad|>", "<|media_end|>"), ""),
+    "dots3note": (("<|img|>", "<|imgpad|>", "<|endofimg|>"), ""),
     "gemma3": (("<start_of_image>", "<end_of_image>"), "<start_of_image>"),
     "gemma4": (("<|image>", "<|image|>", "<image|>"), "<|image|>"),
-    "glm4moe": (("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"), ""),
+    **dict.fromkeys(("glm4", "glm4moe", "glm5-next"), (_GLM_MARKS, "")),
     "llama4": (("<|image|>", *_LLAMA_MARKS), "<|image|>"),
+    "minimax-m3": (("]<]image[>[", "]<]start of image[>[", "]<]end of image[>["), "]<]image[>["),
     "mistral3": (("[IMG]", "[IMG_BREAK]", "[IMG_END]"), "[IMG]"),
+    "step35": (("<im_patch>", *_STEP_MARKS), "<im_patch>"),
 }
 """Tokens of pictures, and what chat templates write if that is not all of them."""
 
@@ -177,12 +194,24 @@ def with_picture_tokens(file: Path, target: Path) -> Path:
         tensors = {
             name: each for name, each in tensors.items() if not name.endswith(("_q_norm.weight", "_k_norm.weight"))
         }
+    elif read.architecture == "glm4":  # GLM-4.1V's, whose queries and keys llama.cpp's converter writes in halves
+        changes["glm4.rope.dimension_sections"] = [2, 1, 1, 0]
+        turned = int(read.metadata["glm4.rope.dimension_count"])  # type: ignore[call-overload]
+        order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, 2 * turned)]
+        tensors = {
+            name: each.reshape(-1, 2 * turned, *each.shape[1:])[:, order].reshape(each.shape)
+            if ".attn_q." in name or ".attn_k." in name
+            else each
+            for name, each in tensors.items()
+        }
 
     def keys(writer: GGUFWriter) -> None:
         for key, value in {**read.metadata, **changes}.items():
             if key != "general.architecture":
                 plain = value.tolist() if isinstance(value, np.ndarray) else value
                 plain = list(plain) if isinstance(plain, Strings) else plain
-                writer.add_key_value(key, plain, GGUFValueType.get_type(plain))
+                is_long = isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.max() >= 2**31
+                inner = GGUFValueType.INT64 if is_long else None
+                writer.add_key_value(key, plain, GGUFValueType.get_type(plain), inner)
 
     return write_gguf(target, tensors, architecture=read.architecture, keys=keys)

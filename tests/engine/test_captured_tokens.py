@@ -13,7 +13,7 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.card_tokens import CardTokens
 from engine.experts.latency import LatencyModel
-from engine.experts.token_choice import TokenChoice
+from engine.experts.path_choice import PathChoice
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native.build import library_path
@@ -163,7 +163,7 @@ def test_tokens_go_the_way_that_is_chosen(card: EmulatedCudaCard, tmp_path: Path
     """Steps of both ways come out alike, and none is repeated in the other way."""
     folder = tiny_checkpoint("qwen3_moe", tmp_path)
     with captured(folder) as (model, tokens):
-        choice = tokens.choice = TokenChoice(model_latency(), len(tokens._layers), model.info.experts_per_token, 0.5)
+        choice = tokens.choice = PathChoice(model_latency(), len(tokens._layers), model.info.experts_per_token, 0.5)
         steps, counters = Steps(model, tokens), model.caches[0].counters
         steps.go_on(3)
         for turn, by_itself in enumerate((False, True, False), 1):

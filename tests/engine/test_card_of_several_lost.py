@@ -58,8 +58,8 @@ def test_the_others_go_on(cards: int, lost: int, sharing: str, expected: Referen
     try:
         assert engine._loaded is not None
         assert engine._loaded.devices is not None
-        assert engine._way_back is not None
-        engine._way_back._prove = lambda: None
+        assert engine._failback is not None
+        engine._failback._prove = lambda: None
         assert tokens(ask(engine, [PROMPT])[0]) == expected.first
         engine._loaded.devices.devices[lost].close()
         assert tokens(ask(engine, [PROMPT])[0]) == expected.first
@@ -138,8 +138,8 @@ def two_cards(expected: Reference) -> Iterator[Engine]:
         sharing="experts",
     )
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    assert engine._way_back is not None
-    engine._way_back._prove = lambda: None
+    assert engine._failback is not None
+    engine._failback._prove = lambda: None
     yield engine
     engine.unload()
 

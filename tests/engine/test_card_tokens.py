@@ -20,7 +20,7 @@ from engine.common.errors import EngineError
 from engine.devices.device import CopyRecord
 from engine.experts.card_tokens import CardTokens
 from engine.experts.latency import LatencyModel
-from engine.experts.token_choice import TokenChoice
+from engine.experts.path_choice import PathChoice
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
@@ -108,7 +108,7 @@ def test_tokens_go_the_way_that_is_chosen(tmp_path: Path) -> None:
     cpu = OnCpu.of(folder)
     with on_card(folder) as (model, tokens):
         latency = LatencyModel("bf16", 10**4, 1e-4, 0.0, 1e-5, 1, 0.0, 0.0, 10**8)
-        choice = tokens.choice = TokenChoice(latency, len(tokens._layers), model.info.experts_per_token, 0.5)
+        choice = tokens.choice = PathChoice(latency, len(tokens._layers), model.info.experts_per_token, 0.5)
         counters = model.caches[0].counters
         for by_itself in (True, False, True):
             choice._choice.take = lambda *_, way=by_itself, **__: way  # type: ignore[method-assign]

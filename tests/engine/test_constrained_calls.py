@@ -47,6 +47,7 @@ FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "deepseek-fenced": ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", ()),
+    "dsml": ("deepseek_v32", "tools <｜DSML｜function_calls>", ()),
     "minimax": ("minimax_m2", "tools <minimax:tool_call>", ()),
     "minimax-m3": ("minimax_m3_vl", "tools", (NEST,)),
     "minimax-m3-text": ("minimax_m3_vl", "tools", ()),
@@ -61,7 +62,7 @@ FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-ENDS = ("\n</parameter>\n", "</parameter>", "</arg_value>", '<|"|>', NEST)
+ENDS = ("\n</parameter>\n", "</parameter>", "</arg_value>", '<|"|>', NEST, "</｜DSML｜parameter>")
 
 
 class Model:
@@ -135,6 +136,10 @@ _PLAIN = st.sampled_from(
         {"type": ["string", "null"]},
         {"const": 7},
         {"const": "as it is"},
+        {"enum": [1, "2", True, "false"]},
+        {"anyOf": [{"enum": ["two words", "7"], "type": "string"}, {"type": "null"}]},
+        {"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 0, "maximum": 99}]},
+        {"anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}]},
     ]
 )
 
@@ -183,6 +188,40 @@ def test_a_required_call_satisfies_its_schema(
     text = model.answer(held, "", seed)
     (call,) = _read(model, tools, text, is_call=isinstance(held, ConstrainedAnswer))[:1]
     jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+_COLOURS = Tool(
+    "paint",
+    "",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "colour": {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}], "default": None},
+                "level": {"allOf": [{"$ref": "#/$defs/Level"}]},
+                "itself": {"anyOf": [{"$ref": "#/properties/itself"}, {"$ref": "#/properties/itself"}]},
+            },
+            "required": ["colour", "level"],
+            "$defs": {
+                "Colour": {"enum": ["dark red", "blue"], "type": "string"},
+                "Level": {"oneOf": [{"const": "auto"}, {"const": "3"}]},
+            },
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize("name", ["coder", "glm", "minimax", "minimax-m3", "dsml", "lfm", "gemma"])
+def test_named_values_behind_references_are_the_only_ones(models: dict[str, Model], name: str) -> None:
+    """As pydantic writes enumerations, one of them optional; what refers to itself says nothing."""
+    for seed in range(3):
+        held = models[name].begun([_COLOURS], ToolChoice(must=True, names=("paint",), several=False))
+        assert held is not None
+        text = models[name].answer(held, "", seed)
+        (call,) = _read(models[name], [_COLOURS], text, is_call=isinstance(held, ConstrainedAnswer))
+        said = json.loads(call.arguments)
+        assert said["colour"] in ("dark red", "blue", None), text
+        assert said["level"] in ("auto", "3"), text
 
 
 OPENS = {

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.experts.token_choice import CopyPace
+from engine.experts.path_choice import CopyPace
 
 
 def _ran(hit_s: float, copy_s: float, tokens: int = 2000, base_s: float = 3e-3) -> tuple[CopyPace, float]:

@@ -32,7 +32,7 @@ from engine.serving.embeddings import Embeddings
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests.engine.tiny_tokenizer import VOCABULARY, save_tiny_tokenizer
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 from tests.tiny_gguf import add_vocabulary, takes, write_gguf, write_model
 
 TEXTS = [
@@ -271,7 +271,7 @@ def test_such_a_model_does_not_chat(tmp_path: Path) -> None:
 def served(tmp_path: Path) -> Iterator[tuple[httpx2.Client, Path, Service]]:
     folder = _made(tmp_path / "words", "bert", "mean_tokens", "Normalize")
     models = LibraryModels(folder, "words")
-    service = Service(ScriptedDesk(ends=True), models)
+    service = Service(ScriptedBroker(ends=True), models)
     server = Server(service, Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     with httpx2.Client(base_url=url, timeout=60) as client:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from engine.checkpoint import usage
-from engine.checkpoint.usage import alone_with
+from engine.checkpoint.usage import exclusive_use
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
@@ -58,7 +58,7 @@ def test_a_loaded_model_is_in_use_and_its_answers_are_timed(
 ) -> None:
     monkeypatch.setattr(usage, "LEAST_TOKENS", 2)
     load(engine, tiny)
-    with refused(ErrorCode.BUSY), alone_with(tiny):
+    with refused(ErrorCode.BUSY), exclusive_use(tiny):
         pass
     assert usage.read_usage(tiny).last_used is not None
     answer = ask(engine, "a question")
@@ -66,7 +66,7 @@ def test_a_loaded_model_is_in_use_and_its_answers_are_timed(
     assert usage.read_usage(tiny).tokens_per_s == (answer.tokens_per_s,)
     with pytest.raises(EngineError):
         load(engine, tiny.with_name("none"))
-    with alone_with(tiny):
+    with exclusive_use(tiny):
         pass
 
 
@@ -81,7 +81,7 @@ def test_a_model_that_cannot_be_closed_is_in_use_no_longer(
         patched.setattr(LoadedModel, "close", fails)
         with pytest.raises(OSError, match="device is gone"):
             engine.unload()
-    with alone_with(tiny):
+    with exclusive_use(tiny):
         pass
     load(engine, tiny)
     assert engine.info is not None

@@ -20,8 +20,8 @@ from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.shards import fingerprint
 from engine.common.errors import ErrorCode
 from engine.common.paths import cache_dir, data_dir, models_dir
-from engine.foreign_text.child import serve
 from engine.tuning.saved_results import model_mark
+from engine.untrusted_text.child import serve
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_gguf, write_model
 

@@ -19,9 +19,9 @@ from engine.checkpoint.gguf.kept_tokenizer import kept_end_token_ids, kept_token
 from engine.checkpoint.gguf.tokenizer import end_token_ids
 from engine.common.errors import ErrorCode
 from engine.common.paths import cache_dir
-from engine.foreign_text.process import FOREIGN_TEXT
 from engine.runtime.load import tokenizer as loading
 from engine.runtime.load.tokenizer import load_tokenizer
+from engine.untrusted_text.process import UNTRUSTED_TEXT
 from tests.engine.test_gguf_tokenizer import CONTROL, HELLO, USER_DEFINED, byte_pairs
 from tests.refusals import refused
 from tests.tiny_gguf import KEYS, write_mixtral
@@ -58,7 +58,7 @@ def file(tmp_path: Path) -> Path:
 
 def said(tokenizer: Any) -> dict[str, Any]:
     """All that is asked of a tokenizer, here and in the process that reads prompts."""
-    ids = [FOREIGN_TEXT.encode(tokenizer, text, special=True, cancelled=lambda: False) for text in TEXTS]
+    ids = [UNTRUSTED_TEXT.encode(tokenizer, text, special=True, cancelled=lambda: False) for text in TEXTS]
     assert ids == [tokenizer(text)["input_ids"] for text in TEXTS]
     return {
         "ids": ids,

@@ -15,7 +15,7 @@ from engine.devices.device import Device
 from engine.devices.host_memory import PageableMemory
 from engine.devices.opening import CARD_KINDS
 from engine.runtime import engine as engine_module
-from engine.runtime import way_back
+from engine.runtime import failback
 from engine.runtime.engine import Engine
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from tests.engine.loaded_tiny import NO_END
@@ -70,8 +70,8 @@ def engine(expected: Reference, card: Card) -> Iterator[Engine]:
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     assert engine.info is not None
     assert engine.info.device != "cpu"
-    assert engine._way_back is not None
-    engine._way_back._prove = lambda: None
+    assert engine._failback is not None
+    engine._failback._prove = lambda: None
     yield engine
     engine.unload()
 
@@ -174,7 +174,7 @@ def test_a_device_says_whether_it_responds() -> None:
 def test_the_model_returns_once_the_card_responds_again(
     engine: Engine, card: Card, expected: Reference, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(way_back, "FIRST_S", 0.0)
+    monkeypatch.setattr(failback, "FIRST_S", 0.0)
     moved: list[ModelInfo] = []
     before = engine.info
     assert before is not None
@@ -198,11 +198,11 @@ def test_a_card_that_only_another_process_can_use_is_offered_once(
     moved: list[ModelInfo] = []
     engine.on_moved = moved.append
     proofs = [[CardProof("Fake", "unknown error")], None, [CardProof("Fake")]]
-    back = engine._way_back
+    back = engine._failback
     assert back is not None
     back._prove = lambda: proofs.pop(0)
-    monkeypatch.setattr(way_back, "FIRST_S", 0.0)
-    monkeypatch.setattr(way_back, "_MOST_S", 0.0)
+    monkeypatch.setattr(failback, "FIRST_S", 0.0)
+    monkeypatch.setattr(failback, "_MOST_S", 0.0)
     card.fails_at(engine, 2)
     assert tokens(ask(engine, [PROMPT])[0]) == expected.first
     card.torch.broken = FAULT
@@ -220,7 +220,7 @@ def test_a_card_that_only_another_process_can_use_is_offered_once(
 def test_where_it_cannot_be_loaded_on_the_card_again_the_cpu_goes_on(
     engine: Engine, card: Card, expected: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(way_back, "FIRST_S", 0.0)
+    monkeypatch.setattr(failback, "FIRST_S", 0.0)
     moved: list[ModelInfo] = []
     engine.on_moved = moved.append
     card.fails_at(engine, 2)
@@ -250,7 +250,7 @@ def test_a_card_is_asked_ever_less_often(engine: Engine, card: Card) -> None:
         opened.append(now_s)
         raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "It is not there.")
 
-    back = way_back.WayBack(engine._loaded.devices, refuse, lambda: None)
+    back = failback.Failback(engine._loaded.devices, refuse, lambda: None)
     now_s = 0.0
     assert not back.is_open(now_s)
     back.left(now_s, is_lost=True)

@@ -17,7 +17,7 @@ from engine.devices.host_memory import PageableMemory, allocate_host
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory
 from engine.devices.memory_watch import CALM_LOOKS, LOOK_EVERY_S, MemoryWatch, Room
 from engine.hardware.dxgi import ProcessMemory
-from engine.runtime import way_back
+from engine.runtime import failback
 from engine.runtime.engine import Engine
 from tests.engine.on_devices import MIB, PROMPT, Reference, reference
 from tests.engine.test_lost_card import ask, tokens
@@ -315,15 +315,15 @@ def test_where_a_program_takes_everything_answers_go_on_on_the_cpu(
         assert "Other programs use the graphics card's memory, so the model runs on the CPU" in said[-1].device_note
         assert len(said) <= 2  # that experts had to go, and that it did not help
         if count == 1:  # it returns once there is room for half of its experts
-            monkeypatch.setattr(way_back, "FIRST_S", 0.0)
-            assert engine._way_back is not None
-            engine._way_back.left(0.0, is_lost=False)
+            monkeypatch.setattr(failback, "FIRST_S", 0.0)
+            assert engine._failback is not None
+            engine._failback.left(0.0, is_lost=False)
             emulated.OTHERS["emulated:slow-link#0"] = 2**40
             assert tokens(ask(engine, [PROMPT])[0]) == expected.first
             assert engine.info is not None
             assert engine.info.device == "cpu"
             emulated.OTHERS.clear()
-            engine._way_back.left(0.0, is_lost=False)
+            engine._failback.left(0.0, is_lost=False)
             assert tokens(ask(engine, [expected.second_prompt])[0]) == expected.second
             assert said[-1].device == "emulated:slow-link#0"
             assert "Other programs" not in said[-1].device_note

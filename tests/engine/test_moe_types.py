@@ -14,12 +14,15 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 from engine import families
+from engine.checkpoint.config_file import read_config
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import resources_dir
 from engine.families import known
 from engine.families.known import known_families
+from engine.families.pictures import SIGHTS
 from engine.runtime.load.checkpoint import open_checkpoint
+from engine.runtime.load.library_models import read_library_config
 from engine.verbs.models.families import row_of
 from tests.engine.test_family_parity import greedy, loaded, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
@@ -91,9 +94,29 @@ def test_the_text_part_of_qwen3_omni_is_found_in_the_whole_model(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("family", "could"), [("aria", True), ("qwen3_vl_moe", False), ("qwen3_moe", False)])
-def test_a_model_that_could_see_says_that_it_does_not(family: str, could: bool, tmp_path: Path) -> None:
+def test_a_model_that_could_see_says_that_it_does_not(
+    family: str, could: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(SIGHTS, "aria")
     with loaded(tiny_checkpoint(family, tmp_path), "fp32") as ours:
         assert ("images" in ours.info.device_note) == could
+
+
+def test_nemotron_omni_as_published_has_other_names_of_its_parts(tmp_path: Path) -> None:
+    file = tiny_checkpoint("nemotron_h_omni", tmp_path, image_token_id=18) / "config.json"
+    with loaded(tmp_path, "fp32") as ours:
+        expected = logits(ours.model)
+    config = json.loads(file.read_text())
+    former = {"text_config": "llm_config", "image_token_id": "img_context_token_id", "audio_config": "sound_config"}
+    former |= {"vision_hidden_size": "vit_hidden_size"}
+    config["audio_config"] = {"model_type": "parakeet", "hidden_size": 32, "num_hidden_layers": 1, "num_mel_bins": 16}
+    file.write_text(json.dumps({former.get(name, name): value for name, value in config.items()}))
+    read = read_library_config(tmp_path, read_config(tmp_path))
+    assert (read.image_token_id, read.audio_config.hidden_size) == (18, 32)
+    config["audio_config"] = None
+    file.write_text(json.dumps({former.get(name, name): value for name, value in config.items()}))
+    with loaded(tmp_path, "fp32") as ours:
+        torch.testing.assert_close(logits(ours.model), expected, rtol=0, atol=0)
 
 
 def test_minimax_m2_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from engine.common.chat import Tool, ToolCall
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.foreign_text.process import FOREIGN_TEXT, RequestLimits
 from engine.protocol import ChatMessage
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
 from engine.runtime.load.tokenizer import template_note
+from engine.untrusted_text.process import UNTRUSTED_TEXT, RequestLimits
 from tests.engine.loaded_tiny import tiny_tokenizer
 from tests.engine.tiny_tokenizer import TEMPLATE
 
@@ -189,7 +189,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 
 def test_an_endless_template_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FOREIGN_TEXT, "limits", RequestLimits(seconds=0.2, characters_per_s=10**9))
+    monkeypatch.setattr(UNTRUSTED_TEXT, "limits", RequestLimits(seconds=0.2, characters_per_s=10**9))
     with pytest.raises(EngineError) as caught:
         chat_prompt(tiny_tokenizer(ENDLESS + "{{ 'a' }}"), CONVERSATION)
     assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED

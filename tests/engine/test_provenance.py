@@ -18,10 +18,10 @@ from engine.batch_files.rows import Row, RowRequest
 from engine.checkpoint.synthetic import _TEMPLATE as SYNTHETIC
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import SamplingParams
-from engine.foreign_text.provenance import spans_of
-from engine.foreign_text.templates import render
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.prompt import _CHATML, chat_prompt
+from engine.untrusted_text.provenance import spans_of
+from engine.untrusted_text.templates import render
 from tests.engine.thinking_models import OPENED, SWITCHED
 from tests.engine.tiny_tokenizer import TEMPLATE
 from tests.fuzz.seeds import templates as fuzzed
@@ -322,7 +322,7 @@ def test_templates_still_find_the_reasoning_in_an_answer() -> None:
     ],
 )
 def test_each_operation_keeps_account_of_what_the_template_wrote(template: str) -> None:
-    """Capitals are the template's and small letters foreign, so that the result itself says whose it is."""
+    """Capitals are the template's and small letters untrusted, so that the result itself says whose it is."""
     text = render(template, {"a": "xyz", "m": [{"x": "q"}, {"x": "r"}]})
     assert type(text).__name__ == "Traced"
     owned = [False] * len(text)
@@ -333,7 +333,7 @@ def test_each_operation_keeps_account_of_what_the_template_wrote(template: str) 
     assert all(sign.isupper() == is_own for sign, is_own in letters)
 
 
-def test_what_takes_the_place_of_foreign_text_is_foreign() -> None:
+def test_what_takes_the_place_of_untrusted_text_is_untrusted() -> None:
     assert spans_of(render("{{ ('A' + a).replace('x', 'B') }}", {"a": "xy"})) == [(0, 1)]
     assert spans_of(render("{{ a.replace('x', 'B') }}{{ a | upper }}{{ a | tojson }}", {"a": "xy"})) == []
     assert spans_of(render("{{ 'a' | upper }}{{ 'b' | title }}{{ 'B'.lower() | capitalize }}", {})) == [(0, 3)]

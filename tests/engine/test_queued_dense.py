@@ -56,7 +56,7 @@ def queueing(monkeypatch: pytest.MonkeyPatch) -> None:
             compute.close()
             device.close()
 
-        return replace(device, compute_stream=compute, compute_follows_caller=True, on_close=close)
+        return replace(device, streams=(compute, *device.streams[1:]), compute_follows_caller=True, on_close=close)
 
     monkeypatch.setattr(opening, "open_emulated", opened_like_a_card)
     monkeypatch.setattr(_Marked, "lost", False)

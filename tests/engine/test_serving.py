@@ -24,16 +24,16 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
 from engine.serving import door
-from engine.serving.by_name import DeskByName
-from engine.serving.link import DeskLink, EngineLink
+from engine.serving.link import BrokerLink, EngineLink
+from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
-from engine.serving.service import LibraryModels, Service, together
+from engine.serving.service import LibraryModels, Service, gathered
 from tests import plain_http
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
 from tests.engine.tiny_tokenizer import TEMPLATE
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {
@@ -91,7 +91,7 @@ class Running:
     url: str
     port: int
     engine: TinyEngine
-    desk: DeskByName
+    broker: ModelBroker
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
         return plain_http.post(self.url + path, json=body, timeout=60, **options)
@@ -111,17 +111,17 @@ class serving:  # noqa: N801 - read as a verb
 
     def __init__(self, address: Address | None = None, idle_s: float | None = None) -> None:
         self._address, self._engine = address or Address(port=0), TinyEngine()
-        self._desk = DeskByName(self._engine, self._engine.load, idle_s)
-        self._server = Server(Service(self._desk, made_up_models()), self._address)
+        self._broker = ModelBroker(self._engine, self._engine.load, idle_s)
+        self._server = Server(Service(self._broker, made_up_models()), self._address)
 
     def __enter__(self) -> Running:
         port = self._server.start()
-        self._desk.start()
-        return Running(f"http://127.0.0.1:{port}", port, self._engine, self._desk)
+        self._broker.start()
+        return Running(f"http://127.0.0.1:{port}", port, self._engine, self._broker)
 
     def __exit__(self, *_: object) -> None:
         self._server.stop()
-        self._desk.close()
+        self._broker.close()
 
 
 def made_up_models() -> LibraryModels:
@@ -349,7 +349,7 @@ def test_every_interface_sends_json_whatever_a_model_writes(streams: bool) -> No
         },
         "/api/chat": {"messages": HELLO, "tools": [TOOL]},
     }
-    server = Server(Service(ScriptedDesk(ends=True, says=call), made_up_models()), Address(port=0))
+    server = Server(Service(ScriptedBroker(ends=True, says=call), made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for path, body in asked.items():
@@ -425,12 +425,12 @@ def test_streamed_completions_say_how_likely_their_tokens_were(running: Running)
 def test_ollamas_clients_load_and_free_models_by_asking_nothing() -> None:
     with serving() as running:
         loaded = running.post("/api/generate", {"model": "qwen3_moe"}).json()
-        assert (loaded["done_reason"], running.desk.state.model) == ("load", Path("qwen3_moe"))
+        assert (loaded["done_reason"], running.broker.state.model) == ("load", Path("qwen3_moe"))
         for nothing in (0, "0s"):
             assert running.post("/api/chat", {"messages": [], "keep_alive": "5m"}).json()["done_reason"] == "load"
             gone = {"messages": [], "keep_alive": nothing}
             assert running.post("/api/chat", gone).json()["done_reason"] == "unload"
-            _until(lambda: running.desk.state.model is None)
+            _until(lambda: running.broker.state.model is None)
         assert running.post("/api/chat", {"model": "nothing", "messages": []}).status_code == 404
         assert running.post("/api/generate", {"model": "broken"}).status_code == 503
 
@@ -447,7 +447,7 @@ def test_models_are_loaded_by_name_and_a_broken_one_harms_nobody(running: Runnin
     assert running.chat(model="qwen3_moe").status_code == 200
     assert running.chat(model="mixtral").status_code == 200
     assert running.engine.loads[-3:] == ["broken", "qwen3_moe", "mixtral"]
-    assert running.desk.state.under_way == 0
+    assert running.broker.state.under_way == 0
 
 
 def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
@@ -459,8 +459,8 @@ def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
         body = json.dumps({**asked, "stream": False}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         caller.sendall(head.encode() + body)
-        _until(lambda: running.desk.state.under_way + running.desk.state.waiting > 0)
-    _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
+        _until(lambda: running.broker.state.under_way + running.broker.state.waiting > 0)
+    _until(lambda: running.broker.state.under_way + running.broker.state.waiting == 0)
     scheduler = running.engine.rows[-1]._scheduler
     _until(lambda: not scheduler.is_busy and (scheduler._together is None or scheduler._together.pool.held == 0))
 
@@ -476,7 +476,7 @@ def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
 )
 def test_who_leaves_in_the_middle_is_noted_as_having_left(path: str, fields: dict[str, Any]) -> None:
     served = list[Served]()
-    server = Server(Service(ScriptedDesk(ends=False), made_up_models()), Address(port=0), served.append)
+    server = Server(Service(ScriptedBroker(ends=False), made_up_models()), Address(port=0), served.append)
     url = f"http://127.0.0.1:{server.start()}{path}"
     try:
         body = {"messages": HELLO, "stream": True, **fields}
@@ -513,7 +513,7 @@ def test_hundreds_of_clients_that_misbehave_leave_nothing_behind(running: Runnin
     finally:
         for caller in silent:
             caller.close()
-    _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
+    _until(lambda: running.broker.state.under_way + running.broker.state.waiting == 0)
 
 
 def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,8 +571,8 @@ def test_each_interface_says_in_its_own_words_that_a_key_is_wrong() -> None:
 
 def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.serving.streams.PING_S", 0.02)
-    desk = ScriptedDesk(ends=False)
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = ScriptedBroker(ends=False)
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url, pings = f"http://127.0.0.1:{server.start()}", 0
     try:
         asked = {"messages": HELLO, "max_tokens": 5, "stream": True}
@@ -581,7 +581,7 @@ def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.Mo
                 pings += line == "event: ping"
                 if pings == 3:
                     break
-        _until(desk.tickets[0].is_cancelled)
+        _until(broker.tickets[0].is_cancelled)
     finally:
         server.stop()
 
@@ -598,8 +598,8 @@ def test_likely_parts_of_characters_are_given_as_bytes(running: Running) -> None
 
 def test_a_turn_of_several_calls_is_one_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    ask = running.desk.ask
-    monkeypatch.setattr(running.desk, "ask", lambda asked, on_event: (seen.append(asked), ask(asked, on_event))[1])
+    ask = running.broker.ask
+    monkeypatch.setattr(running.broker, "ask", lambda asked, on_event: (seen.append(asked), ask(asked, on_event))[1])
     calls = [
         {"type": "function_call", "call_id": name, "name": "weather", "arguments": "{}"} for name in ("one", "two")
     ]
@@ -648,7 +648,7 @@ def test_others_cannot_reach_it_without_a_key(address: Address) -> None:
 
 def test_a_port_in_use_is_said() -> None:
     with serving() as running:
-        other = Server(Service(running.desk, made_up_models()), Address(port=running.port))
+        other = Server(Service(running.broker, made_up_models()), Address(port=running.port))
         with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{running.port}"):
             other.start()
 
@@ -663,8 +663,8 @@ def test_an_unused_model_is_freed_and_comes_back() -> None:
 
 def test_closing_ends_everybody() -> None:
     engine, endings = TinyEngine(), list[Any]()
-    desk, begun = DeskByName(engine, engine.load), threading.Event()
-    desk.start()
+    broker, begun = ModelBroker(engine, engine.load), threading.Event()
+    broker.start()
 
     def on_event(event: Any) -> None:
         begun.set()
@@ -673,12 +673,12 @@ def test_closing_ends_everybody() -> None:
 
     hello = (ChatMessage("user", "Hello"),)
     for name in ("mixtral", "mixtral", "qwen3_moe"):
-        desk.ask(Ask(Path(name), hello, sampling={"max_tokens": 200}), on_event)
+        broker.ask(Ask(Path(name), hello, sampling={"max_tokens": 200}), on_event)
     assert begun.wait(30)
-    desk.close()
+    broker.close()
     assert len(endings) == 3
     with pytest.raises(EngineError, match="closing"):
-        desk.ask(Ask(Path("mixtral"), hello), on_event)
+        broker.ask(Ask(Path("mixtral"), hello), on_event)
 
 
 @pytest.mark.parametrize(
@@ -698,7 +698,7 @@ def test_an_engine_that_dies_ends_each_stream_in_its_own_form(path: str, fields:
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for ends in (False, True):  # the server goes on with the next engine
-            engine = DeskLink(link.address, link.secret, ScriptedDesk(ends=ends))
+            engine = BrokerLink(link.address, link.secret, ScriptedBroker(ends=ends))
             with plain_http.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
                 assert answer.status_code == 200
                 text = ""
@@ -730,17 +730,17 @@ class Watched(list[Any]):
 
 def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, watched = TinyEngine(), Watched()
-    desk = DeskByName(engine, engine.load)
-    closing, prompt = threading.Thread(target=desk.close), LiveRows.prompt
+    broker = ModelBroker(engine, engine.load)
+    closing, prompt = threading.Thread(target=broker.close), LiveRows.prompt
 
     def read(*given: Any) -> list[int]:
         closing.start()
-        _until(lambda: desk.desk.is_closed)
+        _until(lambda: broker.broker.is_closed)
         return prompt(*given[:3], lambda: False)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
-    desk.start()
-    desk.ask(Ask(Path("mixtral"), HI), watched)
+    broker.start()
+    broker.ask(Ask(Path("mixtral"), HI), watched)
     _until(lambda: watched.ending)
     closing.join()
     assert isinstance(watched.ending, Failed)
@@ -755,11 +755,11 @@ def test_closing_ends_a_model_being_loaded() -> None:
         _until(cancelled)
         raise RequestCancelled
 
-    desk = DeskByName(TinyEngine(), load)
-    desk.start()
-    desk.ask(Ask(Path("mixtral"), HI), watched)
+    broker = ModelBroker(TinyEngine(), load)
+    broker.start()
+    broker.ask(Ask(Path("mixtral"), HI), watched)
     assert began.wait(30)
-    desk.close()
+    broker.close()
     assert watched.ending.error.code is ErrorCode.BUSY
 
 
@@ -775,24 +775,24 @@ def test_loading_ends_when_all_who_asked_have_gone() -> None:
             raise RequestCancelled
         engine.load(path, cancelled)
 
-    desk = DeskByName(engine, load)
-    ticket = desk.ask(Ask(Path("qwen3_moe"), HI), gone)
-    desk.start()
+    broker = ModelBroker(engine, load)
+    ticket = broker.ask(Ask(Path("qwen3_moe"), HI), gone)
+    broker.start()
     assert ended.wait(30)
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
     _until(lambda: here.ending)
-    desk.close()
+    broker.close()
     assert isinstance(here.ending, Finished)
 
 
 def test_nothing_is_loaded_for_who_has_gone() -> None:
     engine, gone, here = TinyEngine(), Watched(), Watched()
-    desk = DeskByName(engine, engine.load)
-    desk.ask(Ask(Path("qwen3_moe"), HI), gone).cancel()
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
-    desk.start()
+    broker = ModelBroker(engine, engine.load)
+    broker.ask(Ask(Path("qwen3_moe"), HI), gone).cancel()
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
+    broker.start()
     _until(lambda: here.ending)
-    desk.close()
+    broker.close()
     assert engine.loads == ["mixtral"]
     assert gone.ending.finish_reason == "cancelled"
 
@@ -802,7 +802,7 @@ def test_one_request_that_cannot_be_read_harms_no_other(
     failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, good, bad = TinyEngine(), Watched(), Watched()
-    desk, prompt = DeskByName(engine, engine.load), LiveRows.prompt
+    broker, prompt = ModelBroker(engine, engine.load), LiveRows.prompt
 
     def read(rows: LiveRows, messages: Any, *more: Any) -> list[int]:
         if messages[0].content == "bad":
@@ -810,11 +810,11 @@ def test_one_request_that_cannot_be_read_harms_no_other(
         return prompt(rows, messages, *more)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 9}), good)
-    desk.ask(Ask(Path("mixtral"), (ChatMessage("user", "bad"),)), bad)
-    desk.start()
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 9}), good)
+    broker.ask(Ask(Path("mixtral"), (ChatMessage("user", "bad"),)), bad)
+    broker.start()
     _until(lambda: good.ending and bad.ending)
-    desk.close()
+    broker.close()
     assert (good.ending.generated_tokens, bad.ending.error.code) == (9, ErrorCode.INTERNAL)
 
 
@@ -823,16 +823,16 @@ def test_one_request_that_cannot_be_read_harms_no_other(
     [("/v1/completions", {"prompt": "x", "stream": True}), ("/v1/messages/count_tokens", {"messages": HELLO})],
 )
 def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) -> None:
-    desk = DeskByName(TinyEngine(), lambda _path, _cancelled: None)  # it is never started
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = ModelBroker(TinyEngine(), lambda _path, _cancelled: None)  # it is never started
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     port = server.start()
     try:
         with socket.create_connection(("127.0.0.1", port)) as caller:
             body = json.dumps(fields).encode()
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             caller.sendall(head.encode() + body)
-            _until(lambda: desk.state.waiting)
-        _until(lambda: desk.desk._waiting[0].is_cancelled())
+            _until(lambda: broker.state.waiting)
+        _until(lambda: broker.broker._waiting[0].is_cancelled())
     finally:
         server.stop()
 
@@ -857,7 +857,7 @@ def test_of_several_answers_the_first_failure_ends_the_others() -> None:
 
 async def _together(*works: Any) -> None:
     try:
-        await together(works)
+        await gathered(works)
     finally:
         assert len(asyncio.all_tasks()) == 1
 

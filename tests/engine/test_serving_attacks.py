@@ -23,19 +23,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.paths import log_dir
-from engine.foreign_text.child import _clearly_more
 from engine.process.lifetime import Seldom
 from engine.protocol import Ask, Failed, Finished, Token
 from engine.runtime.schedule.live import LiveRows
 from engine.serving import door
 from engine.serving import server as server_module
-from engine.serving.by_name import DeskByName
 from engine.serving.certificate import own_certificate
+from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
+from engine.untrusted_text.child import _clearly_more
 from tests import plain_http
 from tests.engine.test_serving import HELLO, HI, TinyEngine, _until, made_up_models
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 KEY = {"authorization": "Bearer 0123456789"}
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -45,9 +45,9 @@ class Guarded:
     """A server that asks for a key, for the duration of a block, and those who attack it."""
 
     def __init__(self, *, ends: bool = True, **address: Any) -> None:
-        self.desk = ScriptedDesk(ends=ends)
+        self.broker = ScriptedBroker(ends=ends)
         self._address = Address(port=0, **{"key": "0123456789", **address})
-        self._server = Server(Service(self.desk, made_up_models()), self._address)
+        self._server = Server(Service(self.broker, made_up_models()), self._address)
         self._strangers: list[socket.socket] = []
 
     def __enter__(self) -> Guarded:
@@ -120,8 +120,8 @@ def test_strangers_keep_nobody_out(number: int, opening: bytes, many_files: None
         for _ in range(3):
             assert plain_http.get(f"{server.url}/v1/models", headers=KEY, timeout=30).status_code == 200
             server.attack(50, opening)
-        server.desk.tickets[0].tell(Token("", " there", 2))  # who was being answered still is
-        server.desk.tickets[0].tell(Finished("", "stop", 3, 0, 2))
+        server.broker.tickets[0].tell(Token("", " there", 2))  # who was being answered still is
+        server.broker.tickets[0].tell(Finished("", "stop", 3, 0, 2))
         assert "there" in "".join(lines)
 
 
@@ -190,7 +190,7 @@ def test_who_finds_all_places_taken_is_told_so(monkeypatch: pytest.MonkeyPatch) 
             assert caller.recv(10_000)
         answer = server.chat()
         assert (answer.status_code, "as many clients as it can" in answer.text) == (503, True)
-        server.desk.tickets[0].tell(Finished("", "stop", 3, 0, 1))
+        server.broker.tickets[0].tell(Finished("", "stop", 3, 0, 1))
         _until(lambda: plain_http.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
 
 
@@ -202,9 +202,9 @@ def test_without_files_for_connections_strangers_go_and_the_log_stays_short(tmp_
         from engine.serving.server import Address, Server
         from engine.serving.service import Service
         from tests.engine.test_serving import made_up_models
-        from tests.scripted_desk import ScriptedDesk
+        from tests.scripted_broker import ScriptedBroker
         end_log = log_to_file("server.log", also_stderr=False)
-        server = Server(Service(ScriptedDesk(ends=True), made_up_models()), Address(port=0, key="0123456789"))
+        server = Server(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0, key="0123456789"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
         port = server.start()
         others = []
@@ -315,7 +315,7 @@ def test_requests_may_name_the_whole_url(target: str, header: str, status: int) 
 
 def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt = TinyEngine(), LiveRows.prompt
-    desk = DeskByName(engine, engine.load)
+    broker = ModelBroker(engine, engine.load)
     written, at_work, more = list[int](), threading.Event(), threading.Condition()
 
     def read(rows: LiveRows, messages: Any, *given: Any) -> list[int]:
@@ -332,8 +332,8 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
                 written.append(event.generated_tokens)
                 more.notify_all()
             if len(written) == 2:
-                desk.ask(Ask(Path("mixtral"), (HI[0].__class__("user", "word " * 10**6),)), on_long)
-                desk.ask(Ask(Path("mixtral"), HI, wants="length"), on_count)
+                broker.ask(Ask(Path("mixtral"), (HI[0].__class__("user", "word " * 10**6),)), on_long)
+                broker.ask(Ask(Path("mixtral"), HI, wants="length"), on_count)
 
     def on_long(event: Any) -> None:
         long.append(event)
@@ -343,8 +343,8 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
 
     long, counted = list[Any](), list[Any]()
     monkeypatch.setattr(LiveRows, "prompt", read)
-    desk.start()
-    ticket = desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 240}), on_stream)
+    broker.start()
+    ticket = broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 240}), on_stream)
     try:
         _until(lambda: long and counted)
         assert isinstance(long[0], Failed)
@@ -353,13 +353,13 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
         assert isinstance(counted[-1], Finished)
     finally:
         ticket.cancel()
-        desk.close()
+        broker.close()
     assert at_work.is_set()
 
 
 def test_a_model_that_goes_ends_what_is_becoming_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt, events = TinyEngine(), LiveRows.prompt, list[Any]()
-    desk = DeskByName(engine, engine.load)
+    broker = ModelBroker(engine, engine.load)
     at_work = threading.Event()
 
     def read(rows: LiveRows, messages: Any, tools: Any, cancelled: Callable[[], bool], *given: Any) -> list[int]:
@@ -368,10 +368,10 @@ def test_a_model_that_goes_ends_what_is_becoming_tokens(monkeypatch: pytest.Monk
         return prompt(rows, messages, tools, cancelled, *given)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
-    desk.start()
-    desk.ask(Ask(Path("mixtral"), HI), events.append)
+    broker.start()
+    broker.ask(Ask(Path("mixtral"), HI), events.append)
     assert at_work.wait(30)
-    desk.close()
+    broker.close()
     assert isinstance(events[-1], Failed)
 
 

@@ -18,7 +18,7 @@ from engine.serving.server import Address, make_app
 from engine.serving.service import Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TOOL, Running, made_up_models, serving
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 PATHS = {
@@ -191,7 +191,7 @@ ODD += ['"' + "x" * 5000 + '"']
 def test_an_odd_value_of_any_field_is_taken_or_refused_in_a_sentence(name: str) -> None:
     """Every field of any interface at every other, with values in turn that clients and attackers may send."""
     api, path, good = FORMS[name]
-    app = make_app(Service(ScriptedDesk(ends=True), made_up_models()), Address(port=0))
+    app = make_app(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0))
 
     async def send_all() -> None:
         transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)

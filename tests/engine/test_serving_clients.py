@@ -91,7 +91,7 @@ def test_a_thousand_that_misbehave_leave_nothing_behind() -> None:
 
 
 def _is_idle(running: Running) -> bool:
-    return running.desk.state.under_way + running.desk.state.waiting == 0
+    return running.broker.state.under_way + running.broker.state.waiting == 0
 
 
 PYTHON = {

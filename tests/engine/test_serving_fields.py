@@ -22,8 +22,8 @@ from engine.serving.service import Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TOOL, Running, _until, made_up_models, serving
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
-from tests.made_pictures import coloured, file_of, png_of
-from tests.scripted_desk import ScriptedDesk
+from tests.made_pictures import MADE, coloured, endless, file_of, png_of
+from tests.scripted_broker import ScriptedBroker
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 FUNCTION: dict[str, Any] = TOOL["function"]  # type: ignore[assignment]
@@ -41,8 +41,8 @@ def running() -> Iterator[Running]:
 @pytest.fixture
 def seen(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[Ask]:
     """What reaches the engine."""
-    asks, ask = list[Ask](), running.desk.ask
-    monkeypatch.setattr(running.desk, "ask", lambda asked, on_event: (asks.append(asked), ask(asked, on_event))[1])
+    asks, ask = list[Ask](), running.broker.ask
+    monkeypatch.setattr(running.broker, "ask", lambda asked, on_event: (asks.append(asked), ask(asked, on_event))[1])
     return asks
 
 
@@ -266,13 +266,13 @@ def test_the_prompt_may_stand_before_the_answer(running: Running) -> None:
     ],
 )
 def test_numbers_mean_what_they_mean_to_each_client(api: str, fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    desk = ScriptedDesk(ends=True)
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = ScriptedBroker(ends=True)
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         answer = plain_http.post(url + PATHS[api], json={**GOOD[api], "stream": False, **fields}, timeout=20)
         assert answer.status_code == 200, answer.text
-        (ticket,) = desk.tickets
+        (ticket,) = broker.tickets
         assert {name: ticket.ask.sampling.get(name) for name in expected} == expected
     finally:
         server.stop()
@@ -363,7 +363,7 @@ def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path
     folder = write_tiny_checkpoint(tmp_path / "tiny")
     models.listed = lambda: [describe(folder, "mixtral")]  # type: ignore[method-assign]
     models.find = lambda _name: ("mixtral", folder)  # type: ignore[method-assign]
-    server = Server(Service(ScriptedDesk(ends=True), models), Address(port=0))
+    server = Server(Service(ScriptedBroker(ends=True), models), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
 
     def capabilities(template: Any) -> list[str]:
@@ -394,9 +394,9 @@ def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path
 )
 def test_how_long_a_model_is_kept(keep_alive: Any, seconds: float) -> None:
     released = list[tuple[Path, float]]()
-    desk = ScriptedDesk(ends=True)
-    desk.release = lambda model, after_s=0: released.append((model, after_s))  # type: ignore[method-assign]
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = ScriptedBroker(ends=True)
+    broker.release = lambda model, after_s=0: released.append((model, after_s))  # type: ignore[method-assign]
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for streams in (False, True):
@@ -423,16 +423,16 @@ def test_a_model_goes_or_stays_when_it_was_said() -> None:
 
     with serving() as running:
         ask(running, keep_alive=0)
-        _until(lambda: running.desk.state.model is None)
+        _until(lambda: running.broker.state.model is None)
         ask(running)
         ask(running, keep_alive="1ms")
-        _until(lambda: running.desk.state.model is None)
+        _until(lambda: running.broker.state.model is None)
     with serving(idle_s=0.001) as running:
         ask(running, keep_alive=-1)
         ask(running)  # says nothing: what was said holds
         assert running.engine.loads == ["mixtral"]
         ask(running, keep_alive=0)
-        _until(lambda: running.desk.state.model is None)
+        _until(lambda: running.broker.state.model is None)
     with serving(idle_s=threading.TIMEOUT_MAX * 2) as running:  # longer than the system can wait
         for _ in range(3):
             ask(running)
@@ -468,14 +468,17 @@ def _url(data: bytes) -> str:
 
 @pytest.mark.parametrize("api", PATHS)
 def test_pictures_of_each_interface_reach_the_engine_in_one_form(running: Running, api: str, seen: list[Ask]) -> None:
-    picture, photo = file_of(coloured(), "PNG"), file_of(coloured(1), "JPEG")
-    answer = _post(running, api, **_pictured(api, _url(picture), _url(photo)))
+    names = ("PNG, 16 bits", "PNG, moving", "JPEG, CMYK", "JPEG, turned 6", "GIF, moving", "WebP, moving")
+    files = [MADE[name]() for name in names]
+    answer = _post(running, api, **_pictured(api, *map(_url, files)))
     turn = seen[0].messages[-1]
     assert (turn.role, turn.content) == ("user", "What is this?")
-    assert [base64.b64decode(each.data) for each in pictures_of(turn)] == [picture, photo]
-    assert [each.media for each in pictures_of(turn)] == ["image/png", "image/jpeg"]
+    assert [base64.b64decode(each.data) for each in pictures_of(turn)] == files
+    assert [each.media.partition("/")[2] for each in pictures_of(turn)] == [
+        name.split(",")[0].lower() for name in names
+    ]
     kinds = [part["type"] for part in json.loads(turn.parts)]
-    assert kinds == ["image_url"] * 2 + ["text"] if api == "ollama" else ["text", *["image_url"] * 2, "text"]
+    assert kinds == ["image_url"] * 6 + ["text"] if api == "ollama" else ["text", *["image_url"] * 6, "text"]
     check_error(api, answer, 400, "invalid_request_error")
     assert "reads text only" in answer.text
 
@@ -486,6 +489,7 @@ WRONG_PICTURES = {
     _url(b""): "no picture",
     _url(file_of(coloured(), "PNG")[:60]): "cut off",
     _url(png_of(20_000, 20_000)): "20,000 × 20,000 pixels",
+    _url(endless()): "far too many scans",
     _url(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"): "HEIC",
     _url(b"<svg></svg>"): "SVG",
     "data:image/png;base64,????": "not valid base64",

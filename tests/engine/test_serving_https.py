@@ -19,7 +19,7 @@ from engine.serving.certificate import own_certificate
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from tests.engine.test_serving import made_up_models
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 
 def test_it_is_made_once_for_the_user_alone() -> None:
@@ -36,7 +36,7 @@ def test_it_is_made_once_for_the_user_alone() -> None:
 
 def test_another_switchyard_trusts_it_by_its_fingerprint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     address = Address(port=0, key="0123456789", certificate=own_certificate())
-    server = Server(Service(ScriptedDesk(ends=True), made_up_models()), address)
+    server = Server(Service(ScriptedBroker(ends=True), made_up_models()), address)
     port = server.start()
     try:
         endpoint = endpoint_at(f"https://127.0.0.1:{port}", "rack")

@@ -10,7 +10,7 @@ import pytest
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "stream": False}
 
@@ -32,9 +32,9 @@ ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "s
     ],
 )
 def test_how_much_to_think_is_read(path: str, fields: dict[str, Any], thinking: str | None) -> None:
-    status, desk = _ask(path, fields)
+    status, broker = _ask(path, fields)
     assert status == 200
-    (ticket,) = desk.tickets
+    (ticket,) = broker.tickets
     assert ticket.ask.sampling.get("thinking") == thinking
 
 
@@ -48,17 +48,17 @@ def test_how_much_to_think_is_read(path: str, fields: dict[str, Any], thinking: 
     ],
 )
 def test_other_words_are_refused(path: str, fields: dict[str, Any]) -> None:
-    status, desk = _ask(path, fields)
+    status, broker = _ask(path, fields)
     assert status == 400
-    assert desk.tickets == []
+    assert broker.tickets == []
 
 
-def _ask(path: str, fields: dict[str, Any]) -> tuple[int, ScriptedDesk]:
-    desk, models = ScriptedDesk(ends=True), LibraryModels(Path("mixtral"), "mixtral")
+def _ask(path: str, fields: dict[str, Any]) -> tuple[int, ScriptedBroker]:
+    broker, models = ScriptedBroker(ends=True), LibraryModels(Path("mixtral"), "mixtral")
     models.listed = list  # type: ignore[method-assign,assignment]
-    server = Server(Service(desk, models), Address(port=0))
+    server = Server(Service(broker, models), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}{path}"
     try:
-        return plain_http.post(url, json={**ASKED, **fields}, timeout=30).status_code, desk
+        return plain_http.post(url, json={**ASKED, **fields}, timeout=30).status_code, broker
     finally:
         server.stop()

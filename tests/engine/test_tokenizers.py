@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.foreign_text.process import FOREIGN_TEXT, RequestLimits
 from engine.runtime.decode.prompt import encode
 from engine.runtime.load.tokenizer import load_tokenizer
+from engine.untrusted_text.process import UNTRUSTED_TEXT, RequestLimits
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
-from tests.foreign_tokenizers import (
+from tests.untrusted_tokenizers import (
     PANIC_TEXT,
     split_by,
     write_multiplying_tokenizer,
@@ -70,7 +70,7 @@ def test_a_tokenizer_that_cannot_be_read(folder: Path, parts: dict[str, Any]) ->
 
 
 def test_a_tokenizer_that_multiplies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FOREIGN_TEXT, "limits", RequestLimits(memory_bytes=200 * 2**20))
+    monkeypatch.setattr(UNTRUSTED_TEXT, "limits", RequestLimits(memory_bytes=200 * 2**20))
     write_multiplying_tokenizer(folder)
     refused(folder)
 

@@ -26,7 +26,7 @@ from engine.serving import server
 from engine.serving.server import Address, Interface, make_app
 from engine.serving.service import Service, body_of
 from tests.engine.test_serving import made_up_models
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 
 class Mru(Lru):
@@ -63,7 +63,7 @@ def test_an_interface_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         return PlainTextResponse(f"squeak: {error}", status or 400)
 
     monkeypatch.setattr(server, "INTERFACES", [Interface(routes, error, "/toys"), *server.INTERFACES])
-    app = make_app(Service(ScriptedDesk(ends=True), made_up_models()), Address(port=0))
+    app = make_app(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0))
 
     async def ask() -> list[httpx2.Response]:
         transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)

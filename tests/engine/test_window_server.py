@@ -17,14 +17,14 @@ from engine.common.paths import models_dir
 from engine.protocol import Ask, Beside, Failed, Finished, Progress, Rules, Token, Wants
 from engine.serving import streams
 from engine.serving.asking import Event, Ticket
-from engine.serving.by_name import DeskByName
 from engine.serving.front import BothEngines, WindowModels
-from engine.serving.link import DeskLink
+from engine.serving.link import BrokerLink
+from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine, made_up_models
-from tests.scripted_desk import ScriptedDesk
+from tests.scripted_broker import ScriptedBroker
 
 HI = (ChatMessage("user", "Hello"),)
 WINDOWS = Path("models/windows")
@@ -59,26 +59,26 @@ class Watched(list[Any]):
 
 def test_twenty_clients_and_three_models_cost_three_loads() -> None:
     engine = TinyEngine()
-    desk = DeskByName(engine, engine.load)
+    broker = ModelBroker(engine, engine.load)
     names = ("mixtral", "qwen3_moe", "qwen2_moe")
     all_of_them = [Watched() for _ in range(20)]
     for number, watched in enumerate(all_of_them):
-        desk.ask(Ask(Path(names[number % 3]), HI, sampling={"max_tokens": 3}), watched)
-    desk.start()
+        broker.ask(Ask(Path(names[number % 3]), HI, sampling={"max_tokens": 3}), watched)
+    broker.start()
     until(lambda: all(watched.ending for watched in all_of_them))
-    desk.close()
+    broker.close()
     assert {type(watched.ending) for watched in all_of_them} == {Finished}
     assert engine.loads == list(names)
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_and_harms_no_other() -> None:
     engine, good, bad = TinyEngine(), Watched(), Watched()
-    desk = DeskByName(engine, engine.load)
-    desk.ask(Ask(Path("broken"), HI), bad)
-    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), good)
-    desk.start()
+    broker = ModelBroker(engine, engine.load)
+    broker.ask(Ask(Path("broken"), HI), bad)
+    broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), good)
+    broker.start()
     until(lambda: good.ending and bad.ending)
-    desk.close()
+    broker.close()
     assert bad.ending.error.code is ErrorCode.NOT_ENOUGH_MEMORY
     assert isinstance(good.ending, Finished)
 
@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_harms_no_other() -> None:
 # --- signs of life ----------------------------------------------------------------------------------
 
 
-class SlowDesk(ScriptedDesk):
+class SlowBroker(ScriptedBroker):
     """Answers once it is let; the prompt is long."""
 
     def __init__(self, refusal: EngineError | None = None) -> None:
@@ -102,7 +102,7 @@ class SlowDesk(ScriptedDesk):
                 ticket.tell(Failed.of(self._refusal))
                 return
             ticket.tell(Progress("", "prefill", 10, 30))
-            ScriptedDesk.ask(self, ask, lambda event: ticket.tell(event))
+            ScriptedBroker.ask(self, ask, lambda event: ticket.tell(event))
 
         threading.Thread(target=work, daemon=True).start()
         return ticket
@@ -128,8 +128,8 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "PING_S", 0.02)
-    desk = SlowDesk(refusal)
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = SlowBroker(refusal)
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         with plain_http.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
@@ -137,7 +137,7 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
             lines = answer.iter_lines()
             first = next(line for line in lines if line)
             assert beat in first.replace('":', '": ').replace('":  ', '": ')
-            desk.let.set()
+            broker.let.set()
             rest = "\n".join(lines).replace('":', '": ').replace('":  ', '": ')
     finally:
         server.stop()
@@ -149,9 +149,9 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
 
 
 def test_what_is_refused_at_once_is_refused_with_a_status() -> None:
-    desk = SlowDesk(EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is no room for it."))
-    desk.let.set()
-    server = Server(Service(desk, made_up_models()), Address(port=0))
+    broker = SlowBroker(EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is no room for it."))
+    broker.let.set()
+    server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
     try:
         for path, fields, _beat, _read in STREAMS:
@@ -165,15 +165,15 @@ def test_what_is_refused_at_once_is_refused_with_a_status() -> None:
 
 
 class Fronts:
-    """The front with its two engines, whose processes are desks of the test."""
+    """The front with its two engines, whose processes are brokers of the test."""
 
     def __init__(self) -> None:
         self.said = list[Any]()
         self.engines = BothEngines(self.said.append)
         self.engine, self.refuses_first = TinyEngine(), 0
-        self.window: DeskLink | None = None
-        self.links = list[DeskLink]()
-        self.desks = list[DeskByName]()
+        self.window: BrokerLink | None = None
+        self.links = list[BrokerLink]()
+        self.brokers = list[ModelBroker]()
         self.engines.beside.wake = self._start_beside
         self.engines.start()
         self.engines.follow(RULES)
@@ -182,13 +182,13 @@ class Fronts:
         """The window's engine connects, if it has not, and says what is loaded."""
         if self.window is None:
             window = self.engines.window
-            self.window = DeskLink(window.address, window.secret, ScriptedDesk(ends=True, says="from the window"))
+            self.window = BrokerLink(window.address, window.secret, ScriptedBroker(ends=True, says="from the window"))
             self.links.append(self.window)
         self.window.model_is(model)
         until(lambda: self.engines.window.state.model == model)
 
     def _start_beside(self) -> None:
-        if self.desks:
+        if self.brokers:
             return
 
         def load(path: Path, cancelled: CancelCheck) -> None:
@@ -199,11 +199,11 @@ class Fronts:
             self.engine.load(path, cancelled)
 
         beside = self.engines.beside
-        desk = DeskByName(self.engine, load, on_model=lambda model: link.model_is(model))
-        link = DeskLink(beside.address, beside.secret, desk)
-        self.desks.append(desk)
+        broker = ModelBroker(self.engine, load, on_model=lambda model: link.model_is(model))
+        link = BrokerLink(beside.address, beside.secret, broker)
+        self.brokers.append(broker)
         self.links.append(link)
-        desk.start()
+        broker.start()
 
     def ask(self, model: Path | str) -> Watched:
         watched = Watched()
@@ -211,8 +211,8 @@ class Fronts:
         return watched
 
     def close(self) -> None:
-        for desk in self.desks:
-            desk.close()
+        for broker in self.brokers:
+            broker.close()
         for link in self.links:
             link.close()
         self.engines.close()

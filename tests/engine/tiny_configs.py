@@ -287,8 +287,44 @@ OMNI: dict[str, Any] = {
     },
 }
 
+_OF_RUNS = {
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 60,
+    "split_ngram_parts": 1,
+    "make_ngram_vocab_size_divisible_by": 16,
+}
+"""Embeddings of runs of tokens."""
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "aria": {},
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 1024,
+        },
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 256,
+                "patch_size": 4,
+                "downsample_channels": [16, 32],
+            },
+            "encoder_config": {
+                "vocab_size": 8,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+            },
+        },
+    },
     "dots3_note": {
         "text_config": _INDEXED_AND_SLIDING,
         "vision_config": {
@@ -346,7 +382,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"text_config": _DELTA},
     "qwen3_omni_moe_thinker": OMNI,
     "qwen3_vl_moe": {},
-    "qwen4_exp": {"text_config": MOE["qwen4_exp_text"]},
+    "qwen4_exp": {"text_config": {**MOE["qwen4_exp_text"], **_OF_RUNS}},
 }
 """Values by sub-configuration; all of these get a tiny one."""
 
@@ -370,8 +406,10 @@ SEEING: dict[str, dict[str, Any]] = {
         "text_config": DENSE["gemma3_text"],
         "mm_tokens_per_image": 4,
     },
+    "glm4v": {"text_config": _THREE_AXES},
     "glm46v": {"text_config": _THREE_AXES},
-    "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": None}},
+    "internvl": {"text_config": {"model_type": "qwen3_moe"}},
+    "mistral3": {"text_config": {"model_type": "mistral4", **_LATENT}},
     "qwen2_5_vl": {
         "text_config": _ATTENDS_EVERYWHERE,
         "vision_config": {"window_size": 16, "fullatt_block_indexes": [0]},
@@ -380,7 +418,7 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": _DELTA},
     "qwen3_vl": {"text_config": _THREE_AXES},
 }
-"""Dense models whose whole is tested with pictures."""
+"""Models whose whole is tested with pictures alone."""
 
 _SEE_AND_READ: dict[str, Any] = {
     "intermediate_size": 4 * 32,

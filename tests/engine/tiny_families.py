@@ -66,7 +66,8 @@ def _config_of(family: str, drawn: Mapping[str, Any], overrides: dict[str, Any])
             values[part] = {**values[part], **_known_values(of, drawn)}
         return top(**{**_known_values(top, COMMON), **values, **_known_values(top, drawn)})
     for part in top.sub_configs:
-        of = type(getattr(library_default, part))
+        chosen = values.get(part, {}).get("model_type")
+        of = transformers.CONFIG_MAPPING[chosen] if chosen else type(getattr(library_default, part))
         if of is not type(None):
             source, last = (COMMON, drawn) if part == "text_config" else (TOWER, _towards_text(drawn))
             values[part] = {**_known_values(of, source), **values.get(part, {}), **_known_values(of, last)}

@@ -30,8 +30,8 @@ from engine.checkpoint.shards import INDEX_NAME, read_tensors
 from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.errors import EngineError
 from engine.common.plain_text import plain
-from engine.foreign_text import child
-from engine.foreign_text.templates import TemplateRefusedError
+from engine.untrusted_text import child
+from engine.untrusted_text.templates import TemplateRefusedError
 from tests.fuzz import mutation, seeds
 
 _LONGEST_MESSAGE = 1000

@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from engine import cli
+from engine.common.chat import Tool
 from engine.common.settings import settings_path
+from engine.tools.rounds import OfferedTool
 from engine.tools.servers import ToolServer
 from tests.bad_endpoint import Asked, BadEndpoint
 
@@ -144,11 +146,16 @@ def test_people_are_asked_on_the_terminal(
 def test_where_nobody_can_be_asked_only_harmless_tools_run(
     model: BadEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept("good", allowed_tools=["good/weather"])
-    plays(model, [("calculator", {"expression": "1+1"}), ("add", {"a": 1, "b": 1}), ("weather", {"city": "Oslo"})])
+    said = Tool("go", "Goes.", '{"type": "object", "properties": {}}')
+    kept("good", "keyed", allowed_tools=[OfferedTool(said, "go", "keyed").key, "good/weather"])
+    plays(
+        model,
+        [("calculator", {"expression": "1+1"}), ("add", {"a": 1, "b": 1}), ("weather", {"city": "A"}), ("go", {})],
+    )
     assert chat(model, "--tools", "--json") == 0
     told = capsys.readouterr()
-    assert [call["state"] for call in json.loads(told.out)["calls"]] == ["done", "denied", "done"]
+    states = [call["state"] for call in json.loads(told.out)["calls"]]
+    assert states == ["done", "denied", "denied", "done"]  # what an older version allowed said less of the tool
     assert "add --allow-tools to run it" in told.err
 
 

@@ -15,8 +15,8 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import Ask, Began, Failed, Finished, Token
-from engine.serving.link import DeskLink, EngineLink
-from tests.scripted_desk import ScriptedDesk
+from engine.serving.link import BrokerLink, EngineLink
+from tests.scripted_broker import ScriptedBroker
 
 ASK = Ask(
     Path("models/m"),
@@ -45,35 +45,35 @@ def until(holds: Callable[[], Any]) -> None:
 
 
 def test_what_is_asked_and_what_happens_arrive_as_they_were(link: EngineLink) -> None:
-    desk, events = ScriptedDesk(ends=True), list[Any]()
+    broker, events = ScriptedBroker(ends=True), list[Any]()
     link.ask(ASK, events.append)  # before there is an engine
-    engine = DeskLink(link.address, link.secret, desk)
+    engine = BrokerLink(link.address, link.secret, broker)
     until(lambda: len(events) == 3)
     assert events == [Began("1", 3, thinks=False), Token("1", "Hello", 1), Finished("1", "stop", 3, 0, 1)]
-    assert desk.tickets[0].ask == ASK
+    assert broker.tickets[0].ask == ASK
     engine.model_is(Path("models/m"))
     until(lambda: link.state.model == Path("models/m"))
     link.prepare(Path("p"))
     link.release(Path("r"))
-    until(lambda: desk.released == [Path("r")])
-    assert desk.prepared == [Path("p")]
+    until(lambda: broker.released == [Path("r")])
+    assert broker.prepared == [Path("p")]
     engine.close()
 
 
 def test_who_goes_away_is_cancelled_in_the_engine(link: EngineLink) -> None:
-    desk, events = ScriptedDesk(ends=False), list[Any]()
-    engine = DeskLink(link.address, link.secret, desk)
+    broker, events = ScriptedBroker(ends=False), list[Any]()
+    engine = BrokerLink(link.address, link.secret, broker)
     ticket = link.ask(ASK, events.append)
     until(lambda: len(events) == 2)
     ticket.cancel()
-    until(lambda: desk.tickets[0].is_cancelled())
+    until(lambda: broker.tickets[0].is_cancelled())
     engine.close()
 
 
 def test_a_lost_engine_refuses_all_and_the_next_one_answers(link: EngineLink) -> None:
     events, woken = list[Any](), list[str]()
     link.wake = lambda: woken.append("woken")
-    first = DeskLink(link.address, link.secret, ScriptedDesk(ends=False))
+    first = BrokerLink(link.address, link.secret, ScriptedBroker(ends=False))
     for _ in range(3):
         link.ask(ASK, events.append)
     until(lambda: len(events) == 6)
@@ -85,7 +85,7 @@ def test_a_lost_engine_refuses_all_and_the_next_one_answers(link: EngineLink) ->
     woken.clear()
     link.ask(ASK, events.append)
     assert woken == ["woken"]
-    second = DeskLink(link.address, link.secret, ScriptedDesk(ends=True))
+    second = BrokerLink(link.address, link.secret, ScriptedBroker(ends=True))
     until(lambda: isinstance(events[-1], Finished))
     second.close()
 
@@ -94,15 +94,15 @@ def test_where_no_engine_can_come_nobody_waits_for_it(link: EngineLink) -> None:
     def cannot() -> None:
         raise EngineError(ErrorCode.ENGINE_DIED, "There is none.")
 
-    link.wake, events, desk = cannot, list[Any](), ScriptedDesk(ends=True)
+    link.wake, events, broker = cannot, list[Any](), ScriptedBroker(ends=True)
     with pytest.raises(EngineError, match="none"):
         link.ask(ASK, events.append)
     assert link.state.under_way == 0
-    engine = DeskLink(link.address, link.secret, desk)
+    engine = BrokerLink(link.address, link.secret, broker)
     until(lambda: link.is_connected)
     link.ask(ASK, events.append)
     until(lambda: isinstance(events[-1], Finished) if events else False)
-    assert len(desk.tickets) == 1
+    assert len(broker.tickets) == 1
     engine.close()
 
 
@@ -114,21 +114,21 @@ def test_an_engine_that_ends_while_somebody_asks_refuses_it(link: EngineLink) ->
 
 
 def test_a_lost_server_cancels_what_it_asked() -> None:
-    link, desk, lost = EngineLink(), ScriptedDesk(ends=False), list[str]()
+    link, broker, lost = EngineLink(), ScriptedBroker(ends=False), list[str]()
     link.start()
-    engine = DeskLink(link.address, link.secret, desk, lambda: lost.append("lost"))
+    engine = BrokerLink(link.address, link.secret, broker, lambda: lost.append("lost"))
     link.ask(ASK, lambda _event: None)
-    until(lambda: desk.tickets)
+    until(lambda: broker.tickets)
     link.close()
     until(lambda: lost)
-    assert desk.tickets[0].is_cancelled()
+    assert broker.tickets[0].is_cancelled()
     engine.close()
 
 
 def test_nobody_connects_without_the_secret(link: EngineLink) -> None:
     with pytest.raises(EngineError):
-        DeskLink(link.address, "wrong", ScriptedDesk(ends=True))
-    engine = DeskLink(link.address, link.secret, ScriptedDesk(ends=True))
+        BrokerLink(link.address, "wrong", ScriptedBroker(ends=True))
+    engine = BrokerLink(link.address, link.secret, ScriptedBroker(ends=True))
     until(lambda: link.is_connected)
     engine.close()
 

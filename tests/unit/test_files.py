@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from engine.common.errors import EngineError
 from engine.common.files import (
     NewFile,
     PrivateLog,
+    holding,
+    is_locked,
     make_private,
     new_folder,
     private_file,
     private_folder,
     remove_left_over,
+    take_lock,
     write_private,
     write_whole,
 )
@@ -200,3 +205,32 @@ def test_a_folder_that_another_makes_at_the_same_moment_will_do(
     monkeypatch.setattr(Path, "exists", made_meanwhile)
     new_folder(folder)
     assert folder.is_dir()
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from engine.common.files import take_lock
+lock = take_lock(Path(sys.argv[1]))
+print(lock is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_by_one_and_dies_with_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_locked(path)
+    assert not path.exists()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], **pipes) as holder:  # type: ignore[call-overload]
+        assert holder.stdout.readline() == "True\n"
+        assert is_locked(path)
+        assert take_lock(path) is None
+        with pytest.raises(EngineError, match="busy"), holding(path, 0.0, "It is busy."):
+            pass
+        holder.kill()
+    with holding(path, 10.0, "It is busy."):
+        path.unlink()  # whoever comes now makes it anew, and this one guards nothing
+        other = take_lock(path)
+        assert other is not None
+        other.release()

@@ -222,7 +222,11 @@ def test_the_plainest_of_a_label_has_it(hub: HubServer) -> None:
 
 
 def test_what_sees_with_its_mmproj_is_fetched_with_it(hub: HubServer) -> None:
-    for name, sees in (("org/Qwen3.6-35B-A3B-GGUF", True), ("org/of-text-GGUF", False)):
+    seeing = "Qwen3.6-35B-A3B Qwen3.8-Flash-Next Qwen2-VL-7B GLM-4.1V-9B-Thinking GLM-4.6V GLM-5.3-Flash Kimi-K2.5"
+    seeing += " Kimi-VL-A3B-Instruct MiniMax-M3 Step-3.7-Flash dots3-note-prev gemma-4-26B-A4B-it Llama-4-Scout-17B-16E"
+    blind = "of-text GLM-4.5-Air GLM-5.2 Kimi-K2-Instruct MiniMax-M2 Step-3.5-Flash Qwen3-30B-A3B gemma-3n-E4B-it"
+    for name, sees in (*((name, True) for name in seeing.split()), *((name, False) for name in blind.split())):
+        name = f"org/{name}-GGUF"
         hub.add(name, {"m-Q4_K_M.gguf": b"", "mmproj-F32.gguf": b"", "mmproj-F16.gguf": b""})
         (found,) = candidates(read_repository(name))
         assert [file.path for file in found.files] == ["m-Q4_K_M.gguf", *["mmproj-F16.gguf"] * sees]

@@ -20,7 +20,7 @@ from engine.checkpoint.model_directories import add_model_folder, model_folders
 from engine.checkpoint.moving import export, move
 from engine.checkpoint.removing import remove
 from engine.checkpoint.shards import fingerprint
-from engine.checkpoint.usage import alone_with, note_use, read_usage, reading
+from engine.checkpoint.usage import exclusive_use, note_use, read_usage, reading
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir, models_dir
 from tests.refusals import refused
@@ -577,8 +577,8 @@ def test_a_model_in_use_is_neither_moved_nor_removed(tiny: Path, tmp_path: Path)
         for change in (lambda: remove("tiny", permanently=True), lambda: move("tiny", tmp_path / "disk")):
             with refused(ErrorCode.BUSY):
                 change()
-    with alone_with(tiny):
-        with refused(ErrorCode.BUSY), alone_with(tiny):
+    with exclusive_use(tiny):
+        with refused(ErrorCode.BUSY), exclusive_use(tiny):
             pass
         with refused(ErrorCode.BUSY):
             verify("tiny")
@@ -610,7 +610,7 @@ def test_where_no_lock_can_be_kept_a_model_is_used_all_the_same(tiny: Path) -> N
     (data_dir() / "locks").write_text("in the way")
     with reading(tiny):
         pass
-    with refused(ErrorCode.INVALID_REQUEST), alone_with(tiny):
+    with refused(ErrorCode.INVALID_REQUEST), exclusive_use(tiny):
         pass
 
 

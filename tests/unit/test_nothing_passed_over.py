@@ -14,7 +14,7 @@ from engine.common.falls import Falls, passed_over
 _ROOT = Path(__file__).parents[2]
 _ALL = {"Exception", "BaseException"}
 _SILENT_ANSWERS = {
-    ("engine/foreign_text/child.py", "_count"): "the library raises bare exceptions for what it cannot read",
+    ("engine/untrusted_text/child.py", "_count"): "the library raises bare exceptions for what it cannot read",
     ("engine/runtime/load/foresight.py", "answers"): "asks whether something works",
     ("engine/runtime/load/library_models.py", "_without_compiler"): "asks whether something works",
 }

@@ -1,4 +1,4 @@
-"""The codec between window and worker: any message survives, any bytes are survived."""
+"""The codec between the processes: any message survives, any bytes are survived."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import types
 import typing
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
@@ -21,9 +22,11 @@ from engine.protocol import (
     ChatMessage,
     Command,
     Event,
+    FrontMessage,
     Generate,
     Heartbeat,
     LineReader,
+    LinkMessage,
     LoadModel,
     Message,
     Shutdown,
@@ -34,7 +37,7 @@ from engine.protocol import (
 )
 from engine.remote.endpoint import Endpoint
 
-TYPES: tuple[type, ...] = (*get_args(Command), *get_args(Event))
+TYPES: tuple[type, ...] = (*get_args(Command), *get_args(Event), *get_args(LinkMessage), *get_args(FrontMessage))
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SAMPLING = st.builds(
     SamplingParams,
@@ -109,6 +112,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         float: st.floats(allow_nan=False),
         type(None): st.none(),
         ErrorCode: st.sampled_from(ErrorCode),
+        Path: TEXT.map(Path),
+        Any: TEXT,
     }
     return known[hint]
 

@@ -32,8 +32,8 @@ from app.services.chat_store.other_programs import (
 from app.services.chat_store.records import Folder
 from engine.common.chat import Picture
 from engine.common.errors import CancelCheck
-from engine.common.foreign import open_foreign, parse_json, read_foreign, reason
 from engine.common.pictures import media_of
+from engine.common.untrusted import open_untrusted, parse_json, read_untrusted, reason
 
 LARGEST_CHAT = 256 * 2**20
 """Bytes of one chat as JSON, or of a document that cannot be read piece by piece; more is not what people wrote."""
@@ -135,10 +135,10 @@ class _Look:
 
     def chats(self, path: Path) -> Iterator[Whole]:
         if path.suffix.lower() in MARKDOWN:
-            text = read_foreign(path, LARGEST_CHAT)
+            text = read_untrusted(path, LARGEST_CHAT)
             yield self._markdown(text)
             return
-        with open_foreign(path) as file:
+        with open_untrusted(path) as file:
             is_archive = file.read(4) == b"PK\x03\x04"
             file.seek(0)
             if is_archive and zipfile.is_zipfile(file):
@@ -393,7 +393,7 @@ def _assets_beside(path: Path) -> FindPicture:
             except OSError:
                 return None
         try:
-            return _picture(read_foreign(named[asset], LARGEST_PICTURE)) if asset in named else None
+            return _picture(read_untrusted(named[asset], LARGEST_PICTURE)) if asset in named else None
         except OSError:
             return None
 

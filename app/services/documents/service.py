@@ -18,9 +18,9 @@ from app.services.documents.index import FILE_NAME, DocumentIndex, FileState, di
 from app.services.documents.prompts import Asked, Given, given, joined
 from engine.batch_files.documents import Document, DocumentReader, Part, is_readable
 from engine.common.errors import RequestCancelled
-from engine.common.foreign import read_foreign, reason
 from engine.common.paths import data_dir
 from engine.common.sizes import about
+from engine.common.untrusted import read_untrusted, reason
 
 MOST_FILE_BYTES = 200 * 10**6
 MOST_FOLDER_FILE_BYTES = 50 * 10**6
@@ -286,7 +286,7 @@ class Documents(QObject):
                 break
             path, name, state = folder.left.pop()
             try:
-                digest = digest_of(read_foreign(path, MOST_FOLDER_FILE_BYTES))
+                digest = digest_of(read_untrusted(path, MOST_FOLDER_FILE_BYTES))
             except OSError as error:
                 why = f"cannot be read ({reason(error)})"
                 if state.size > MOST_FOLDER_FILE_BYTES:

@@ -31,7 +31,7 @@ from engine.batch_files.messages import BatchRow
 from engine.batch_files.prompts import parse_template
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
-from engine.common.foreign import DEEPEST, parse_json
+from engine.common.untrusted import DEEPEST, parse_json
 
 _PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 LINES = 4

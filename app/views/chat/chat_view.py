@@ -53,7 +53,7 @@ from app.views.chat.presenter import ChatPresenter
 from app.views.chat.prompt_popover import MessageTools
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
-from app.widgets.answer_text import import_parser
+from app.widgets.answer_text import import_parser, open_link
 from app.widgets.asking import ask
 from app.widgets.banner import Banner, Toast
 from app.widgets.fields import dropped_model
@@ -276,7 +276,7 @@ class ChatView(Page):
         self.transcript.rewritten.connect(self.edits.rewrite)
         self.transcript.fold_acted.connect(self._act_on_fold)
         self.transcript.version_stepped.connect(do.step_version)
-        self.transcript.link_activated.connect(self._open_link)
+        self.transcript.link_activated.connect(open_link)
         self.transcript.source_opened.connect(self._open_source)
         self.transcript.decided.connect(do.decide)
         self.composer.tools_wanted.connect(do.set_tools)
@@ -656,10 +656,6 @@ class ChatView(Page):
             QDesktopServices.openUrl(QUrl.fromLocalFile(one.path))
         elif one.characters:
             self._open_source(Source(0, one.id, one.name, last=_BEGINNING))
-
-    def _open_link(self, url: QUrl) -> None:
-        if url.scheme() in ("http", "https", "mailto"):
-            QDesktopServices.openUrl(url)
 
     # --- reacting to signals ---
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from PySide6.QtCore import QEvent, QPoint, QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QPoint, QSignalBlocker, QSize, Qt, Signal
 from PySide6.QtWidgets import QFrame, QMenu, QPushButton, QWidget
 
 from app.icons import IconButton, icon
@@ -52,9 +52,8 @@ class SystemPromptPopover(Popover):
         add_items(self.column, hint, self.text)
 
     def edit(self, system_prompt: str, button: QWidget) -> None:
-        self.text.blockSignals(True)
-        self.text.setPlainText(system_prompt)
-        self.text.blockSignals(False)
+        with QSignalBlocker(self.text):
+            self.text.setPlainText(system_prompt)
         self.open_at(button)
         self.text.setFocus()
 
@@ -188,9 +187,8 @@ class Composer(QFrame):
 
     def set_text(self, text: str) -> None:
         """Replace the text without emitting `edited`."""
-        self.box.blockSignals(True)
-        self.box.setPlainText(text)
-        self.box.blockSignals(False)
+        with QSignalBlocker(self.box):
+            self.box.setPlainText(text)
         self.box.moveCursor(self.box.textCursor().MoveOperation.End)
         self._show_button()
 

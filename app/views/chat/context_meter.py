@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import psutil
-from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtCore import QSignalBlocker, QSize, Qt, Signal
 from PySide6.QtGui import QIcon
 from PySide6.QtWidgets import QGridLayout, QLabel, QProgressBar, QPushButton, QWidget
 
@@ -200,13 +200,11 @@ class ContextPopover(Popover):
         self.fields.setVisible(is_ours)
         if is_ours:
             self._steps = _steps(length.longest)
-            self.tokens.blockSignals(True)
-            self.tokens.setRange(LEAST_CONTEXT, max(length.longest, LEAST_CONTEXT))
-            self.tokens.setValue(length.wanted or length.tokens)
-            self.tokens.blockSignals(False)
-            self.slider.blockSignals(True)
-            self.slider.setRange(0, len(self._steps) - 1)
-            self.slider.blockSignals(False)
+            with QSignalBlocker(self.tokens):
+                self.tokens.setRange(LEAST_CONTEXT, max(length.longest, LEAST_CONTEXT))
+                self.tokens.setValue(length.wanted or length.tokens)
+            with QSignalBlocker(self.slider):
+                self.slider.setRange(0, len(self._steps) - 1)
             self._follow_tokens()
         self._show_cost()
 
@@ -246,9 +244,8 @@ class ContextPopover(Popover):
 
     def _follow_tokens(self) -> None:
         tokens = self.tokens.value()
-        self.slider.blockSignals(True)
-        self.slider.setValue(min(range(len(self._steps)), key=lambda step: abs(self._steps[step] - tokens)))
-        self.slider.blockSignals(False)
+        with QSignalBlocker(self.slider):
+            self.slider.setValue(min(range(len(self._steps)), key=lambda step: abs(self._steps[step] - tokens)))
 
     def _label(self, role: str) -> QLabel:
         return text_label(self, role=role, wrap=True, tabular=True)

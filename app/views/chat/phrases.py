@@ -14,9 +14,9 @@ from app.services.chat_store import Attachment, Message, MessageState, Source
 from app.services.chat_store.records import EDITED, MATCH_END, MATCH_START, AnswerStats
 from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
-from engine.common.foreign import reason
 from engine.common.model_info import ModelInfo
 from engine.common.settings import STARTER
+from engine.common.untrusted import reason
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.remote.endpoint import Endpoint, RemoteModel, called
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from PySide6.QtCore import QObject, QSize, Qt, QUrl, Signal
-from PySide6.QtGui import QDesktopServices, QKeySequence
+from PySide6.QtCore import QObject, QSize, Qt, Signal
+from PySide6.QtGui import QKeySequence
 from PySide6.QtWidgets import QDialog, QFrame, QPushButton, QScrollArea, QWidget
 
 from app.models.conversation import MessageRow
@@ -24,6 +24,7 @@ from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.presenter import ChatPresenter, Way
 from app.views.chat.turn_column import TurnColumn
+from app.widgets.answer_text import open_link
 from app.widgets.fields import ComboBox, TextBox
 from app.widgets.page import add_shortcut
 from app.widgets.sampling_popover import SamplingPopover
@@ -88,7 +89,7 @@ class Column(QFrame):
         if self.answer is None:
             self.answer = AnswerMessage(row, self._turns)
             self.answer.acted.connect(self.acted)
-            self.answer.link_activated.connect(_open)
+            self.answer.link_activated.connect(open_link)
             self._turns.insert(0, self.answer)
             self._turns.place()
         else:
@@ -106,11 +107,6 @@ class Column(QFrame):
     def set_able(self, able: bool) -> None:
         self.model.setEnabled(able)
         self.sampling_button.setEnabled(able)
-
-
-def _open(url: QUrl) -> None:
-    if url.scheme() in ("http", "https", "mailto"):
-        QDesktopServices.openUrl(url)
 
 
 class Comparison(QObject):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyqtgraph as pg
-from PySide6.QtCore import QCoreApplication, QSize, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QSignalBlocker, QSize, Qt, Signal
 from PySide6.QtWidgets import QButtonGroup, QPushButton, QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
@@ -203,11 +203,10 @@ class SizeChooser(QWidget):
             self.set_slots(slots, tier.most_slots)
 
     def set_slots(self, slots: int, most: int) -> None:
-        self.field.blockSignals(True)
-        self.field.setRange(1, max(1, most))
-        self.field.setSingleStep(max(1, most // 100))
-        self.field.setValue(slots)
-        self.field.blockSignals(False)
+        with QSignalBlocker(self.field):
+            self.field.setRange(1, max(1, most))
+            self.field.setSingleStep(max(1, most // 100))
+            self.field.setValue(slots)
         self.button.setEnabled(self.field.value() != self._present)
 
     def say(self, outcome: str, *, undoable: bool) -> None:

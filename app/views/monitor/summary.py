@@ -134,16 +134,11 @@ def time_parts(waiting: Waiting) -> tuple[BarPart, ...]:
     return tuple(part for part in parts if part.amount)
 
 
-def waiting_sentence(waiting: Waiting) -> str:
-    """`Last 200 tokens, 48.7 tokens/s. Their time went to: 61% computing experts on the CPU, 21% ...`
+def waiting_words(waiting: Waiting) -> tuple[str, str]:
+    """A headline and the text below it: `Last 200 tokens, 48.7 tokens/s. Their time went to: 61% computing ...`
 
     Other programs' CPU use comes first: it is a cause of its own, and prolongs everything else.
     """
-    return " ".join(part for part in waiting_words(waiting) if part)
-
-
-def waiting_words(waiting: Waiting) -> tuple[str, str]:
-    """The same as a headline and the text below it."""
     if not waiting.tokens:
         return translate("SummaryCard", "Nothing has been decoded yet."), ""
     shares = [(lane, share) for lane, share in waiting.share.items() if share >= _LEAST][:3]

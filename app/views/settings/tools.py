@@ -93,7 +93,8 @@ class ToolsCard(SettingsCard):
     def _show(self) -> None:
         allowed = self._tools.always_allowed
         self._allowed.setText(
-            ", ".join(key.strip("/").replace("/", ": ") for key in allowed) or self.tr("No tool yet.")
+            ", ".join(key.partition("\n")[0].strip("/").replace("/", ": ") for key in allowed)
+            or self.tr("No tool yet.")
         )
         self.ask_again.setEnabled(bool(allowed))
         while (item := self._lines.takeAt(0)) is not None:

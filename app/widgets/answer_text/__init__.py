@@ -7,7 +7,7 @@ from app.widgets.answer_text.maths import formula_in
 from app.widgets.answer_text.paper import formulas_in, print_document, read_markdown, write_markdown
 from app.widgets.answer_text.parser import import_parser, markdown
 from app.widgets.answer_text.style import Style
-from app.widgets.answer_text.view import AnswerView, Match
+from app.widgets.answer_text.view import AnswerView, Match, open_link
 from app.widgets.answer_text.writer import InertDocument
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "formulas_in",
     "import_parser",
     "markdown",
+    "open_link",
     "print_document",
     "read_markdown",
     "write_markdown",

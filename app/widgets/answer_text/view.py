@@ -24,6 +24,7 @@ from PySide6.QtCore import (
 from PySide6.QtGui import (
     QColor,
     QContextMenuEvent,
+    QDesktopServices,
     QFocusEvent,
     QGuiApplication,
     QHelpEvent,
@@ -106,6 +107,12 @@ class CopyButton(QPushButton):
     def _show_copy(self) -> None:
         self.setText(self.tr("Copy"))
         self.setAccessibleName(self.tr("Copy code"))
+
+
+def open_link(url: QUrl) -> None:
+    """In the browser or mail program that people use."""
+    if url.scheme() in ("http", "https", "mailto"):
+        QDesktopServices.openUrl(url)
 
 
 class AnswerView(QTextBrowser):

@@ -17,8 +17,8 @@ from typing import Any
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
-from engine.common.foreign import reason
 from engine.common.paths import python_module
+from engine.common.untrusted import reason
 
 MODEL = "synthetic:qwen3-30b-a3b?layers=8&vocab=4096"
 _LAST_WORDS = 400

@@ -22,7 +22,7 @@ import xxhash
 from engine.checkpoint.downloads.pace import Waits
 from engine.checkpoint.downloads.records import PlannedFile
 from engine.checkpoint.downloads.source import Source
-from engine.common.foreign import read_foreign
+from engine.common.untrusted import read_untrusted
 
 _MAX_BYTES = 256 * 2**20
 
@@ -142,7 +142,7 @@ class Journal:
 def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
     """Each line without its checksum, and where it ends; up to the first that is torn."""
     try:
-        raw = read_foreign(path, _MAX_BYTES)
+        raw = read_untrusted(path, _MAX_BYTES)
     except FileNotFoundError:
         return
     end = 0

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 from engine.checkpoint.hub.repository import RepoFile, Repository
 from engine.common.errors import EngineError
 from engine.common.files import NewFile, holding, is_locked, new_folder, private_folder, replace_file
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
+from engine.common.untrusted import parse_json, read_untrusted
 
 _MAX_JSON_BYTES = 32 * 2**20
 _Record = TypeVar("_Record")
@@ -196,7 +196,7 @@ def write_order(order: list[str]) -> None:
 def read_plan(key: str) -> Plan | None:
     """What a download fetches; None if there is no such download, or its file is damaged."""
     try:
-        found: Plan = from_fields(Plan, parse_json(read_foreign(folder_of(key) / "download.json", _MAX_JSON_BYTES)))
+        found: Plan = from_fields(Plan, parse_json(read_untrusted(folder_of(key) / "download.json", _MAX_JSON_BYTES)))
     except (EngineError, OSError, LookupError, TypeError, ValueError):
         return None
     return found if found.key == key else None
@@ -288,7 +288,7 @@ def write_record(path: Path, record: Any) -> None:
 
 def _read(path: Path, otherwise: _Record) -> _Record:
     try:
-        found: _Record = from_fields(type(otherwise), parse_json(read_foreign(path, _MAX_JSON_BYTES)))
+        found: _Record = from_fields(type(otherwise), parse_json(read_untrusted(path, _MAX_JSON_BYTES)))
     except (EngineError, OSError, LookupError, TypeError, ValueError, AttributeError):
         return otherwise
     return found

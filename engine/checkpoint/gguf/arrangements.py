@@ -64,6 +64,58 @@ def _rotary(heads: str) -> Arrangement:
     return arrange
 
 
+def _of_heads(order: Callable[[int, Mapping[str, Any]], NDArray[np.intp]], third: int | None = None) -> Arrangement:
+    """Rows of queries or keys of which each head has its own in another order.
+
+    Args:
+        order: the width of a head and the configuration -> for each of its rows the place in the file.
+        third: which of three equal parts of the file's tensor they are.
+    """
+
+    def arrange(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
+        (source,) = sources
+        if third is not None:
+            source = list(rows_of(source, (source.shape[0] // 3,) * 3))[third]
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or source.shape[0] // heads
+        if not width or source.shape[0] % width or len(source.shape) > 2:
+            raise damaged(source, "does not fit the number of heads")
+        own = order(width, config)
+        if len(own) != width:
+            raise damaged(source, "does not fit the width of heads")
+        rows = np.arange(0, source.shape[0], width)[:, None] + own
+        return packed(source.shape, [source], Rows(rows.reshape(-1), -len(source.shape)))
+
+    return arrange
+
+
+def _halves_of_axes(width: int, _config: Mapping[str, Any]) -> NDArray[np.intp]:
+    """Of two axes, each with pairs -> first parts of pairs of both axes in turn, then second parts."""
+    return np.arange(width - width % 4).reshape(2, -1, 2).T.reshape(-1)
+
+
+def _halves_of_three(width: int, _config: Mapping[str, Any]) -> NDArray[np.intp]:
+    """Of three axes, each with two halves, and a rest -> first halves of all axes, then second halves, and the rest."""
+    turned = 6 * (width // 6)
+    return np.concatenate((np.arange(turned).reshape(3, 2, -1).swapaxes(0, 1).reshape(-1), np.arange(turned, width)))
+
+
+def _halves(width: int, _config: Mapping[str, Any]) -> NDArray[np.intp]:
+    """Of pairs -> first parts, then second parts."""
+    return np.arange(width - width % 2).reshape(-1, 2).T.reshape(-1)
+
+
+def _pairs(width: int, config: Mapping[str, Any]) -> NDArray[np.intp]:
+    """Of halves of what is rotated -> pairs."""
+    turned = int(width * config["rope_parameters"].get("partial_rotary_factor", 1.0)) // 2 * 2
+    return np.concatenate((np.arange(turned).reshape(2, -1).T.reshape(-1), np.arange(turned, width)))
+
+
+def _square(shape: tuple[int, ...]) -> tuple[int, ...]:
+    side = math.isqrt(shape[0])
+    return (side, side, *shape[1:])
+
+
 def _shaped(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
@@ -224,6 +276,12 @@ ARRANGEMENTS: dict[str, Arrangement] = {
     "": lambda sources, _config: sources[0],
     "rotary_q": _rotary("num_attention_heads"),
     "rotary_k": _rotary("num_key_value_heads"),
+    "pairwise": _of_heads(_pairs),
+    "third_v": lambda sources, _config: list(rows_of(sources[0], (sources[0].shape[0] // 3,) * 3))[2],
+    **{f"kimi_{each}": _of_heads(_halves_of_axes, at) for at, each in enumerate("qk")},
+    **{f"pairs_{each}": _of_heads(_halves, at) for at, each in enumerate("qk")},
+    "three_axes": _of_heads(_halves_of_three),
+    "square": _shaped(_square),
     "row": _shaped(lambda shape: (1, _flat(shape))),
     "flat": _shaped(lambda shape: (_flat(shape),)),
     "convolution": _shaped(lambda shape: (_flat(shape[:-1]), 1, shape[-1])),

@@ -20,8 +20,8 @@ from engine.checkpoint.gguf.arrangements import ARRANGEMENTS, damaged, expert_ro
 from engine.checkpoint.gguf.file import WHOLE, GgufFile, Strings
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import reason
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import reason
 from engine.families import family_of
 from engine.families.family import DraftHead
 from engine.families.gguf import ARRAY, DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made
@@ -196,9 +196,9 @@ def _family(file: GgufFile) -> Gguf:
     Raises:
         EngineError: `MODEL_UNSUPPORTED`.
     """
-    scalars = {key: value for key, value in file.metadata.items() if isinstance(value, str | int | float)}
+    said = {key: value if isinstance(value, str | int | float) else None for key, value in file.metadata.items()}
     for family in GGUF.get(file.architecture, ()):
-        if family.when is None or family.when(scalars):
+        if family.when is None or family.when(said):
             return family
     name = plain_line(file.architecture)[:60]
     holds = f"{file.path.name} holds a model of the architecture {name!r}, which Switchyard does not"

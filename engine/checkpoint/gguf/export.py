@@ -33,7 +33,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.safetensors_numpy import from_bfloat16
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import parse_json, read_foreign
+from engine.common.untrusted import parse_json, read_untrusted
 from engine.families.gguf import Gguf, Key, Made
 from engine.families.gguf.table import gguf_of
 
@@ -413,7 +413,7 @@ def vocabulary_of(checkpoint: Path) -> Metadata:
     from tokenizers import Tokenizer
 
     try:
-        text = read_foreign(checkpoint / "tokenizer.json", _MOST_TOKENIZER).decode()
+        text = read_untrusted(checkpoint / "tokenizer.json", _MOST_TOKENIZER).decode()
         content = parse_json(text)
         own = Tokenizer.from_str(text)
     except (OSError, ValueError) as error:
@@ -480,7 +480,7 @@ def vocabulary_of(checkpoint: Path) -> Metadata:
     if isinstance(ends, int) or (isinstance(ends, list) and ends):
         found["tokenizer.ggml.eos_token_id"] = ends if isinstance(ends, int) else ends[0]
     template = checkpoint / "chat_template.jinja"
-    chat = read_foreign(template, _MOST_TOKENIZER).decode() if template.is_file() else said.get("chat_template")
+    chat = read_untrusted(template, _MOST_TOKENIZER).decode() if template.is_file() else said.get("chat_template")
     if isinstance(chat, str) and chat:
         found["tokenizer.chat_template"] = chat
     return found
@@ -517,7 +517,7 @@ def _of_unigrams(content: Mapping[str, Any], tokens: list[str]) -> Metadata:
 
 def _json_at(path: Path) -> Mapping[str, Any]:
     try:
-        content = parse_json(read_foreign(path, _MOST_TOKENIZER))
+        content = parse_json(read_untrusted(path, _MOST_TOKENIZER))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

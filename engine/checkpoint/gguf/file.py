@@ -5,7 +5,7 @@ little-endian: `GGUF`, the version, the number of tensors and of metadata entrie
 dimension first), type and offset of every tensor; then the data, to which the offsets are relative. A model may be
 split over files `NAME-00001-of-0000N.gguf`, the first of which has the metadata.
 
-A file is foreign: every count and length is checked against what is left of the file before anything is allocated for
+A file is untrusted: every count and length is checked against what is left of the file before anything is allocated for
 it, and the header has a limit of its own, so that reading it takes little memory whatever it says.
 """
 
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import Opener, open_untrusted, reason
 from engine.formats.ggml import BLOCK_TYPES, BlockType
 
 _VERSIONS = (2, 3)
@@ -95,7 +95,7 @@ class GgufFile:
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorEntry]
     digest: str
-    open_file: Opener = open_foreign
+    open_file: Opener = open_untrusted
     arrays: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     @property
@@ -115,14 +115,14 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
-def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
+def read_gguf(path: Path, open_file: Opener = open_untrusted) -> GgufFile:
     """The header of a GGUF model, and of all its parts.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `CHECKPOINT_DAMAGED` if a file or a part is missing, cut short or inconsistent;
             `MODEL_UNSUPPORTED` if it is of another version, or holds something else than a language model.
     """
-    if open_file is not open_foreign:
+    if open_file is not open_untrusted:
         return _model(path, open_file)
     try:
         path.stat()
@@ -133,10 +133,10 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
 
 def read_projector(path: Path) -> GgufFile:
     """The header of a `mmproj` file, the part of a model that sees."""
-    header = _Header(path, open_foreign, dict(_TYPES))
+    header = _Header(path, open_untrusted, dict(_TYPES))
     if header.metadata.get("general.architecture") != "clip":
         raise _damaged(path, "is named mmproj, but is not the part of a model that sees")
-    return GgufFile(path, (path,), header.metadata, header.tensors, header.digest, open_foreign, header.arrays)
+    return GgufFile(path, (path,), header.metadata, header.tensors, header.digest, open_untrusted, header.arrays)
 
 
 WHOLE = BlockType("I32", "", 26, 1, 4)
@@ -154,7 +154,7 @@ _BYTES = BlockType("I8", "", 24, 1, 1)
 def read_converted(path: Path) -> tuple[bytes, Mapping[str, Value], Mapping[str, TensorEntry]]:
     """The header of a file of converted weights: its bytes, its metadata, and its tensors by name."""
     path.stat()
-    header = _Header(path, open_foreign, {_BYTES.id: _BYTES})
+    header = _Header(path, open_untrusted, {_BYTES.id: _BYTES})
     if header.metadata.get("general.architecture") != CONVERTED:
         raise _damaged(path, "is not a file of converted weights")
     with path.open("rb") as stream:
@@ -171,7 +171,7 @@ def _state(file: Path) -> tuple[int, ...] | None:
 
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, states: tuple[tuple[int, ...] | None, ...]) -> GgufFile:  # noqa: ARG001 (changed files are read again)
-    return _model(path, open_foreign)
+    return _model(path, open_untrusted)
 
 
 def _model(path: Path, open_file: Opener) -> GgufFile:

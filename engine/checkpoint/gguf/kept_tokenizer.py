@@ -23,8 +23,8 @@ from engine.checkpoint.gguf import pre_tokenizers, tokenizer
 from engine.checkpoint.gguf.file import GgufFile, read_gguf
 from engine.checkpoint.gguf.tokenizer import end_token_ids
 from engine.common.files import private_folder, write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.paths import cache_dir
+from engine.common.untrusted import parse_json, read_untrusted
 
 _RECORD = "kept.json"
 """Written last, with the digests of the others."""
@@ -40,7 +40,7 @@ def kept_tokenizer(file: GgufFile) -> Path | None:
     record = _record(folder)
     try:
         if record is None or any(
-            hashlib.sha256(read_foreign(folder / name, _LARGEST)).hexdigest() != digest
+            hashlib.sha256(read_untrusted(folder / name, _LARGEST)).hexdigest() != digest
             for name, digest in record["files"].items()
         ):
             return None
@@ -98,7 +98,7 @@ def _folder(file: GgufFile) -> Path:
 def _record(folder: Path) -> dict[str, Any] | None:
     """What is kept beside the files, if it is unharmed and from this builder."""
     try:
-        kept = parse_json(read_foreign(folder / _RECORD, 2**20))
+        kept = parse_json(read_untrusted(folder / _RECORD, 2**20))
         record: dict[str, Any] = kept["record"]
         return record if kept["digest"] == _digest(record) and record["builder"] == _builder() else None
     except (OSError, ValueError, LookupError, TypeError):

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign
+from engine.common.untrusted import open_untrusted
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -61,7 +61,7 @@ def gguf_at(path: Path) -> Path | None:
 
 def _begins_like_gguf(path: Path) -> bool:
     try:
-        with open_foreign(path) as file:
+        with open_untrusted(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -56,10 +56,10 @@ from engine.checkpoint.shards import (
 )
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import cache_dir
 from engine.common.plain_text import quoted
+from engine.common.untrusted import parse_json, read_untrusted
 from engine.families.known import ENCODERS, known_types
 
 _WANTED = ("good", "near", "original", "fair", "poor")
@@ -69,11 +69,12 @@ _USUAL = ("Q4_K_M", "UD-Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "
 _ASIDE = re.compile(r"(^|[-_.])(mmproj|projector|clip|imatrix|lora|adapter|draft|vocab)([-_.]|$)", re.IGNORECASE)
 """GGUF files that are no model."""
 SEES = re.compile(
-    r"qwen[-_.]?3[-_.]?[56]|qwen[-_.]?(2[-_.]?5|3)[-_.]?vl|gemma[-_.]?[34](?![-_.]?n)|glm[-_.]?4[-_.]?5[-_.]?v|"
+    r"qwen[-_.]?3[-_.]?[568]|qwen[-_.]?(2|2[-_.]?5|3)[-_.]?vl|gemma[-_.]?[34](?![-_.]?n)|glm[-_.]?4[-_.]?[156][-_.]?v|"
+    r"glm[-_.]?5[-_.]?3|kimi[-_.]?(vl|k2[-_.]?[56])|minimax[-_.]?m3|step[-_.]?3[-_.]?7|dots[-_.]?3[-_.]?note|"
     r"llama[-_.]?4|mistral[-_.]?small[-_.]?[34]|ministral[-_.]?3|magistral|devstral",
     re.IGNORECASE,
 )
-"""Names of models whose `mmproj` file is read: see `engine.checkpoint.gguf.projector`."""
+"""Names of models whose `mmproj` file is read: see `engine.families.gguf.towers`."""
 _UNREAD = re.compile(r".*_\d_\d$")
 """Labels of GGUF files whose blocks nobody reads any more."""
 _AHEAD_OF_GGUF, _AHEAD_OF_SAFETENSORS, _BUFFER = 2**18, 2**17, 2**16
@@ -508,7 +509,7 @@ def _kept_file(candidate: Candidate) -> Path:
 def _read_kept(path: Path) -> ModelShape | None:
     """The shape that was kept; None if there is none, or it is from another version."""
     try:
-        content = parse_json(read_foreign(path, _MAX_KEPT_BYTES))
+        content = parse_json(read_untrusted(path, _MAX_KEPT_BYTES))
         if content.pop("version") != _KEPT_VERSION:
             return None
         shape = from_fields(ModelShape, content)

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 from engine.checkpoint.headers import MAX_HEADER
 from engine.checkpoint.hub.token import read_token, set_aside
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, parse_json
 from engine.common.http import HEADERS
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import DEEPEST, parse_json
 
 ANSWER_S = 120.0
 """Time limit for one file's header, or one answer of the API."""

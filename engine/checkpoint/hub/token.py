@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import private_folder, write_private
-from engine.common.foreign import parse_json, read_foreign
 from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line
+from engine.common.untrusted import parse_json, read_untrusted
 
 _VARIABLE = "SWITCHYARD_HUB_TOKENS"
 _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
@@ -96,7 +96,7 @@ def _hosts_file() -> Path:
 
 def _noted_hosts() -> frozenset[str]:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        hosts = parse_json(read_foreign(_hosts_file(), _MOST_BYTES))["hosts"]
+        hosts = parse_json(read_untrusted(_hosts_file(), _MOST_BYTES))["hosts"]
         return frozenset(host for host in hosts if isinstance(host, str) and plain_line(host) == host)
     return frozenset()
 

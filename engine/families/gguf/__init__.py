@@ -84,7 +84,7 @@ class Gguf:
     Attributes:
         architecture: llama.cpp's name; several families may share one.
         model_type: the library's name of the family.
-        when: metadata by full key, but for lists -> whether a file is of this family, if others share its
+        when: metadata by full key, `None` in place of lists -> whether a file is of this family, if others share its
             architecture.
         config: key of config.json -> key of the metadata; beside those that all architectures have.
         constants: values of config.json that llama.cpp's code fixes.

@@ -6,6 +6,7 @@ What is odd has a file beside this one; `table` has them all.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.families.gguf import (
@@ -238,6 +239,32 @@ _BESIDE = {
 }
 """Of Cohere's models, in which attention and the feed-forward block are side by side."""
 
+_GLM4 = Gguf(
+    architecture="glm4",
+    model_type="glm4",
+    partial_rotary=True,
+    tensors=ENDS
+    | ATTENTION
+    | layer(
+        {
+            "input_layernorm": "attn_norm",
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            "mlp.gate_up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+        }
+    ),
+)
+_SECTIONS = "glm4.rope.dimension_sections"
+"""Says that a file is of a model that sees, whose queries and keys have halves instead of pairs."""
+_OF_HALVES: Tensors = {
+    f"{LAYER}.self_attn.{which}_proj.{kind}": Made("pairwise", f"blk.{{n}}.attn_{which}.{kind}")
+    for which in ("q", "k")
+    for kind in ("weight", "bias")
+}
+
+
 ROWS = (
     Gguf(
         architecture="afmoe",
@@ -402,23 +429,8 @@ ROWS = (
         computed=(scaled, windows(4), which_are_sparse),
         tensors=DENSE | experts() | shared_expert("mlp.shared_experts") | correction("mlp.e_score_correction_bias"),
     ),
-    Gguf(
-        architecture="glm4",
-        model_type="glm4",
-        partial_rotary=True,
-        tensors=ENDS
-        | ATTENTION
-        | layer(
-            {
-                "input_layernorm": "attn_norm",
-                "post_self_attn_layernorm": "post_attention_norm",
-                "post_attention_layernorm": "ffn_norm",
-                "post_mlp_layernorm": "post_ffw_norm",
-                "mlp.gate_up_proj": "ffn_up",
-                "mlp.down_proj": "ffn_down",
-            }
-        ),
-    ),
+    replace(_GLM4, when=lambda metadata: _SECTIONS not in metadata),
+    replace(_GLM4, when=lambda metadata: _SECTIONS in metadata, tensors={**_GLM4.tensors, **_OF_HALVES}),
     Gguf(
         architecture="glm4moe",
         model_type="glm4_moe",

@@ -13,9 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.common.chat import Tool
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families.replies import DEEPSEEK, GEMMA, KIMI, LFM, LLAMA, MISTRAL, ReplyForm
-from engine.families.replies.calls import DSML, GLM_TAGS, MINIMAX_TAGS, NEST, QWEN_TAGS, Tagged, Tools, allowed_kinds
+from engine.families.replies.calls import (
+    DSML,
+    GLM_TAGS,
+    MINIMAX_TAGS,
+    NEST,
+    QWEN_TAGS,
+    Tagged,
+    Tools,
+    allowed_kinds,
+    named_values,
+    referred,
+)
 
 _SAYS_NOTHING = {"type", "title", "description", "default", "examples"}
 """What in a schema does not limit a value of its type."""
@@ -122,10 +133,9 @@ def closing(opens: str) -> str:
     return opens.replace("<", "</", 1)
 
 
-def _choices(schema: Mapping[str, Any]) -> list[str]:
-    """The values that a schema names, as they are written without quotes."""
-    named = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [each if isinstance(each, str) else json.dumps(each) for each in named] if isinstance(named, list) else []
+def _unquoted(value: Any) -> str:
+    """How a value is written where texts have no quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _text(said: str) -> str:
@@ -270,8 +280,8 @@ class _Writer:
         properties, items = said.get("properties"), said.get("items")
         is_plain = set(said) <= _SAYS_NOTHING | {"properties", "required", "additionalProperties"}
         if "string" in kinds or not kinds:
-            if choices := _choices(said):
-                value = f"({' | '.join(map(_text, choices))}) {nest}"
+            if alternatives := self._alternatives(tool, schema):
+                value = f"({' | '.join(each for _is_text, each in alternatives)}) {nest}"
             else:
                 value = f"{self._free()} {nest}" if nest.startswith("<[") else self._free(NEST)
         elif kinds == {"object"} and is_plain and isinstance(properties, Mapping) and set(properties) - {"item"}:
@@ -303,7 +313,7 @@ class _Writer:
         if allowed_kinds(schema, json.loads(tool.parameters)) != {"string"}:
             return self._value(tool, schema)
         quote = self.mark('<|"|>')
-        if choices := _choices(schema):
+        if choices := named_values(schema, json.loads(tool.parameters)):
             return f"{quote} ({' | '.join(map(_text, choices))}) {quote}"
         if quote.startswith("<["):
             return f"{quote} {self._free()} {quote}"
@@ -322,23 +332,52 @@ class _Writer:
 
     def _pair(self, form: Tagged, tool: Tool, key: str, schema: Any) -> str:
         kinds = allowed_kinds(schema, json.loads(tool.parameters))
-        is_text = "string" in kinds or not kinds
-        choices = _choices(schema) if isinstance(schema, Mapping) else []
-        closes = form.key_closes[0 if len(form.key_closes) == 1 or form is not DSML else 1 if is_text else 2]
+        line, end = _text("\n") if form.is_apart else "", self.mark(form.value_closes)
+        if "string" not in kinds and kinds:
+            return self._between(form, key, f"{self._value(tool, schema)} {line} {end}", is_text=False)
+        alternatives = self._alternatives(tool, schema)
+        if alternatives is None:
+            suffix = ("\n" if form.is_apart else "") + form.value_closes
+            free = f"{self._free()} {end}" if end.startswith("<[") else self._free(suffix)
+            return self._between(form, key, free, is_text=True)
+        says_which = form is DSML
+        pairs = []
+        for is_text in (True, False) if says_which else (True,):
+            own = [each for said, each in alternatives if said == is_text or not says_which]
+            if own:
+                pairs.append(self._between(form, key, f"({' | '.join(own)}) {line} {end}", is_text=is_text))
+        return f"({' | '.join(pairs)})"
+
+    def _between(self, form: Tagged, key: str, value: str, *, is_text: bool) -> str:
+        """A value, with what closes it, behind its key."""
+        closes = form.key_closes[0 if form is not DSML else 1 if is_text else 2]
         line = _text("\n") if form.is_apart else ""
         opened = f"{self.mark(form.key_opens)} {_text(key)} {self.mark(closes)}"
         opened += f" SP? {self.mark(form.value_opens)}" if form.value_opens else ""
-        end = self.mark(form.value_closes)
-        if is_text and choices:
-            value = f"({' | '.join(map(_text, choices))}) {line} {end}"
-        elif is_text and end.startswith("<["):
-            value = f"{self._free()} {end}"
-        elif is_text:
-            suffix = ("\n" if form.is_apart else "") + form.value_closes
-            value = self._free(suffix)
-        else:
-            value = f"{self._value(tool, schema)} {line} {end}"
         return f"{opened} {line} {value} SP?"
+
+    def _alternatives(self, tool: Tool, schema: Any) -> list[tuple[bool, str]] | None:
+        """What may stand for a value where texts have no quotes, and whether each is a text; `None`: any text."""
+        root, seen, found = json.loads(tool.parameters), set[int](), list[tuple[bool, str]]()
+        waiting = [schema]
+        while waiting:
+            part = waiting.pop(0)
+            if (named := named_values(part, root)) is not None:
+                found += [(isinstance(each, str), _text(_unquoted(each))) for each in named]
+                continue
+            kinds = allowed_kinds(part, root)
+            if kinds and "string" not in kinds:
+                found.append((False, self._value(tool, part)))
+                continue
+            said = [key for key in part if key not in _SAYS_NOTHING - {"type"}] if isinstance(part, Mapping) else []
+            inner: Any = part[said[0]] if len(said) == 1 else None
+            if id(part) in seen or not (
+                said == ["$ref"] or (said in (["anyOf"], ["oneOf"]) and isinstance(inner, list))
+            ):
+                return None
+            seen.add(id(part))
+            waiting += [referred(part, root)] if said == ["$ref"] else inner
+        return found
 
     def _value(self, tool: Tool, schema: Any) -> str:
         """A value as JSON; what its schema refers to stands where it stood."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from engine.common.chat import Tool
-from engine.common.foreign import DEEPEST, parse_json, without_half_pairs
+from engine.common.untrusted import DEEPEST, parse_json, without_half_pairs
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -142,6 +142,9 @@ class Tools:
             found = [part["properties"] for part in _parts(schema, root) if isinstance(part.get("properties"), Mapping)]
             declared = {key: each for keys in reversed(found) for key, each in keys.items()}
             return {key: self._typed(declared.get(key), root, each) for key, each in text.items()}
+        for each in named_values(schema, root) or ():
+            if text == each or (not isinstance(each, str) and text.strip() == json.dumps(each)):
+                return each  # "1" is no number where only the text is named
         kinds = allowed_kinds(schema, root)
         if kinds == {"string"}:
             return text
@@ -311,13 +314,13 @@ def _parts(schema: Any, root: Any) -> list[Mapping[str, Any]]:
         if not isinstance(part, Mapping):
             continue
         found.append(part)
-        waiting.append(_referred(part, root))
+        waiting.append(referred(part, root))
         for kind in ("allOf", "anyOf", "oneOf"):
             waiting += part[kind] if isinstance(part.get(kind), list) else []
     return found
 
 
-def _referred(schema: Mapping[str, Any], root: Any) -> Any:
+def referred(schema: Mapping[str, Any], root: Any) -> Any:
     """What a schema's `$ref` names within the same document; None without one."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
@@ -330,6 +333,37 @@ def _referred(schema: Mapping[str, Any], root: Any) -> Any:
         else:
             place = place.get(step) if isinstance(place, Mapping) else None
     return place
+
+
+def named_values(schema: Any, root: Any) -> list[Any] | None:
+    """All values that a schema allows, if it names them; `None` where there may be others."""
+    return _named(schema, root, {})
+
+
+def _named(schema: Any, root: Any, known: dict[int, list[Any] | None]) -> list[Any] | None:
+    """The same; `known` are those that were asked for before."""
+    if not isinstance(schema, Mapping) or len(known) > _MOST_SCHEMAS:
+        return None
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = None  # what it says of itself says nothing more
+    kind = schema.get("type")
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(choices, list):
+        choices = [None] if kind == "null" else [True, False] if kind == "boolean" else None
+    said = [choices, _named(referred(schema, root), root, known)]
+    for several in (schema.get("anyOf"), schema.get("oneOf")):
+        parts = [_named(part, root, known) for part in several] if isinstance(several, list) else [None]
+        said.append([each for part in parts for each in part or ()] if None not in parts else None)
+    every = schema.get("allOf")
+    said += [_named(part, root, known) for part in (every if isinstance(every, list) else ())]
+    lists = [[json.dumps(each) for each in values] for values in said if values]
+    kinds = allowed_kinds(schema, root)
+    values = (
+        [json.loads(each) for each in dict.fromkeys(lists[0]) if all(each in one for one in lists)] if lists else []
+    )
+    known[id(schema)] = [each for each in values if not kinds or kinds & _kinds_of(each)] or None
+    return known[id(schema)]
 
 
 def allowed_kinds(schema: Any, root: Any) -> set[str]:
@@ -355,7 +389,7 @@ def _kinds(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:
         said.append(set[str]().union(*kinds) if all(kinds) else set())
     every = schema.get("allOf")
     said += [_kinds(part, root, known) for part in (every if isinstance(every, list) else [])]
-    said.append(_kinds(_referred(schema, root), root, known))
+    said.append(_kinds(referred(schema, root), root, known))
     said = [{*kinds, "integer"} if "number" in kinds else kinds for kinds in said if kinds]
     allowed = set[str].intersection(*said) if said else set[str]()
     known[id(schema)] = {*allowed, "null"} if allowed and schema.get("nullable") is True else allowed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.common.chat import Tool, ToolCall
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families import family_of
 from engine.families.known import family_of_layers
 from engine.families.replies import COMMON, HARMONY_MARKS, ReadCalls, ReplyForm
@@ -82,6 +82,11 @@ def form_of(family: str) -> ReplyForm:
     """The form in which this `model_type` answers; one that also sees pictures has its text part's."""
     candidates = (family, f"{family}_text", family_of_layers(family))
     return next((form for name in candidates if (form := family_of(name).replies)), COMMON)
+
+
+def answering_family(model_type: str, text_type: str) -> str:
+    """By which a model's answers are read: its own, or that of its text part, where any family's may be inside."""
+    return text_type if form_of(model_type) is COMMON and form_of(text_type) is not COMMON else model_type
 
 
 class _FirstCall:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -10,7 +12,6 @@ from enum import IntEnum
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.given_back import give_back
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import PagesStruct, PieceStruct
 
@@ -219,7 +220,18 @@ def _discard(part: torch.Tensor, pages: Sequence[int]) -> None:
         else:
             runs.append((page, page + 1))
     for begin, end in runs:
-        give_back(part.data_ptr() + begin * step, (end - begin) * step)
+        _release_pages(part.data_ptr() + begin * step, (end - begin) * step)
+
+
+def _release_pages(address: int, nbytes: int) -> None:
+    """Returns whole pages of anonymous memory to the system, which lose their content; only Linux takes them back."""
+    if sys.platform != "linux":
+        return
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        # What the system refuses stays where it is.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,14 @@ class Work:
     """A row and its number of tokens in the next sweep.
 
     Attributes:
-        is_guest: whether the sweep is of others.
+        is_piggybacked: whether it rides along in a sweep of others.
         is_exact: whether the sweep computes what `PagedSteps` does: the prompt of one row, or answers.
         guess: what is tried behind the next token of its answer.
     """
 
     row: PagedRow
     tokens: int
-    is_guest: bool = False
+    is_piggybacked: bool = False
     is_exact: bool = False
     guess: Guess | None = None
 
@@ -329,8 +329,8 @@ class PackedModel:
         tokens = sum(each.tokens for each in work)
         read = sum(each.tokens for each in work if each.row.is_reading)
         if any(each.row.is_of_job for each in work):
-            guests = sum(each.is_guest for each in work)
-            RECORDER.swept(since_ns, guests, 0, tokens - guests)
+            piggybacked = sum(each.is_piggybacked for each in work)
+            RECORDER.swept(since_ns, piggybacked, 0, tokens - piggybacked)
         else:
             RECORDER.swept(since_ns, tokens - read, read)
 

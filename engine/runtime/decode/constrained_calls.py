@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.batch_files.rows import Constraint, grammar_of
 from engine.common.chat import Tool, ToolChoice
 from engine.common.errors import EngineError
-from engine.common.foreign import json_text
+from engine.common.untrusted import json_text
 from engine.families.replies import ReplyForm
 from engine.families.replies.call_grammar import CallRule, call_rules, json_call_schema
 from engine.families.replies.thinking import template_text

@@ -15,11 +15,11 @@ from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.pictures import pictures_of
 from engine.families.replies.thinking import takes_tools, template_text, thinking_values
-from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError, Rendered, TooManyTokensError
-from engine.foreign_text.provenance import Spans, is_control, own_bytes
-from engine.foreign_text.templates import TemplateRefusedError
 from engine.runtime.load.tokenizer import knows_chatml
 from engine.runtime.pictures import Sight
+from engine.untrusted_text.process import UNTRUSTED_TEXT, Rendered, TooManyTokensError, UntrustedTextError
+from engine.untrusted_text.provenance import Spans, is_control, own_bytes
+from engine.untrusted_text.templates import TemplateRefusedError
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -89,7 +89,7 @@ def chat_prompt(
     try:
         try:
             prompt = render(turns)
-            said = _foreign(prompt)
+            said = _untrusted(prompt)
             accepted = folded is None or all(_is_in(turn, said) for turn in turns if turn["role"] == "system")
         except TemplateRefusedError:
             if folded is None:
@@ -143,7 +143,7 @@ def encode(
     """
     try:
         if isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
-            return FOREIGN_TEXT.encode(
+            return UNTRUSTED_TEXT.encode(
                 tokenizer, text, special=special, written=written, cancelled=cancelled, most_tokens=most_tokens
             )
         # One of transformers' own programs, which cannot be sent; only its vocabulary is the checkpoint's.
@@ -151,7 +151,7 @@ def encode(
     except TooManyTokensError as error:
         tokens, most = error.tokens, error.most_tokens
         raise _too_long(f"about {tokens:,}", most, f"about {tokens - most:,}") from None
-    except ForeignTextError as error:
+    except UntrustedTextError as error:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
             f"The model's tokenizer {error}: download or copy its tokenizer files again, or use another model.",
@@ -228,16 +228,16 @@ def _render(
         **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
     }
     try:
-        return FOREIGN_TEXT.render(template, values, cancelled, own=own)
-    except ForeignTextError as error:
+        return UNTRUSTED_TEXT.render(template, values, cancelled, own=own)
+    except UntrustedTextError as error:
         raise _template_at_fault(str(error)) from error
 
 
 def _reopened(prompt: Rendered, content: str) -> Rendered:
     """What a template wrote, up to where its last turn can go on."""
-    foreign = _foreign(prompt)
+    untrusted = _untrusted(prompt)
     for said in (content, content.strip()):
-        at = foreign.rfind(said)
+        at = untrusted.rfind(said)
         if said and at >= 0:
             end = at + len(said)
             return Rendered(
@@ -249,7 +249,7 @@ def _reopened(prompt: Rendered, content: str) -> Rendered:
     )
 
 
-def _foreign(prompt: Rendered) -> str:
+def _untrusted(prompt: Rendered) -> str:
     """What others wrote in a prompt, with half surrogate pairs, which are nobody's text, in place of all else."""
     pieces, at = [], 0
     for begin, end in prompt.written:
@@ -295,7 +295,7 @@ def _encode_here(tokenizer: Any, text: str, *, special: bool, written: Spans | N
         piece = text[at : mark.start() if mark else len(text)]
         found = _as_ids(tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True))
         if set(found) & set(control.values()) - {tokenizer.unk_token_id}:
-            raise ForeignTextError("fails (a control token in the text cannot be written as text)")
+            raise UntrustedTextError("fails (a control token in the text cannot be written as text)")
         ids += found
         if mark:
             ids.append(control[mark[0]])

@@ -309,7 +309,7 @@ def _open_tokens(plan: Plan, layers: Sequence[HybridExperts], parts: LoadingPart
 
     Unless that was asked for, such tokens have to be worth it by what was measured here, at the share of experts that
     have no slots, or at half of it, as those that are used most come to have them; and while they run it is asked again
-    (`TokenChoice`).
+    (`PathChoice`).
     """
     device, cache, per_token = layers[0].device, plan.config.cache, plan.file.profile.experts_per_token
     card = nvidia_card(device.torch_device)

@@ -119,8 +119,9 @@ def _needed(config_class: Any, raw: dict[str, Any]) -> dict[str, Any]:
 
     All else is left out: the library would set whatever a file says on its object, and do as that says.
     """
+    former = getattr(config_class, "_legacy_field_names", {})  # Nemotron-Omni's, of released checkpoints
     renamed = config_class.attribute_map
-    known = _ALWAYS.union(config_class.__dataclass_fields__, renamed, renamed.values(), _read_by(config_class))
+    known = _ALWAYS.union(config_class.__dataclass_fields__, renamed, renamed.values(), _read_by(config_class), former)
     kept = {
         name: value
         for name, value in raw.items()
@@ -130,11 +131,14 @@ def _needed(config_class: Any, raw: dict[str, Any]) -> dict[str, Any]:
         # What is no field would stand in place of what the family makes of others.
         and (value is not None or name in config_class.__dataclass_fields__)
     }
-    for name, spec in config_class.sub_configs_defaults.items():
+    parts = config_class.sub_configs_defaults
+    for name, spec in [*parts.items(), *((old, parts[new]) for old, new in former.items() if new in parts)]:
         inner = kept.get(name)
         if isinstance(inner, dict):
             kind = inner.get("model_type")
             is_open = not issubclass(spec.config_class, transformers.PreTrainedConfig)
+            if is_open and spec.optional and kind not in CONFIG_MAPPING:  # as what Nemotron-Omni hears with says
+                inner, kind = {key: value for key, value in inner.items() if key != "model_type"}, None
             its_class = CONFIG_MAPPING[kind or spec.model_type] if is_open else spec.config_class
             kept[name] = _needed(its_class, inner) | ({"model_type": kind} if kind else {})
     return kept
@@ -332,7 +336,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
 
 def leave_out_tower(model: Any) -> bool:
     """Takes what sees or hears out of a skeleton, which runs text; whether it is the library's whole model."""
-    inner: Any = getattr(model, "model", None)
+    inner: Any = getattr(model, "model", model)
     if not hasattr(inner, "get_image_features"):
         return False
     for name, module in inner.named_children():

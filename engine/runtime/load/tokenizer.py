@@ -19,11 +19,11 @@ from engine.checkpoint.gguf.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.common.foreign import check_foreign, reason
 from engine.common.plain_text import plain_line
-from engine.foreign_text.child import MOST_TOKENIZER_BYTES, TOKENIZER_NAME
-from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
+from engine.common.untrusted import check_untrusted, reason
 from engine.runtime.load.library_models import quiet_library, read_library_config
+from engine.untrusted_text.child import MOST_TOKENIZER_BYTES, TOKENIZER_NAME
+from engine.untrusted_text.process import UNTRUSTED_TEXT, UntrustedTextError
 
 _FILES = (
     TOKENIZER_NAME, "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
@@ -43,7 +43,7 @@ def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) ->
     file = read_gguf(gguf)
     kept = kept_tokenizer(file)
     if kept is not None:
-        FOREIGN_TEXT.begin_check(kept)  # it was of use before: both processes read it at once
+        UNTRUSTED_TEXT.begin_check(kept)  # it was of use before: both processes read it at once
         tokenizer = _read(kept, gguf)
         _check(kept, gguf, cancelled)
         return _held(tokenizer, kept)
@@ -88,8 +88,8 @@ def _check(directory: Path, shown: Path, cancelled: CancelCheck) -> None:
     if (directory / TOKENIZER_NAME).exists():
         # Where it can be stopped: here it could not be.
         try:
-            FOREIGN_TEXT.check(directory, cancelled)
-        except ForeignTextError as error:
+            UNTRUSTED_TEXT.check(directory, cancelled)
+        except UntrustedTextError as error:
             raise _unreadable(shown, f"it {error}") from error
 
 
@@ -116,7 +116,7 @@ def _read(directory: Path, shown: Path) -> Any:
 
 def _held(tokenizer: Any, folder: Path | None = None) -> Any:
     if _backend(tokenizer) is not None:
-        FOREIGN_TEXT.hold(tokenizer, folder)
+        UNTRUSTED_TEXT.hold(tokenizer, folder)
     return tokenizer
 
 
@@ -131,7 +131,7 @@ def _check_files(directory: Path) -> None:
     for file in sorted(names.union(*(directory.glob(pattern) for pattern in _READ_BESIDES))):
         if file.exists() or file.is_symlink():
             try:
-                check_foreign(file, MOST_TOKENIZER_BYTES)
+                check_untrusted(file, MOST_TOKENIZER_BYTES)
             except FileNotFoundError:  # a link to nothing: the library sees no file either
                 continue
             except OSError as error:

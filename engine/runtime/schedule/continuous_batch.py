@@ -46,8 +46,8 @@ from engine.telemetry.recorder import RECORDER, seconds_ns
 
 _PREFIXES = 64
 """Contexts, as long as they may be, beyond which pages would be of no use."""
-_LONGEST_WITH_GUESTS_S = 0.3
-"""A sweep that takes longer has no guests: they get no other token meanwhile."""
+_LONGEST_WITH_PIGGYBACKED_S = 0.3
+"""No rows are piggybacked on a sweep that takes longer: they get no other token meanwhile."""
 _TAKEN = (
     "Other programs use so much of the graphics card's memory that not even one row has room beside them: close them, "
     "and go on."
@@ -138,9 +138,9 @@ class ContinuousBatch(Lane):
         """Rows that something was wrong with."""
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
-        self.guests: Callable[[], Sequence[PagedRow]] = _nobody
+        self.piggybacked: Callable[[], Sequence[PagedRow]] = _nobody
         """Asked when a sweep begins: rows of others, in the same pages, that may take part in it with a token each."""
-        self._has_sent_guests_away = False
+        self._has_dropped_piggybacked = False
         self._token_s = 0.0
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
@@ -181,7 +181,7 @@ class ContinuousBatch(Lane):
             while self._is_sweeping():
                 if until():
                     return True
-                if not self._continue() and until():  # before the next one begins, perhaps with guests
+                if not self._continue() and until():  # before the next one begins, perhaps with piggybacked rows
                     return True
         return False
 
@@ -244,7 +244,7 @@ class ContinuousBatch(Lane):
                 if len(self._aside) in (0, aside) and failed == self._failed:
                     return False
                 aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
-            self._work = work + self._invited(work)
+            self._work = work + self._riders(work)
             self._record(work)
             self._sweep = self._model.sweep(self._work)
             self.turns += 1
@@ -280,23 +280,23 @@ class ContinuousBatch(Lane):
         self._aside.appendleft(row)
 
     @property
-    def has_guests(self) -> bool:
+    def has_piggybacked(self) -> bool:
         """Whether rows of others take part in the sweep under way, which have to leave before anybody else reads."""
-        return self._sweep is not None and any(each.is_guest for each in self._work)
+        return self._sweep is not None and any(each.is_piggybacked for each in self._work)
 
-    def send_guests_away(self) -> None:
-        """Gives up the sweep under way if it has guests; the next one has none, so that rows do not begin for ever."""
-        if self.has_guests:
+    def drop_piggybacked(self) -> None:
+        """Gives up the sweep under way if rows are piggybacked on it; none are on the next, or that would go on."""
+        if self.has_piggybacked:
             self._end_sweep()
-            self._has_sent_guests_away = True
+            self._has_dropped_piggybacked = True
 
-    def _invited(self, work: list[Work]) -> list[Work]:
-        """Guests of a sweep over `work`, unless they would wait too long for their token."""
-        sent_away, self._has_sent_guests_away = self._has_sent_guests_away, False
+    def _riders(self, work: list[Work]) -> list[Work]:
+        """Rows to piggyback on a sweep over `work`, unless they would wait too long for their token."""
+        sent_away, self._has_dropped_piggybacked = self._has_dropped_piggybacked, False
         expected_s = self._token_s * sum(each.tokens for each in work)
-        if sent_away or not 0 < expected_s <= _LONGEST_WITH_GUESTS_S:
+        if sent_away or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
             return []
-        return [Work(row, row.width, is_guest=True) for row in self.guests()]
+        return [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked()]
 
     @property
     def held_bytes(self) -> int:
@@ -354,8 +354,8 @@ class ContinuousBatch(Lane):
         experts, with fewer rows or less of a prompt; one that is too much by itself ends, unless others hold the
         memory.  Whether there was anything to be done."""
         work, self._work = self._work, []
-        if any(each.is_guest for each in work):
-            self.guests = _nobody
+        if any(each.is_piggybacked for each in work):
+            self.piggybacked = _nobody
         elif work and self._model.lighten():
             pass
         elif len(work) > 1:

@@ -192,7 +192,7 @@ class Scheduler:
         if not self.is_busy:
             return False
         # With them in its sweep it goes on to their next token.
-        return self._awaited() or (self._times.is_due() and not any(lane.has_guests for lane in self._beside()))
+        return self._awaited() or (self._times.is_due() and not any(lane.has_piggybacked for lane in self._beside()))
 
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""
@@ -228,7 +228,7 @@ class Scheduler:
     def forget(self) -> None:
         """Frees the context of requests.  Those that are under way never end."""
         for lane in self._beside():
-            lane.send_guests_away()
+            lane.drop_piggybacked()
         self._waiting.clear()
         self._sharing.clear()
         self._single = None
@@ -291,7 +291,7 @@ class Scheduler:
     def _advance(self, until: Check) -> None:
         self._heed()
         for lane in self._beside():
-            lane.send_guests_away()
+            lane.drop_piggybacked()
         self._admit()
         if self._single is not None:
             shares = bool(self._sharing)
@@ -461,14 +461,14 @@ class Scheduler:
         model = together.model if is_alike else PackedModel(self.loaded, policy)
         lane = ContinuousBatch(model, policy, above=together, kept=self._kept)
         if is_alike:
-            lane.guests = self._guests
+            lane.piggybacked = self._piggybacked
         return lane, ""
 
     def _beside(self) -> list[ContinuousBatch]:
         """Where jobs are answered in the pages of requests."""
         return self._together.below if self._together is not None else []
 
-    def _guests(self) -> list[PagedRow]:
+    def _piggybacked(self) -> list[PagedRow]:
         """Rows of those who are writing, for a sweep of jobs."""
         if self._together is None or not self.is_busy or self._awaited() or not self.background.is_in_one_lane:
             return []

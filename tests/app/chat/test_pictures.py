@@ -44,7 +44,7 @@ from engine.common.paths import python_module
 from engine.common.pictures import MOST_PICTURES, picture_of, read_picture
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
 from tests.app.scripted_engine import STARTER, ScriptedEngine, seer
-from tests.made_pictures import MADE, coloured, file_of, png_of
+from tests.made_pictures import MADE, endless, png_of
 
 HERE = endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m", found=Found("llama.cpp", "", ("m", "blind"), (0, 0)))
 
@@ -208,13 +208,10 @@ def test_what_reads_text_only_says_which_model_here_would_see(
 
 
 def test_what_would_be_read_for_ever_is_not_begun(qtbot: QtBot, tmp_path: Path) -> None:
-    data = file_of(coloured(), "JPEG", progressive=True)
-    at = data.index(b"\xff\xda")
-    endless = data[:-2] + data[at : data.index(b"\xff", at + 12)] * 5000 + data[-2:]
     file = tmp_path / "a.jpg"
-    file.write_bytes(endless)
+    file.write_bytes(endless())
     assert prepared(qtbot, file).problems == ("a.jpg is damaged and cannot be shown.",)
-    picture = Picture("image/jpeg", base64.b64encode(endless).decode())
+    picture = Picture("image/jpeg", base64.b64encode(endless()).decode())
     assert made(picture, QSize(10, 10)).image.isNull()
 
 

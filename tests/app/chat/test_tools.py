@@ -156,7 +156,8 @@ def test_it_asks_before_a_tool_of_a_server_runs(
     assert len(page.presenter.queue.waiting_calls(message_id)) == 2
     page.presenter.decide(message_id, page.presenter.queue.waiting_calls(message_id)[0], "always")
     assert len(ran) == 5  # both of them
-    assert page.presenter._tools().always_allowed == ("web/search",)
+    (allowed,) = page.presenter._tools().always_allowed
+    assert allowed.startswith("web/search\n")
 
 
 def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
@@ -290,7 +291,7 @@ def test_calls_and_results_and_the_tools_themselves_take_room(
 ) -> None:
     qtbot.waitUntil(lambda: page.composer.meter.use is not None, timeout=30_000)
     page.presenter._tools().put(WEB)
-    page.presenter._tools().allow_always("web/search")
+    page.presenter._tools().allow_always(next(each.key for each in page.presenter._tools().offered() if each.server))
     page.composer.tools_button.click()
     qtbot.waitUntil(lambda: used(page) > 300, timeout=30_000)  # what the tools are is told to the model
     page.presenter.send("How much is it?")

@@ -26,7 +26,7 @@ Open = Callable[[], tuple[Sequence[Device], str]]
 Prove = Callable[[], list[CardProof] | None]
 
 
-class WayBack:
+class Failback:
     """Asks the cards that a model was loaded on whether they compute, and have memory for it.
 
     A process whose card has failed cannot use it again on most systems, even where another process can.  So a process

@@ -21,7 +21,7 @@ import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-from engine.foreign_text.provenance import Traced, formatted, joined, own, recased
+from engine.untrusted_text.provenance import Traced, formatted, joined, own, recased
 
 MOST_CHARACTERS = 2**25
 """Longest output of a template: millions of tokens more than any model's context."""

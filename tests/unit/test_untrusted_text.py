@@ -16,10 +16,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.common.errors import RequestCancelled
-from engine.foreign_text import process
-from engine.foreign_text.process import ForeignText, ForeignTextError, RequestLimits
-from engine.foreign_text.templates import TemplateRefusedError, render
-from tests.foreign_tokenizers import (
+from engine.untrusted_text import process
+from engine.untrusted_text.process import RequestLimits, UntrustedText, UntrustedTextError
+from engine.untrusted_text.templates import TemplateRefusedError, render
+from tests.untrusted_tokenizers import (
     PANIC_TEXT,
     SLOW_TEXT,
     split_by,
@@ -48,15 +48,15 @@ class Held:
 
 
 @pytest.fixture
-def text() -> Iterator[ForeignText]:
-    text = ForeignText()
+def text() -> Iterator[UntrustedText]:
+    text = UntrustedText()
     yield text
     pid = text.pid
     text.close()
     assert pid is None or not psutil.pid_exists(pid)
 
 
-def test_one_process_for_many_requests(text: ForeignText, tmp_path: Path) -> None:
+def test_one_process_for_many_requests(text: UntrustedText, tmp_path: Path) -> None:
     assert text.pid is None
     assert text.render("{{ a }}", {"a": "ä\ud800"}, never).text == "ä?"
     pid = text.pid
@@ -72,7 +72,7 @@ def test_one_process_for_many_requests(text: ForeignText, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("between", ["nothing", "another check", "it dies"])
 def test_what_was_checked_need_not_be_sent(
-    text: ForeignText, tmp_path: Path, between: str, monkeypatch: pytest.MonkeyPatch
+    text: UntrustedText, tmp_path: Path, between: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -91,7 +91,7 @@ def test_what_was_checked_need_not_be_sent(
     assert text.encode(held, "a b a", special=False, cancelled=never) == [1, 0, 1]
 
 
-def test_a_process_that_died_is_started_again(text: ForeignText, tmp_path: Path) -> None:
+def test_a_process_that_died_is_started_again(text: UntrustedText, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     held = Held(tmp_path)
     assert text.encode(held, "a", special=False, cancelled=never) == [1]
@@ -101,21 +101,21 @@ def test_a_process_that_died_is_started_again(text: ForeignText, tmp_path: Path)
     assert text.encode(held, "a", special=False, cancelled=never) == [1]
 
 
-def test_a_template_that_never_ends_is_stopped(text: ForeignText) -> None:
+def test_a_template_that_never_ends_is_stopped(text: UntrustedText) -> None:
     text.limits = SHORT
-    with pytest.raises(ForeignTextError, match="seconds"):
+    with pytest.raises(UntrustedTextError, match="seconds"):
         text.render(ENDLESS, {}, never)
     text.limits = RequestLimits()
     assert text.render("x", {}, never).text == "x"
 
 
-def test_what_was_stopped_thrice_is_not_tried_again(text: ForeignText, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_stopped_thrice_is_not_tried_again(text: UntrustedText, monkeypatch: pytest.MonkeyPatch) -> None:
     text.limits = SHORT
     for _ in range(3):
-        with pytest.raises(ForeignTextError, match="seconds"):
+        with pytest.raises(UntrustedTextError, match="seconds"):
             text.render(ENDLESS, {}, never)
     monkeypatch.setattr(process, "started", None)  # nothing is started for it
-    with pytest.raises(ForeignTextError, match="3 times"):
+    with pytest.raises(UntrustedTextError, match="3 times"):
         text.render(ENDLESS, {}, never)
 
 
@@ -129,24 +129,24 @@ def test_what_was_stopped_thrice_is_not_tried_again(text: ForeignText, monkeypat
         "{{ messages | tojson(indent=20000000000) }}",
     ],
 )
-def test_a_template_that_fills_memory_is_stopped(text: ForeignText, template: str) -> None:
+def test_a_template_that_fills_memory_is_stopped(text: UntrustedText, template: str) -> None:
     text.limits = SMALL
-    with pytest.raises((ForeignTextError, TemplateRefusedError)):
+    with pytest.raises((UntrustedTextError, TemplateRefusedError)):
         text.render(template, {"messages": [{"role": "user"}]}, never)
     assert text.pid is None or psutil.Process(text.pid).memory_info().rss < 2 * 2**30
     assert text.render("x", {}, never).text == "x"
 
 
-def test_memory_is_watched_where_no_system_limits_it(text: ForeignText) -> None:
+def test_memory_is_watched_where_no_system_limits_it(text: UntrustedText) -> None:
     text.limits = RequestLimits(memory_bytes=1)
-    with pytest.raises(ForeignTextError, match="of memory"):
+    with pytest.raises(UntrustedTextError, match="of memory"):
         text.render(ENDLESS, {}, never)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a part of a process allocates")
-def test_a_template_has_less_memory_than_a_tokenizer(text: ForeignText) -> None:
+def test_a_template_has_less_memory_than_a_tokenizer(text: UntrustedText) -> None:
     text.limits = RequestLimits(template_bytes=2**26)
-    with pytest.raises(ForeignTextError, match="64 MiB"):
+    with pytest.raises(UntrustedTextError, match="64 MiB"):
         text.render("{{ 'a' * 99999999 }}", {}, never)
     assert text.render("{{ 'a' * 9999999 }}", {}, never).text == "a" * 9999999
 
@@ -159,7 +159,7 @@ def test_a_power_that_nothing_could_interrupt_is_refused(template: str) -> None:
 
 
 def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.foreign_text.templates.MOST_CHARACTERS", 1000)
+    monkeypatch.setattr("engine.untrusted_text.templates.MOST_CHARACTERS", 1000)
     with pytest.raises(TemplateRefusedError, match="more than 1,000"):
         render("{% for i in range(1001) %}a{% endfor %}", {})
 
@@ -175,30 +175,30 @@ def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPa
         "{{ namespace(_a=1) }}",
     ],
 )
-def test_a_broken_template_says_why(text: ForeignText, template: str) -> None:
-    with pytest.raises((TemplateRefusedError, ForeignTextError)) as refused:
+def test_a_broken_template_says_why(text: UntrustedText, template: str) -> None:
+    with pytest.raises((TemplateRefusedError, UntrustedTextError)) as refused:
         text.render(template, {"messages": []}, never)
     assert str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_words_of_a_template_steer_no_terminal(text: ForeignText) -> None:
+def test_words_of_a_template_steer_no_terminal(text: UntrustedText) -> None:
     with pytest.raises(TemplateRefusedError) as refused:
         text.render("{{ raise_exception('\x1b[2J') }}", {}, never)
     assert "\x1b" not in str(refused.value)
 
 
-def rendering(text: ForeignText, _folder: Path, cancelled: Callable[[], bool]) -> None:
+def rendering(text: UntrustedText, _folder: Path, cancelled: Callable[[], bool]) -> None:
     text.render(ENDLESS, {}, cancelled)
 
 
-def encoding(text: ForeignText, folder: Path, cancelled: Callable[[], bool]) -> None:
+def encoding(text: UntrustedText, folder: Path, cancelled: Callable[[], bool]) -> None:
     write_slow_tokenizer(folder)
     text.encode(Held(folder), SLOW_TEXT, special=False, cancelled=cancelled)
 
 
 @pytest.mark.parametrize("work", [rendering, encoding])
-def test_stop_works_meanwhile(text: ForeignText, tmp_path: Path, work: Any) -> None:
+def test_stop_works_meanwhile(text: UntrustedText, tmp_path: Path, work: Any) -> None:
     asked = 0
 
     def cancelled() -> bool:
@@ -212,7 +212,7 @@ def test_stop_works_meanwhile(text: ForeignText, tmp_path: Path, work: Any) -> N
     assert text.render("x", {}, never).text == "x"
 
 
-def test_stop_works_while_another_thread_has_the_process(text: ForeignText) -> None:
+def test_stop_works_while_another_thread_has_the_process(text: UntrustedText) -> None:
     stop = threading.Event()
 
     def first() -> None:
@@ -232,7 +232,7 @@ def test_stop_works_while_another_thread_has_the_process(text: ForeignText) -> N
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is no signal there")
-def test_ctrl_c_ends_the_work(text: ForeignText) -> None:
+def test_ctrl_c_ends_the_work(text: UntrustedText) -> None:
     asked = 0
 
     def press() -> bool:
@@ -250,47 +250,47 @@ def test_ctrl_c_ends_the_work(text: ForeignText) -> None:
 # --- tokenizers ---
 
 
-def test_a_tokenizer_that_never_ends_is_stopped(text: ForeignText, tmp_path: Path) -> None:
+def test_a_tokenizer_that_never_ends_is_stopped(text: UntrustedText, tmp_path: Path) -> None:
     write_slow_tokenizer(tmp_path)
     text.limits = SHORT
     slow = Held(tmp_path)
     for why in ("seconds", "seconds", "seconds", "3 times"):
-        with pytest.raises(ForeignTextError, match=why):
+        with pytest.raises(UntrustedTextError, match=why):
             text.encode(slow, SLOW_TEXT, special=False, cancelled=never)
-    with pytest.raises(ForeignTextError, match="seconds"):  # another one is another's
+    with pytest.raises(UntrustedTextError, match="seconds"):  # another one is another's
         text.encode(Held(tmp_path), SLOW_TEXT, special=False, cancelled=never)
 
 
-def test_a_tokenizer_that_multiplies_is_refused(text: ForeignText, tmp_path: Path) -> None:
+def test_a_tokenizer_that_multiplies_is_refused(text: UntrustedText, tmp_path: Path) -> None:
     text.limits = SMALL
     write_multiplying_tokenizer(tmp_path)
-    with pytest.raises(ForeignTextError):
+    with pytest.raises(UntrustedTextError):
         text.check(tmp_path, never)
-    with pytest.raises(ForeignTextError):
+    with pytest.raises(UntrustedTextError):
         text.encode(Held(tmp_path), "e" * 1000, special=False, cancelled=never)
 
 
-def test_a_tokenizer_that_panics_says_why(text: ForeignText, tmp_path: Path) -> None:
+def test_a_tokenizer_that_panics_says_why(text: UntrustedText, tmp_path: Path) -> None:
     write_panicking_tokenizer(tmp_path)
-    with pytest.raises(ForeignTextError, match="fails"):
+    with pytest.raises(UntrustedTextError, match="fails"):
         text.encode(Held(tmp_path), PANIC_TEXT, special=False, cancelled=never)
 
 
 @pytest.mark.parametrize("parts", [{"pre_tokenizer": split_by("(")}, {"model": {"type": "BPE"}}, {"normalizer": 3}])
-def test_a_tokenizer_that_cannot_be_read(text: ForeignText, tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_a_tokenizer_that_cannot_be_read(text: UntrustedText, tmp_path: Path, parts: dict[str, Any]) -> None:
     write_tokenizer(tmp_path, **parts)
-    with pytest.raises(ForeignTextError, match="fails"):
+    with pytest.raises(UntrustedTextError, match="fails"):
         text.check(tmp_path, never)
 
 
-def test_a_tokenizer_nested_beyond_reading(text: ForeignText, tmp_path: Path) -> None:
+def test_a_tokenizer_nested_beyond_reading(text: UntrustedText, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"normalizer":' * 100_000)
-    with pytest.raises(ForeignTextError):
+    with pytest.raises(UntrustedTextError):
         text.check(tmp_path, never)
 
 
 def test_a_check_that_was_begun_early_is_not_made_again(
-    text: ForeignText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: UntrustedText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     for folder in (good, bad):
@@ -312,14 +312,14 @@ def test_a_check_that_was_begun_early_is_not_made_again(
     text.check(good, never)  # each is of use once
     assert asked == [str(good)] * 2
     text.begin_check(bad)
-    with pytest.raises(ForeignTextError, match="fails"):
+    with pytest.raises(UntrustedTextError, match="fails"):
         text.check(bad, never)
     text.begin_check(good)
     write_tokenizer(good)
     text.check(good, never)  # the file is not the one that was checked
     assert asked[2:] == [str(bad), str(good), str(good)]
     text.begin_check(tmp_path)  # there is none
-    with pytest.raises(ForeignTextError):
+    with pytest.raises(UntrustedTextError):
         text.check(tmp_path, never)
     with text._lock:
         text.begin_check(good)
@@ -327,7 +327,7 @@ def test_a_check_that_was_begun_early_is_not_made_again(
             text.check(good, lambda: True)
 
 
-def test_closing_ends_an_early_check(text: ForeignText, tmp_path: Path) -> None:
+def test_closing_ends_an_early_check(text: UntrustedText, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     text._lock.acquire()
     try:
@@ -343,7 +343,7 @@ def test_closing_ends_an_early_check(text: ForeignText, tmp_path: Path) -> None:
     assert text.pid is None
 
 
-def test_the_process_knows_nothing_of_our_environment(text: ForeignText, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_knows_nothing_of_our_environment(text: UntrustedText, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "OPENAI_API_KEY", "HTTPS_PROXY", "SWITCHYARD_KEY", "PYTHONSTARTUP"):
         monkeypatch.setenv(name, "hidden")
     assert text.render("x", {}, never).text == "x"

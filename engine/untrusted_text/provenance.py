@@ -1,6 +1,6 @@
 """Texts that know which of their characters a chat template itself wrote: only those may become control tokens.
 
-A plain `str` is foreign, and so is what an operation makes that keeps no account of it: a lost trace leads to text,
+A plain `str` is untrusted, and so is what an operation makes that keeps no account of it: a lost trace leads to text,
 never to control.
 """
 
@@ -20,7 +20,7 @@ _FIELD = re.compile(r"%(?:\((?P<key>[^()]*)\))?[-#0 +]*\d*(?:\.\d+)?[hlL]?(?P<ki
 
 
 class Traced(str):
-    """A text with a byte for each character: 1 where the template wrote it, 0 where it is foreign.
+    """A text with a byte for each character: 1 where the template wrote it, 0 where it is untrusted.
 
     It is equal to the same text without them, and can do all that a `str` can.
     """
@@ -106,7 +106,7 @@ class Traced(str):
         return self[: len(str.removesuffix(self, suffix))]
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Traced:
-        """What takes the place of foreign text is foreign, since that decides where it stands."""
+        """What takes the place of untrusted text is untrusted, since that decides where it stands."""
         text = str.replace(self, old, new, count)
         if not old:
             return Traced(text)
@@ -189,7 +189,7 @@ def formatted(
 
 
 def agreed(text: str, pieces: Iterable[str]) -> Traced:
-    """The pieces as one text if they make up `text`, which otherwise is foreign."""
+    """The pieces as one text if they make up `text`, which otherwise is untrusted."""
     whole = joined(pieces)
     return whole if whole == text else Traced(text)
 

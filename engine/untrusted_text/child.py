@@ -1,4 +1,4 @@
-"""The child process: `python -m engine.foreign_text.child`, one line of JSON in, one out, until stdin ends.
+"""The child process: `python -m engine.untrusted_text.child`, one line of JSON in, one out, until stdin ends.
 
     {"do": "check", "folder": F}                          whether its tokenizer.json is usable
     {"do": "count", "folder": F, "texts": [...]}          token count of each; null without a usable tokenizer
@@ -31,9 +31,9 @@ from engine.checkpoint.gguf.names import gguf_at
 from engine.common.chat import ROLES
 from engine.common.confined import dies_after, limit_memory
 from engine.common.falls import passed_over
-from engine.common.foreign import read_foreign
-from engine.foreign_text.provenance import Spans, is_control, own, own_bytes, spans_of
-from engine.foreign_text.templates import TemplateRefusedError, render
+from engine.common.untrusted import read_untrusted
+from engine.untrusted_text.provenance import Spans, is_control, own, own_bytes, spans_of
+from engine.untrusted_text.templates import TemplateRefusedError, render
 
 MEMORY_BYTES = 2 * 2**30
 MOST_TOKENIZER_BYTES = 256 * 2**20
@@ -41,7 +41,7 @@ MOST_IDS = 2**24
 _TOKEN_CHARACTERS = 8
 """Few tokens of a text are longer."""
 _MOST_ROUNDS = 16
-"""In which foreign control tokens are blanked: two do for all but those that have others in them."""
+"""In which untrusted control tokens are blanked: two do for all but those that have others in them."""
 TOKENIZER_NAME = "tokenizer.json"
 _SAMPLE = (
     "Hello, world!  It's 2024: naïve café №1 — 你好, привет, नमस्ते 👋🏽\n\n"
@@ -110,7 +110,7 @@ class _BackendEncoder:
         return ids
 
     def _encode_written(self, text: str, own: bytearray) -> list[int]:
-        """As the library encodes it, if no control token that it reads is foreign.
+        """As the library encodes it, if no control token that it reads is untrusted.
 
         Where some are, their characters are blanked until there are none, which shows the others. What is between those
         is then encoded as the library does, but for its search for added tokens.
@@ -259,7 +259,7 @@ def _read(folder: str) -> _BackendEncoder:
         if kept is None:
             return _BackendEncoder(tokenizer_files(file.metadata, gguf)[TOKENIZER_NAME].encode())
         folder = str(kept)
-    return _BackendEncoder(read_foreign(Path(folder) / TOKENIZER_NAME, MOST_TOKENIZER_BYTES))
+    return _BackendEncoder(read_untrusted(Path(folder) / TOKENIZER_NAME, MOST_TOKENIZER_BYTES))
 
 
 def _is_within(own: bytearray, mark: _Mark) -> bool:
@@ -278,7 +278,7 @@ def _rendered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_own_role(turn: Any) -> Any:
-    """A turn with a role that is one of ours, not foreign text: templates make control tokens of it."""
+    """A turn with a role that is one of ours, not untrusted text: templates make control tokens of it."""
     return {**turn, "role": own(turn["role"])} if isinstance(turn, dict) and turn.get("role") in ROLES else turn
 
 

@@ -1,4 +1,4 @@
-"""A desk with an engine of its own: one thread loads models by name and answers whoever asks."""
+"""A request broker with an engine of its own: one thread loads models by name and answers whoever asks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.common.errors import CancelCheck, RequestCancelled
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Ask
 from engine.serving.asking import Event, State, Ticket, closing
-from engine.serving.desk import Desk
+from engine.serving.broker import RequestBroker
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
 
 
-class DeskByName:
+class ModelBroker:
     """Answers requests for any model, by loading it once those for the model before have ended.
 
     Args:
@@ -25,7 +25,7 @@ class DeskByName:
             RequestCancelled then.
         idle_s: a model that nobody has asked for so long is unloaded; `None` keeps it.
         on_model: told on the engine's thread which model is loaded now.
-        chat: see `Desk`.
+        chat: see `RequestBroker`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DeskByName:
         chat: str = "",
     ) -> None:
         self._engine, self._load_model, self.idle_s, self._on_model = engine, load, idle_s, on_model
-        self.desk = Desk(engine, chat=chat)
+        self.broker = RequestBroker(engine, chat=chat)
         self._wanted: Path | None = None
         self._kept: tuple[Path, float] | None = None
         self._thread = threading.Thread(target=self._work, name="serving-engine", daemon=True)
@@ -48,29 +48,29 @@ class DeskByName:
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         """See `Answerer`."""
-        return self.desk.ask(ask, on_event)
+        return self.broker.ask(ask, on_event)
 
     @property
     def state(self) -> State:
         """See `Answerer`."""
-        return self.desk.state
+        return self.broker.state
 
     def prepare(self, model: Path) -> None:
         """See `Answerer`."""
-        with self.desk.changed:
+        with self.broker.changed:
             self._wanted, self._kept = model, None
-            self.desk.changed.notify_all()
+            self.broker.changed.notify_all()
 
     def release(self, model: Path, after_s: float = 0) -> None:
         """See `Answerer`; it holds in the place of `idle_s` until the model is freed."""
-        with self.desk.changed:
-            if self.desk.state.model in (None, model):  # while it is loaded there is none
+        with self.broker.changed:
+            if self.broker.state.model in (None, model):  # while it is loaded there is none
                 self._kept = model, after_s
-                self.desk.changed.notify_all()
+                self.broker.changed.notify_all()
 
     def close(self) -> None:
         """Ends all answers, frees the model and waits for the thread."""
-        self.desk.shut()
+        self.broker.shut()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -82,33 +82,33 @@ class DeskByName:
                 model, is_prepared = wanted
                 try:
                     self._make_ready(model, is_prepared=is_prepared)
-                    self.desk.answer()
+                    self.broker.answer()
                 except BaseException as error:
                     self._failed(model, error)
         finally:
-            self.desk.shut()  # nobody is answered without this thread, however it ended
-            self.desk.refuse(closing().error)
+            self.broker.shut()  # nobody is answered without this thread, however it ended
+            self.broker.refuse(closing().error)
             self._free()
 
     def _awaited(self) -> tuple[Path, bool] | None:
         """The model that is wanted next, and whether it is to be loaded even if nobody asks for it any more.
 
-        Frees an unused one meanwhile.  None once the desk is closed.
+        Frees an unused one meanwhile.  None once the broker is closed.
         """
-        desk = self.desk
+        broker = self.broker
         while True:
-            with desk.changed:
-                loaded = desk.state.model
+            with broker.changed:
+                loaded = broker.state.model
                 is_unused = False
-                while not (desk.state.waiting or self._wanted or desk.is_closed or is_unused):
+                while not (broker.state.waiting or self._wanted or broker.is_closed or is_unused):
                     idle_s = None if loaded is None else self.idle_s
                     if self._kept is not None and self._kept[0] == loaded:
                         idle_s = self._kept[1]
                     can_wait = idle_s is not None and 0 <= idle_s <= threading.TIMEOUT_MAX  # on Windows 49 days
-                    is_unused = not desk.changed.wait(idle_s if can_wait else None)
+                    is_unused = not broker.changed.wait(idle_s if can_wait else None)
                 wanted, self._wanted = self._wanted, None
-            first = desk.next_model or wanted
-            if desk.is_closed:
+            first = broker.next_model or wanted
+            if broker.is_closed:
                 return None
             if first is not None:
                 return first, first == wanted
@@ -116,18 +116,18 @@ class DeskByName:
                 self._free()
 
     def _make_ready(self, model: Path, *, is_prepared: bool) -> None:
-        if self.desk.state.model != model or self._engine.info is None:
+        if self.broker.state.model != model or self._engine.info is None:
             self._free()
-            self._load_model(model, lambda: self.desk.is_closed or not (is_prepared or self.desk.is_wanted(model)))
-            self.desk.model_is(model)
+            self._load_model(model, lambda: self.broker.is_closed or not (is_prepared or self.broker.is_wanted(model)))
+            self.broker.model_is(model)
             self._on_model(model)
 
     def _free(self) -> None:
-        with self.desk.changed:
-            if self._kept is not None and self._kept[0] == self.desk.state.model:
+        with self.broker.changed:
+            if self._kept is not None and self._kept[0] == self.broker.state.model:
                 self._kept = None  # what was said of one that is about to be loaded holds
-        self.desk.free()
-        self.desk.model_is(None)
+        self.broker.free()
+        self.broker.model_is(None)
         self._on_model(None)
         self._engine.unload()
 
@@ -138,7 +138,7 @@ class DeskByName:
         else:
             log_failure(error, "answering a request")
             failure = as_engine_error(error, "answering a request")
-        self.desk.refuse(failure, model)
+        self.broker.refuse(failure, model)
         try:
             self._free()
         except BaseException as again:

@@ -9,7 +9,7 @@ from engine.protocol import Ask, Began, Finished, Token
 from engine.serving.asking import Event, State, Ticket
 
 
-class ScriptedDesk:
+class ScriptedBroker:
     """Begins each answer with what it says; ends it if told to."""
 
     def __init__(self, *, ends: bool, says: str = "Hello") -> None:

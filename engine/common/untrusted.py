@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Opener = Callable[[Path], BinaryIO]
-"""Opens a file that may be elsewhere, as `open_foreign` does here: a stream that can seek, or an OSError."""
+"""Opens a file that may be elsewhere, as `open_untrusted` does here: a stream that can seek, or an OSError."""
 
 # `open` would block forever on a pipe without a writer; a terminal must not become our controlling terminal.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 
 
-def open_foreign(path: Path, *, buffering: int = -1) -> BinaryIO:
+def open_untrusted(path: Path, *, buffering: int = -1) -> BinaryIO:
     """A regular file, or a link to one, opened for reading its bytes.
 
     Args:
@@ -49,26 +49,26 @@ def open_foreign(path: Path, *, buffering: int = -1) -> BinaryIO:
         raise
 
 
-def read_foreign(path: Path, most_bytes: int) -> bytes:
+def read_untrusted(path: Path, most_bytes: int) -> bytes:
     """The whole of a regular file.
 
     Raises:
-        OSError: as `open_foreign`, and if it holds more than `most_bytes`: `strerror` says so.
+        OSError: as `open_untrusted`, and if it holds more than `most_bytes`: `strerror` says so.
     """
-    with open_foreign(path) as file:
+    with open_untrusted(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {_size(most_bytes)}", str(path))
     return content
 
 
-def check_foreign(path: Path, most_bytes: int) -> None:
+def check_untrusted(path: Path, most_bytes: int) -> None:
     """Checks a file that a library is about to open by name.
 
     Raises:
-        OSError: as `read_foreign`.
+        OSError: as `read_untrusted`.
     """
-    with open_foreign(path, buffering=0) as file:
+    with open_untrusted(path, buffering=0) as file:
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it is larger than {_size(most_bytes)}", str(path))
 

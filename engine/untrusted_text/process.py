@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from engine.common.confined import Exchange, end, memory_of, started
 from engine.common.errors import RequestCancelled
 from engine.common.plain_text import plain_line
-from engine.foreign_text.child import MEMORY_BYTES, TOKENIZER_NAME
-from engine.foreign_text.provenance import Spans
-from engine.foreign_text.templates import TemplateRefusedError
+from engine.untrusted_text.child import MEMORY_BYTES, TOKENIZER_NAME
+from engine.untrusted_text.provenance import Spans
+from engine.untrusted_text.templates import TemplateRefusedError
 
-_CHILD = "engine.foreign_text.child"
+_CHILD = "engine.untrusted_text.child"
 _LOOK_S, _SENT_WITHIN_S = 0.02, 0.1
 _MOST_TRIES = 3
 """Attempts after which a template that was stopped is not retried: thousands of rows would wait for each."""
@@ -35,7 +35,7 @@ def _never() -> bool:
     return False
 
 
-class ForeignTextError(Exception):
+class UntrustedTextError(Exception):
     """A template or a tokenizer failed; the argument says why, completing a sentence about it."""
 
 
@@ -71,7 +71,7 @@ class Rendered(NamedTuple):
     written: Spans
 
 
-class ForeignText:
+class UntrustedText:
     """One child process, started on first use and restarted after it was killed.  Thread-safe.
 
     It holds one tokenizer at a time, identified by the caller's object.
@@ -123,7 +123,7 @@ class ForeignText:
         """Loads a model's tokenizer.json and tries it.
 
         Raises:
-            ForeignTextError: it is unusable.
+            UntrustedTextError: it is unusable.
             RequestCancelled: `cancelled()` returned true.
         """
         early, self._early = self._early, None
@@ -171,7 +171,7 @@ class ForeignText:
         with self._locked(_never):
             if self._held is not None and self._held() is tokenizer:
                 self._held = self._checked = None
-                with contextlib.suppress(ForeignTextError):  # from an earlier request
+                with contextlib.suppress(UntrustedTextError):  # from an earlier request
                     self._begin({"do": "drop"})
 
     def encode(
@@ -190,7 +190,7 @@ class ForeignText:
             written: the parts of it in which a control token is read as such, and not as text; None for all.
 
         Raises:
-            ForeignTextError, RequestCancelled: as `check`.
+            UntrustedTextError, RequestCancelled: as `check`.
             TooManyTokensError: a part of it has more than `most_tokens`.
         """
         with self._locked(cancelled):
@@ -219,7 +219,7 @@ class ForeignText:
 
         Raises:
             TemplateRefusedError: the template is broken, or rejects these values.
-            ForeignTextError, RequestCancelled: as `check`.
+            UntrustedTextError, RequestCancelled: as `check`.
         """
         request = {"do": "render", "template": template, "values": values, "own": own or {}}
         with self._locked(cancelled):
@@ -257,11 +257,11 @@ class ForeignText:
     ) -> Any:
         """The result of a request, within its limits."""
         if self._stopped[about] >= _MOST_TRIES:
-            raise ForeignTextError(f"was stopped {_MOST_TRIES} times for using too much time or memory")
+            raise UntrustedTextError(f"was stopped {_MOST_TRIES} times for using too much time or memory")
         exchange = self._begin(request, body, cancelled=cancelled)
         try:
             self._wait(exchange, cancelled)
-        except ForeignTextError:
+        except UntrustedTextError:
             if about:
                 self._stopped[about] += 1
             raise
@@ -273,7 +273,7 @@ class ForeignText:
                 self._stopped[about] += 1
             if taken >= exchange.seconds:
                 raise _too_slow(exchange.seconds)
-            raise ForeignTextError("crashed its process")
+            raise UntrustedTextError("crashed its process")
         if "problem" not in answer:
             return answer["result"]
         if answer["kind"] == "refused":
@@ -283,7 +283,7 @@ class ForeignText:
             if about:
                 self._stopped[about] += 1
             raise _too_big(self.limits.template_bytes if request["do"] == "render" else self.limits.memory_bytes)
-        raise ForeignTextError(f"fails ({plain_line(answer['problem']).rstrip('.')})")
+        raise UntrustedTextError(f"fails ({plain_line(answer['problem']).rstrip('.')})")
 
     def _begin(self, request: dict[str, Any], body: bytes = b"", *, cancelled: Callable[[], bool] = _never) -> Exchange:
         """Sends a request, after collecting an earlier request's pending answer."""
@@ -293,7 +293,7 @@ class ForeignText:
             if before.answer is None or "problem" in before.answer:
                 self._end()
                 why = (before.answer or {}).get("problem", "it crashed its process")
-                raise ForeignTextError(f"fails ({plain_line(why).rstrip('.')})")
+                raise UntrustedTextError(f"fails ({plain_line(why).rstrip('.')})")
         if not self._is_alive():
             self._end()
             self._process = started(_CHILD)
@@ -343,19 +343,19 @@ def _identity(folder: Path) -> tuple[object, ...] | None:
     return str(folder), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _too_slow(seconds: float) -> ForeignTextError:
-    return ForeignTextError(f"was stopped: it took more than {seconds:.0f} seconds")
+def _too_slow(seconds: float) -> UntrustedTextError:
+    return UntrustedTextError(f"was stopped: it took more than {seconds:.0f} seconds")
 
 
-def _too_big(memory_bytes: int) -> ForeignTextError:
-    return ForeignTextError(f"was stopped: it used more than {memory_bytes / 2**20:,.0f} MiB of memory")
+def _too_big(memory_bytes: int) -> UntrustedTextError:
+    return UntrustedTextError(f"was stopped: it used more than {memory_bytes / 2**20:,.0f} MiB of memory")
 
 
 def _mark(template: str) -> str:
     return hashlib.sha256(template.encode("utf-8", "replace")).hexdigest()
 
 
-FOREIGN_TEXT = ForeignText()
+UNTRUSTED_TEXT = UntrustedText()
 """Shared by all models of this process."""
 
-atexit.register(FOREIGN_TEXT.close)
+atexit.register(UNTRUSTED_TEXT.close)

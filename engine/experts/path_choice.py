@@ -105,8 +105,8 @@ _WEIGHT: Final = 0.05
 """Of the newest token in the share that misses."""
 
 
-class TokenChoice:
-    """The way of single tokens on one device.
+class PathChoice:
+    """Which execution path single tokens take on one device.
 
     Args:
         latency: of the experts.

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.experts.latency import LatencyModel
-from engine.experts.token_choice import TokenChoice
+from engine.experts.path_choice import PathChoice
 
 LAYERS, PER_TOKEN = 36, 4
 
@@ -21,13 +21,13 @@ class Machine:
 
     def __init__(self, known: LatencyModel, own_us: float, dispatch_us: float, seed: int = 0) -> None:
         self.beyond_s = {True: LAYERS * own_us / 1e6, False: LAYERS * dispatch_us / 1e6}
-        self._dice, self._prices = random.Random(seed), TokenChoice(known, LAYERS, PER_TOKEN, 0.0)
+        self._dice, self._prices = random.Random(seed), PathChoice(known, LAYERS, PER_TOKEN, 0.0)
 
     def token_s(self, miss_ratio: float, *, by_itself: bool, is_noisy: bool = True) -> float:
         exact = self._prices._layers_s(miss_ratio, by_itself) + self.beyond_s[by_itself]
         return exact * (1 + 0.1 * self._dice.random() + (3.0 if self._dice.random() < 0.01 else 0) if is_noisy else 1)
 
-    def run(self, choice: TokenChoice, miss_ratio: float, tokens: int) -> float:
+    def run(self, choice: PathChoice, miss_ratio: float, tokens: int) -> float:
         """How long these take."""
         total_s = 0.0
         for _ in range(tokens):
@@ -40,7 +40,7 @@ class Machine:
 def test_where_all_miss_and_the_link_is_fast_the_dispatcher_is_taken_and_left_as_hits_come() -> None:
     """As gpt-oss-120b on a card with a fast link: at first all miss, later most hit."""
     known = latency(cpu_us=210, copy_us=300)
-    choice, machine = TokenChoice(known, LAYERS, PER_TOKEN, 1.0), Machine(known, 40, 160)
+    choice, machine = PathChoice(known, LAYERS, PER_TOKEN, 1.0), Machine(known, 40, 160)
     assert not choice.by_itself
     machine.run(choice, 1.0, 200)
     assert not choice.by_itself
@@ -53,7 +53,7 @@ def test_where_all_miss_and_the_link_is_fast_the_dispatcher_is_taken_and_left_as
 
 def test_what_a_way_takes_beyond_its_experts_is_learnt() -> None:
     known = latency(cpu_us=100, copy_us=150)
-    choice, machine = TokenChoice(known, LAYERS, PER_TOKEN, 1.0), Machine(known, 500, 100)
+    choice, machine = PathChoice(known, LAYERS, PER_TOKEN, 1.0), Machine(known, 500, 100)
     assert choice.by_itself  # as it seems at first
     machine.run(choice, 1.0, 200)
     assert not choice.by_itself
@@ -61,7 +61,7 @@ def test_what_a_way_takes_beyond_its_experts_is_learnt() -> None:
 
 def test_a_busy_moment_does_not_change_the_way() -> None:
     known = latency(cpu_us=100, copy_us=400)
-    choice, machine = TokenChoice(known, LAYERS, PER_TOKEN, 0.5), Machine(known, 30, 150)
+    choice, machine = PathChoice(known, LAYERS, PER_TOKEN, 0.5), Machine(known, 30, 150)
     machine.run(choice, 0.5, 100)
     assert choice.by_itself
     for _ in range(3):
@@ -77,7 +77,7 @@ def test_it_is_hardly_slower_than_the_better_way_of_nearly_any_machine() -> None
     for number in range(200):
         known = latency(dice.uniform(20, 2000), dice.uniform(20, 2000), dice.uniform(2, 200))
         ratios = [dice.random() for _ in range(dice.randint(1, 3))]
-        choice = TokenChoice(known, LAYERS, PER_TOKEN, ratios[0])
+        choice = PathChoice(known, LAYERS, PER_TOKEN, ratios[0])
         machine = Machine(known, dice.uniform(5, 400), dice.uniform(60, 600), number)
         for ratio in ratios:
             machine.run(choice, ratio, 300)
@@ -91,6 +91,6 @@ def test_it_is_hardly_slower_than_the_better_way_of_nearly_any_machine() -> None
 
 def test_only_what_is_clearly_better_is_worth_it() -> None:
     slow_link, fast_link = latency(cpu_us=100, copy_us=500), latency(cpu_us=2000, copy_us=100)
-    assert TokenChoice(slow_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.5)
-    assert not TokenChoice(fast_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.5)
-    assert TokenChoice(fast_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.0)
+    assert PathChoice(slow_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.5)
+    assert not PathChoice(fast_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.5)
+    assert PathChoice(fast_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.0)

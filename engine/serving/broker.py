@@ -1,8 +1,9 @@
 """Where requests of all clients meet the engine: those for the loaded model are answered, many in each sweep.
 
-Requests are handed in on any thread.  They become tokens on a thread of the desk's, so that no answer waits for another
-client's long prompt, and are answered on the engine's thread.  Who loads models, and when the engine's thread
-comes here, is decided elsewhere: `engine.serving.by_name` for a server of its own, the engine process for the window.
+Requests are handed in on any thread.  They become tokens on a thread of the broker's, so that no answer waits for
+another client's long prompt, and are answered on the engine's thread.  Who loads models, and when the engine's thread
+comes here, is decided elsewhere: `engine.serving.model_broker` for a server of its own, the engine process for the
+window.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Ready:
     began: Began
 
 
-class Desk:
+class RequestBroker:
     """Requests that wait, and those that the loaded model is answering.
 
     Those that wait for a model when it is loaded are answered first; then one for another model keeps later ones from

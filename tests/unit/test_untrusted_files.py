@@ -20,7 +20,7 @@ from engine.checkpoint.importing import import_model
 from engine.checkpoint.model_shape import read_model
 from engine.checkpoint.shards import INDEX_NAME, MOST_FILES, read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import check_foreign, open_foreign, parse_json, read_foreign
+from engine.common.untrusted import check_untrusted, open_untrusted, parse_json, read_untrusted
 from engine.experts.replay import read_trace
 from engine.tuning.saved_results import model_mark
 from tests.refusals import refused
@@ -50,7 +50,7 @@ odd_kinds = pytest.mark.parametrize("make", [a_pipe, a_link_to_a_pipe, an_endles
 def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "file"
     make(path)
-    for read in (open_foreign, lambda path: read_foreign(path, 10), lambda path: check_foreign(path, 10)):
+    for read in (open_untrusted, lambda path: read_untrusted(path, 10), lambda path: check_untrusted(path, 10)):
         with pytest.raises(OSError, match="pipe or a device"):
             read(path)
 
@@ -59,7 +59,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], No
 def test_a_link_to_a_regular_file_is_followed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    assert read_foreign(tmp_path / "link", 3) == b"abc"
+    assert read_untrusted(tmp_path / "link", 3) == b"abc"
 
 
 def test_no_more_is_read_than_belongs_there(tmp_path: Path) -> None:
@@ -67,15 +67,15 @@ def test_no_more_is_read_than_belongs_there(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**40)  # sparse: nobody could read it whole
     with pytest.raises(OSError, match="1 MiB"):
-        read_foreign(path, 2**20)
+        read_untrusted(path, 2**20)
     with pytest.raises(OSError, match="1 MiB"):
-        check_foreign(path, 2**20)
+        check_untrusted(path, 2**20)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
 def test_a_name_that_no_file_can_have(tmp_path: Path, name: str) -> None:
     with pytest.raises(OSError, match="name") as raised:
-        open_foreign(tmp_path / name)
+        open_untrusted(tmp_path / name)
     assert raised.value.errno == errno.EINVAL
 
 

@@ -43,7 +43,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
 
-    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("guests") / "model", prepare=spread)
+    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("piggybacked") / "model", prepare=spread)
     config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     yield model
@@ -55,15 +55,15 @@ def request_of(ids: tuple[int, ...], most: int, number: int = 0, **how: Any) -> 
 
 
 class Watched:
-    """Sweeps that had guests, by the number of these."""
+    """Sweeps that had piggybacked rows, by the number of these."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.guests = list[int]()
+        self.piggybacked = list[int]()
         own = PackedModel.sweep
 
         def sweep(model: PackedModel, work: list[Work]) -> Any:
             logits = yield from own(model, work)
-            self.guests.append(sum(each.is_guest for each in work))
+            self.piggybacked.append(sum(each.is_piggybacked for each in work))
             return logits
 
         patch.setattr(PackedModel, "sweep", sweep)
@@ -159,7 +159,7 @@ def beside_a_job(
     together.pool.elsewhere = int
     assert together.pool.reserve(together.pool.capacity)
     assert len(job.answers) == len(rows)
-    return job, watched.guests
+    return job, watched.piggybacked
 
 
 @pytest.mark.parametrize("every", [2, 7, 40])
@@ -168,8 +168,8 @@ def test_a_chat_beside_a_batch_says_what_it_says_alone(
 ) -> None:
     chat = Chat(0, 40, 60, 12)
     with monkeypatch.context() as patch:
-        job, guests = beside_a_job(quick, [chat], [(9, 70)] * 5, every, patch)
-    assert sum(guests) > 8
+        job, piggybacked = beside_a_job(quick, [chat], [(9, 70)] * 5, every, patch)
+    assert sum(piggybacked) > 8
     expected = Alone(quick).generate_from_ids(chat.ids, SamplingParams(max_tokens=60), end_ids=NO_END)
     assert chat.check().token_ids == expected.token_ids
     for row in job.rows:
@@ -206,8 +206,8 @@ def test_who_comes_meanwhile_does_not_wait_for_a_sweep_with_guests(
 
     def arrive() -> bool:
         lanes = scheduler._beside()
-        if not sweeps and lanes and lanes[0].has_guests:
-            sweeps.append(len(watched.guests))
+        if not sweeps and lanes and lanes[0].has_piggybacked:
+            sweeps.append(len(watched.piggybacked))
             scheduler.submit(second.request(), second.ends.append)
         return False
 
@@ -217,7 +217,7 @@ def test_who_comes_meanwhile_does_not_wait_for_a_sweep_with_guests(
     scheduler.close()
     first.check()
     second.check()
-    assert watched.guests[sweeps[0]] == 0  # not the one that was under way: its guests had left
+    assert watched.piggybacked[sweeps[0]] == 0  # not the one that was under way: its piggybacked rows had left
 
 
 def test_a_token_within_a_sweep_of_the_background_counts_as_what_it_would_have_taken() -> None:
