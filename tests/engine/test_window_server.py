@@ -398,7 +398,7 @@ class Pressed(Fronts):
         assert done.wait(60)
 
     def _wake(self) -> None:
-        broker = self.desks[0]
+        broker = self.brokers[0]
         until(lambda: not broker.state.under_way and not broker.state.waiting)
         if (model := broker.state.model) is not None:
             broker.release(model)
