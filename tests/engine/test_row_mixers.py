@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row_prefixes import LeftCaches
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -46,8 +44,6 @@ FAMILIES = [
     "llama4_text",  # chunks
     "gemma4_text",  # keys and values of other layers
 ]
-LARGER = {"hidden_size": 256, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
-"""Enough for a head of the kernels' own."""
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
 
 
@@ -87,9 +83,9 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
     rows = [_asked(chance, number, beginnings) for number in range(9)]
     policy = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=40, micro_batch_tokens=25, ahead=2)
     model = PackedModel(loaded, policy)
-    assert model.pages_beside is not None
     # Room for two of the longest.
-    batch = ContinuousBatch(model, policy, most_pages=2 * (4 + model.pages_beside))
+    beside = 2 * -(-model.state_bytes // model.page_bytes) if model.pages_beside is None else model.pages_beside
+    batch = ContinuousBatch(model, policy, most_pages=2 * (4 + beside))
     answers = dict[int, GenerationResult]()
     prepared, chat = Preparation(loaded).rows(iter(rows), pytest.fail, never), Alone(loaded)
 
@@ -100,7 +96,7 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
         while (outcome := batch.run(prepared, take, lambda: chance.random() < 0.2, never)) is BatchOutcome.YIELDED:
             chat.generate_from_ids(random_prompt(4), SamplingParams(max_tokens=1))
     assert outcome is BatchOutcome.FINISHED
-    assert batch.pool.held == 0
+    assert batch.pool.held == batch.pool.held_states == 0
     assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
     batch.free()
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
@@ -150,7 +146,7 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
     shared = sorted(answer.reused_tokens for answer in answers.values())
     assert shared[0] == 0
-    assert all(80 <= tokens <= 86 for tokens in shared[1:])
+    assert all(64 <= tokens <= 86 for tokens in shared[1:])  # of pages, whole ones or those with a state
 
 
 def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) -> None:
@@ -161,7 +157,9 @@ def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) ->
     second = BatchRequest(1, ids=turn, sampling=SamplingParams(max_tokens=4), end_ids=NO_END)
     executor.run(iter([second]), answers.append)
     executor.close()
-    assert answers[1].reused_tokens == 57  # the last token of an answer is never read
+    # The last token of an answer is never read, and the last page of a row only shared with its state.
+    has_only_pages = loaded.model.config.model_type in ("llama4_text", "gemma4_text", "deepseek_v32", "glm_moe_dsa")
+    assert answers[1].reused_tokens == (32 if has_only_pages else 57)
     assert answers[1].token_ids == _alone(loaded, second)
 
 
@@ -213,43 +211,6 @@ def test_nobody_waits_for_ever_and_what_is_found_is_what_was_read(
         assert advanced
         sweeps += 1
         assert sweeps < 2_000
-
-
-@pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
-@pytest.mark.parametrize(
-    ("family", "options", "precision"),
-    [
-        ("qwen3_next", {}, "bf16"),
-        ("qwen3_next", {}, "int4"),
-        ("qwen3_next", LARGER, "bf16"),
-        ("qwen3_5_moe_text", LARGER, "bf16"),
-        ("deepseek_v3", {"hidden_size": 256}, "bf16"),
-        ("deepseek_v3", {"hidden_size": 256}, "int4"),
-    ],
-)
-def test_a_token_of_several_rows_is_that_of_each_alone_bit_by_bit(
-    family: str, options: dict[str, int], precision: Literal["bf16", "int4"], tmp_path: Path
-) -> None:
-    config = EngineConfig(str(tiny_checkpoint(family, tmp_path, **options)), precision=precision, threads=2)
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    try:
-        step, lengths = StepModel(loaded.model, 256), [1, 40, 70, 12]
-        ids = torch.randint(3, loaded.model.config.vocab_size, (len(lengths), 100))
-        with torch.inference_mode():
-            alone, together = ([new_cache(loaded.model) for _ in lengths] for _ in range(2))
-            for caches in (alone, together):
-                for row, length in enumerate(lengths):
-                    step(ids[row : row + 1, :length], caches[row], 0)
-            for at in range(6):
-                places = [length + at for length in lengths]
-                tokens = [int(ids[row, place]) for row, place in enumerate(places)]
-                found = step.apart(tokens, places, together)  # type: ignore[arg-type]
-                assert found is not None
-                for row, token in enumerate(tokens):
-                    wanted, _ = step(torch.tensor([[token]]), alone[row], places[row])
-                    assert torch.equal(found[row], wanted[0])
-    finally:
-        loaded.close()
 
 
 @pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

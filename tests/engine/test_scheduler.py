@@ -176,16 +176,17 @@ def test_beams_wait_for_their_turn_and_others_do_not_wait_for_them(mixtral: Load
     assert ended == ["plain", "beams", "more beams"]
 
 
-def test_what_cannot_be_answered_is_told_and_harms_no_other(
-    mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler, ends = Scheduler(mixtral), dict[str, Outcome]()
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v4"])
+def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over pages, and the first one over a cache of its own."""
+    loaded = tiny_loaded(family)
+    scheduler, ends, has_own = Scheduler(loaded), dict[str, Outcome](), family == "deepseek_v4"
 
     def ask(name: str, ids: tuple[int, ...]) -> None:
         request = BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=3), end_ids=NO_END)
         scheduler.submit(request, lambda outcome: ends.__setitem__(name, outcome))
 
-    ask("too long", tuple(random_prompt(mixtral.context_tokens)))
+    ask("too long", tuple(random_prompt(loaded.context_tokens)))
     ask("fits", tuple(random_prompt(5)))
     scheduler.serve()
     assert isinstance(ends["too long"], EngineError)
@@ -200,14 +201,14 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(
         ask("alone", tuple(random_prompt(5)))
         ask("together", tuple(random_prompt(6)))
         scheduler.serve()
-    assert isinstance(ends["alone"], EngineError)
+    assert isinstance(ends["alone"], EngineError if has_own else GenerationResult)
     assert isinstance(ends["together"], GenerationResult)
     with monkeypatch.context() as patched:
         patched.setattr(ContinuousBatch, "sweep", lambda batch, *_args: fails(batch, None, 0))
         ask("again", tuple(random_prompt(5)))
         ask("with it", tuple(random_prompt(6)))
         scheduler.serve()
-    assert isinstance(ends["again"], GenerationResult)
+    assert isinstance(ends["again"], GenerationResult if has_own else EngineError)
     assert isinstance(ends["with it"], EngineError)
     assert not scheduler.is_busy
 
@@ -240,7 +241,18 @@ def test_time_is_shared_evenly_once_everybody_has_begun() -> None:
 native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 
-@pytest.fixture(scope="module", params=[("qwen3_moe", "auto"), ("qwen3_moe", "int8"), ("deepseek_v3", "auto")])
+_INDEX: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"index_topk": 32, "index_n_heads": 32},
+    "glm_moe_dsa": {"index_topk": 32, "index_n_heads": 32},
+    "minimax_m3_vl_text": {"index_topk_blocks": 8},
+}
+_QUICK = [
+    *(("qwen3_moe", "auto"), ("qwen3_moe", "int8"), ("deepseek_v3", "auto"), ("deepseek_v32", "auto")),
+    *(pytest.param((each, "auto"), marks=pytest.mark.exhaustive) for each in ("glm_moe_dsa", "minimax_m3_vl_text")),
+]
+
+
+@pytest.fixture(scope="module", params=_QUICK)
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the kernels compute."""
 
@@ -249,7 +261,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
             model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
 
     family, kv_precision = request.param
-    path: Path = tiny_checkpoint(family, tmp_path_factory.mktemp("moving") / "model", prepare=spread)
+    folder = tmp_path_factory.mktemp("moving") / "model"
+    path: Path = tiny_checkpoint(family, folder, prepare=spread, **_INDEX.get(family, {}))
     config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=kv_precision)
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     yield model

@@ -104,10 +104,16 @@ class PagedLayer:
     Args:
         by_head: whether a head's pages lie side by side, so that memory delivers consecutive pages of a long sequence
             as fast as one piece; else a page's heads do, so that a page is moved as one.
+        index_dim: width of the keys by which an index of important tokens is looked up, [pages, 1, PAGE_TOKENS,
+            index_dim]; 0 without one.
     """
 
-    def __init__(self, shape: KvShape, kv_type: KvType, pages: int, *, by_head: bool = False) -> None:
+    def __init__(
+        self, shape: KvShape, kv_type: KvType, pages: int, *, by_head: bool = False, index_dim: int = 0
+    ) -> None:
         self.shape, self.kv_type, self.by_head = shape, kv_type, by_head
+        index = torch.empty(pages, 1, PAGE_TOKENS, index_dim, dtype=kv_type.dtype) if index_dim else None
+        self.index = index
 
         def empty(*rest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             if by_head:
@@ -143,8 +149,8 @@ class PagedLayer:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
-        for part in (self.keys, self.values, self.key_scales, self.value_scales):
-            if part is not None and part.device.type == "cpu":
+        for part in (self.keys, self.values, self.key_scales, self.value_scales, self.index):
+            if part is not None and part.numel() and part.device.type == "cpu":
                 for own in part.unbind(1) if self.by_head else [part]:
                     _discard(own, pages)
 
@@ -158,9 +164,15 @@ class PagedLayer:
             int(self.kv_type),
             window,
             kept,
-            None,
+            self.index.data_ptr() if self.index is not None else None,
             self.keys.shape[0] if self.by_head else 0,
         )
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page."""
+        index = self.index[:1].nbytes if self.index is not None else 0
+        return self.shape.page_bytes(self.kv_type) + index
 
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
         """The kernels' struct; it points into these pages and `terms.sinks`."""
@@ -192,6 +204,22 @@ class StatePages:
         self.recent = torch.empty(pages, channels, taps)
         self.states = torch.empty(pages, *state)
 
+    @classmethod
+    def like(cls, recent: torch.Tensor | None, state: torch.Tensor | None, pages: int) -> StatePages:
+        """Pages of what a layer of the library holds of a sequence, [1, channels, taps] and [1, ...]; it may have one
+        of both, or nothing at all."""
+        made = cls(0, 0, (0,), pages)
+        if recent is not None:
+            made.recent = torch.empty(pages, *recent.shape[1:], dtype=recent.dtype)
+        if state is not None:
+            made.states = torch.empty(pages, *state.shape[1:], dtype=state.dtype)
+        return made
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a sequence's state."""
+        return sum(part[:1].numel() * part.element_size() for part in (self.recent, self.states))
+
     def clear(self, page: int) -> None:
         """Makes a page that of no tokens."""
         self.recent[page].zero_()
@@ -205,7 +233,8 @@ class StatePages:
     def discard(self, pages: Sequence[int]) -> None:
         """See `PagedLayer.discard`."""
         for part in (self.recent, self.states):
-            _discard(part, pages)
+            if part.numel():
+                _discard(part, pages)
 
     def held(self) -> PagesStruct:
         """The struct of the pages; it points into them."""

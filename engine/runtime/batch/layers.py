@@ -213,14 +213,15 @@ class NativeRows:
         self._sparse = {index: block for index, block in blocks.items() if block is not None and block.has_experts}
         self._linears = [_linears(layers[index], kernels, apart) for index in range(len(layers))]
         # A dense model's rows have the same logits, bit by bit, whatever is beside them: a second way would end that.
-        self._has_all = len(grouped) + len(self._latent) + len(self._delta) == len(layers)
-        self._step = TokenStep.of(model) if self._sparse and self._has_all else None
+        self.has_all = len(grouped) + len(self._latent) + len(self._delta) == len(layers)
+        """Whether it computes the attention of each layer."""
+        self._step = TokenStep.of(model) if self._sparse and self.has_all else None
         head = model.get_output_embeddings()
         self._head = _linears(head, kernels) if head is not None else []
 
     def caches(self) -> PagedCaches | None:
         """The pages of each layer, if what they hold is what the model's own cache would."""
-        if not self._has_all:
+        if not self.has_all:
             return None
         modules = [
             None if index in self._delta else self._layers[index].self_attn for index in range(len(self._layers))

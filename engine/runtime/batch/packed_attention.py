@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from engine.kernels.native.paged_attention import (
     attend,
 )
 from engine.kernels.reference import attend_in_torch
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.window_masks import attending_by, window_of
 
 IMPLEMENTATION = "switchyard_paged"
@@ -61,6 +64,26 @@ class PagedStates:
         for key, shape in self.shapes.items():
             layer = PagedLayer(shape, self._type_of(key, kv_type), pages, by_head=by_head)
             self._layers[key] = (layer, layer.struct(self._terms[key]))
+
+    def attend_over(self, caches: PagedCaches) -> bool:
+        """Whether modules can attend over the pages of a cache's layers from now on: each has those of its own."""
+        layers = [
+            (paged, window)
+            for paged, window in zip(caches.layers, caches.windows, strict=True)
+            if isinstance(paged, PagedLayer)
+        ]
+        if len(layers) != len(self.shapes):
+            return False
+        found = dict[int, tuple[PagedLayer, PagedLayerStruct]]()
+        for (key, shape), (paged, window) in zip(self.shapes.items(), layers, strict=True):
+            terms = self._terms[key]
+            if replace(shape, heads=paged.shape.heads) != paged.shape or terms.window != window:
+                return False
+            own = copy(paged)
+            own.shape = shape
+            found[key] = own, own.struct(terms)
+        self._layers = found
+        return True
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""

@@ -12,12 +12,13 @@ from time import monotonic
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from engine.common import clock
 from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
@@ -28,7 +29,8 @@ from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
-from engine.runtime.decode.paged_steps import PagedSteps, packs_mixers
+from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
@@ -112,14 +114,14 @@ class PackedModel:
 
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy) -> None:
         self._loaded, self._policy = loaded, policy
+        self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
+        self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         if not packs_mixers(loaded):
-            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT)
+            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT, self._kv_type, self._states)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
-        self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
-        self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
@@ -129,6 +131,8 @@ class PackedModel:
         """Sweeps in a row by `_last`, which is not the planned schedule."""
         self._micro_batch_tokens = policy.micro_batch_tokens
         """As many as there has been memory for."""
+        self._read: Cache | None = None
+        """The library's cache after a token."""
         if self.mixers is None:
             self._probe_attention()
         if not self._states.shapes and self.mixers is None:
@@ -140,14 +144,16 @@ class PackedModel:
             self._pipeline = self._opened_pipeline()
         self.caches: PagedCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
-        self.state_bytes = self._native.state_bytes if self._native is not None else 0
+        self.state_bytes = 0
         """Of what layers sum up of a sequence."""
+        if (own := self.mixers or self._native) is not None:
+            self.state_bytes = own.state_bytes
         self.context_tokens = loaded.context_tokens
         self.page_bytes = self.mixers.page_bytes if self.mixers is not None else self._states.page_bytes(self._kv_type)
         """Of all layers."""
         self.pages_beside = self.mixers.pages_beside if self.mixers is not None else None
         """See `PagePool`."""
-        self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.mixers else 0)) // self.page_bytes)
+        self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.own_caches else 0)) // self.page_bytes)
         """Pages that fit into the budget."""
 
     def _opened_pipeline(self) -> DevicePipeline | None:
@@ -165,19 +171,28 @@ class PackedModel:
             FALLS.is_over(what)
         return pipeline
 
+    @property
+    def own_caches(self) -> RowMixers | None:
+        """What computes with a cache of each row's own beside its pages, if they have any."""
+        return self.mixers if self.mixers is not None and not self.mixers.has_pages else None
+
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
-            self._exact = PagedSteps.of(self._loaded, self.caches)
+            is_over_pages = self._loaded.kernels is not None and (self.mixers is None or self.mixers.attends_over_pages)
+            self._exact = PagedSteps.of(self._loaded, self.caches, self._attending if is_over_pages else None)
         return self._exact
 
     def allocate(self, pages: int, states: int = 0, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer, see `PagedStates.allocate`, and so many of what layers sum up."""
         self.pages = pages
-        self._states.allocate(self._kv_type, pages, by_head=by_head)
-        if self._native is not None:
-            self._native.allocate_states(states)
-            self.caches = self._native.caches()
+        if self.mixers is not None:
+            self.caches = self.mixers.allocate(pages, states, by_head=by_head) if self.mixers.has_pages else None
+        elif not self._shares_pages(pages, by_head=by_head):
+            self._states.allocate(self._kv_type, pages, by_head=by_head)
+            if self._native is not None:
+                self._native.allocate_states(states)
+                self.caches = self._native.caches()
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)
@@ -185,9 +200,20 @@ class PackedModel:
             moving = math.ceil((self._policy.micro_batch_rows or self._policy.rows) * each * (1 - self._policy.cached))
             self._pipeline.keep_pages(self._policy.cached, among, moving)
 
+    def _shares_pages(self, pages: int, *, by_head: bool) -> bool:
+        """Whether modules attend over the same pages as the library's cache of this model, which are allocated then."""
+        is_native = self._native is not None and self._native.has_all
+        if is_native or self._read is None or not has_pages(self._loaded):
+            return False
+        caches = PagedCaches.like(self._read, self._kv_type, pages, 0, by_head=by_head)
+        if caches is None or not self._states.attend_over(caches):
+            return False
+        self.caches = caches
+        return True
+
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
-        self._states.discard(pages)
+        (self.caches or self._states).discard(pages)
 
     def discard_states(self, states: Sequence[int]) -> None:
         """The same of what layers have summed up."""
@@ -248,9 +274,9 @@ class PackedModel:
             return self._exactly(work)
         if (few := self._few(work)) is not None:
             yield
-            if (logits := few()) is not None:
-                self._record(work, since_ns)
-                return logits
+            logits = few()
+            self._record(work, since_ns)
+            return logits
         sees = any(each.picture is not None for each in work)
         # Pipelines hand hidden states from layer to layer as they are.
         chosen = HYBRID if sees else self._schedule(tokens, len(work), reads)
@@ -273,9 +299,9 @@ class PackedModel:
 
     def _advancing(self, work: list[Work]) -> AbstractContextManager[object]:
         """What rows have beside their pages takes in all tokens of a sweep, or none if it is given up."""
-        if self.mixers is None:
+        if self.own_caches is None:
             return nullcontext()
-        return self.mixers.advancing([each.row for each in work], [each.tokens for each in work])
+        return self.own_caches.advancing([each.row for each in work], [each.tokens for each in work])
 
     @torch.inference_mode()
     def _exactly(self, work: list[Work]) -> torch.Tensor:
@@ -297,7 +323,9 @@ class PackedModel:
                     for piece in each.row.pieces(each.tokens, in_place=each.is_certain)
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
-                logits = self._exact.write(ids, [piece for _row, piece in pieces], positions)
+                own = [piece for _row, piece in pieces]
+                is_swept = len(own) > 1 and not self._exact.is_native
+                logits = (self._beams if is_swept else self._exact.write)(ids, own, positions)
         begin = 0
         for each in work if heard else ():
             if (drafter := each.row.drafter) is not None:
@@ -308,13 +336,28 @@ class PackedModel:
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)
         return logits
 
-    def _few(self, work: list[Work]) -> Callable[[], torch.Tensor | None] | None:
+    def _beams(self, ids: list[int], pieces: Sequence[Piece], positions: list[int]) -> torch.Tensor:
+        """Logits [B, V] after a token of each beam."""
+        own = Pieces(pieces)
+        with self._attending(own):
+            recording = (
+                self.mixers.record_pieces([[token] for token in ids], positions, own)
+                if self.mixers is not None
+                else self._layers.record(torch.tensor([ids]), torch.tensor([positions]))
+            )
+        batch = _MicroBatch(own, recording, recording.hidden, list(range(len(ids))))
+        for index in range(len(self._layers)):
+            self._step(index, batch)
+        with self._attending(None):
+            return (self._native or self._layers).logits(batch.hidden)
+
+    def _few(self, work: list[Work]) -> Callable[[], torch.Tensor] | None:
         """What computes a token of each of these rows in one go, if anything does."""
-        native, mixers = self._native, self.mixers
+        native, own = self._native, self.own_caches
         if not all(each.tokens == 1 and each.wants_logits and each.picture is None for each in work):
             return None
-        if mixers is not None:
-            return partial(mixers.few, [each.row for each in work])
+        if own is not None:
+            return partial(own.step, work[0].row) if len(work) == 1 else None
         return partial(self._in_one_go, native, work) if native is not None and native.takes_few(len(work)) else None
 
     @torch.inference_mode()
@@ -452,7 +495,7 @@ class PackedModel:
         ids = [token for of_row in own for token in of_row]
         with self._attending(pieces):
             if self.mixers is not None:
-                recording: Recording = self.mixers.record_rows(own, [each.row for each in work])
+                recording: Recording = self.mixers.record_rows(own, [each.row for each in work], pieces)
             else:
                 given = self._given(work, own)
                 recording = self._layers.record(
@@ -488,8 +531,9 @@ class PackedModel:
 
     def _probe_attention(self) -> None:
         token = torch.zeros(1, 1, dtype=torch.long, device=self._loaded.device)
+        self._read = library_cache(self._loaded.model)
         with self._attending(None):
-            recording = self._layers.record(token, token)
+            recording = self._layers.record(token, token, self._read)
             hidden = recording.hidden
             with self._layers.without_experts():
                 for index in range(len(self._layers)):
@@ -497,7 +541,7 @@ class PackedModel:
         self._states.are_met = True
 
     def _attending(self, pieces: Pieces | None) -> Any:
-        if self.mixers is not None:
+        if self.mixers is not None and not self.mixers.attends_over_pages:
             return torch.inference_mode()
         self._states.pieces = pieces
         return _Attending(self._states, self._configs)

@@ -1,15 +1,16 @@
 """Layers whose mixers sum up what they read, choose tokens by an index or attend in ways of their own: row by row.
 
-Each row has a cache of its own, as a chat has, and its mixers (attention, a recurrent state, a short convolution) are
-called with that, one row after the other.  All else of a layer, above all its experts, is computed for the tokens of
-all rows at once, so that weights are read once.  What a layer is called with is recorded for each row; what is the same
-for every token is joined, the rest is handed through the layer as it is to the mixer, which takes its row's.
+A layer's mixers (attention, a recurrent state, a short convolution) are called with each row's cache, one row after the
+other: of its pages, or one of its own where these do not hold all that layers keep, and on a card.  All else of a
+layer, above all its experts, is computed for the tokens of all rows at once, so that weights are read once.  What a
+layer is called with is recorded for each row; what is the same for every token is joined, the rest is handed through
+the layer as it is to the mixer, which takes its row's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,15 +18,19 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Pieces
 from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
+from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.row_prefixes import LeftCaches
 from engine.runtime.decode.kv_session import KvRoom
+from engine.runtime.decode.paged_steps import has_pages
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.layers import library_cache, new_cache
 from engine.runtime.kv.memory import measure_kv
+from engine.runtime.kv.paged_cache import PagedCaches, has_index
 from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
+from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
 
@@ -73,11 +78,13 @@ class RowsRecording(Recording):
     Attributes:
         spans: where each row's tokens are.
         caches: of each row.
+        pieces: of each row, if these are pages.
         further: by layer, what it gave beside hidden states.
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     caches: list[Cache] = field(default_factory=list)
+    pieces: list[Pieces] = field(default_factory=list)
     further: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -85,36 +92,61 @@ class RowMixers(DecoderLayers):
     """The layers of a model, their mixers called row by row.
 
     Args:
-        left_bytes: of the caches that rows leave for others whose prompts begin as theirs.
+        left_bytes: of the caches that rows leave for others whose prompts begin as theirs, if they have their own.
+        kv_type: of keys and values in pages.
+        states: has native attention compute over pages where that is what mixers attend by.
 
     Raises:
         LookupError: the model does not hand its layers a cache, computes something between them, or its answer would
             depend on how a prompt is read.
     """
 
-    def __init__(self, loaded: LoadedModel, left_bytes: int) -> None:
+    def __init__(self, loaded: LoadedModel, left_bytes: int, kv_type: KvType, states: PagedStates) -> None:
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
         if loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
             raise LookupError("this model's layers are on several devices")
         self._loaded = loaded
+        self._caches: PagedCaches | None = None
         self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._states = states
         with torch.inference_mode():
-            self._mixers = self._probe()
+            try:
+                may_attend = loaded.kernels is not None and not has_index(loaded.model)
+                with paged(states, configs_of(loaded.model)) if may_attend else nullcontext():
+                    self._mixers, self._read = self._probe()
+            except LookupError:  # it attends in another way
+                states.shapes.clear()
+                self._mixers, self._read = self._probe()
+            states.are_met = True
             self._compare()
-            self._cost = measure_kv(loaded.model, loaded.device)
+        self._kv_type = kv_type
+        pages = PagedCaches.like(self._read, kv_type, 1, 1) if has_pages(loaded) else None
+        self.has_pages = pages is not None
+        """Whether rows' caches are pages."""
+        self.attends_over_pages = pages is not None and bool(states.shapes) and states.attend_over(pages)
+        """Whether native attention does, for which nothing of them is copied."""
+        if pages is not None:
+            self.page_bytes, self.state_bytes = max(1, pages.page_bytes), pages.state_bytes
+            self.pages_beside: int | None = None
+            return
+        with torch.inference_mode():
+            cost = measure_kv(loaded.model, loaded.device)
+        # Of the tokens of a page, and at least a share of what a row takes beside them.
+        self.page_bytes = max(1, cost.per_token * PAGE_TOKENS, -(-cost.fixed // _MOST_PAGES_BESIDE))
+        self.state_bytes = 0
+        self.pages_beside = -(-cost.fixed // self.page_bytes)
+        """What a row takes beside its tokens, in pages."""
         self._left = LeftCaches(left_bytes)
 
-    @property
-    def page_bytes(self) -> int:
-        """Of the tokens of a page, and at least a share of what a row takes beside them."""
-        return max(1, self._cost.per_token * PAGE_TOKENS, -(-self._cost.fixed // _MOST_PAGES_BESIDE))
-
-    @property
-    def pages_beside(self) -> int:
-        """What a row takes beside its tokens, in pages."""
-        return -(-self._cost.fixed // self.page_bytes)
+    def allocate(self, pages: int, states: int, *, by_head: bool) -> PagedCaches:
+        """So many pages."""
+        self._caches = PagedCaches.like(self._read, self._kv_type, pages, states, by_head=by_head)
+        assert self._caches is not None
+        if self.attends_over_pages:
+            self._states.attend_over(self._caches)
+        return self._caches
 
     @property
     def apart(self) -> set[Any]:
@@ -122,23 +154,19 @@ class RowMixers(DecoderLayers):
         return {module for of_layer in self._mixers for mixer in of_layer for module in mixer.modules()}
 
     @torch.inference_mode()
-    def few(self, rows: Sequence[PagedRow]) -> torch.Tensor | None:
-        """Logits [R, V] after the next token of each row, in one go; `None` if that is not possible."""
-        owns = [self._cache_of(row) for row in rows]
-        for row, own in zip(rows, owns, strict=True):
-            own.make_room(1)
-            row.piece(1)
-        ids = [row.next_ids(1)[0] for row in rows]
+    def step(self, row: PagedRow) -> torch.Tensor:
+        """Logits [1, V] after the next token of a row by itself."""
+        own = self._cache_of(row)
+        own.make_room(1)
+        row.piece(1)
+        tokens = torch.tensor([row.next_ids(1)], device=self._loaded.device)
         try:
-            logits = self._step.apart(ids, [row.position(row.held) for row in rows], [own.cache for own in owns])
+            logits, _ = self._step(tokens, own.cache, row.position(row.held))
         except BaseException:
-            for row, own in zip(rows, owns, strict=True):  # they may hold anything: what was read is read again
-                own.close()
-                row.own = None
+            own.close()  # it may hold anything: what was read is read again
+            row.own = None
             raise
-        if logits is not None:
-            for own in owns:
-                own.tokens += 1
+        own.tokens += 1
         return logits
 
     def _cache_of(self, row: PagedRow) -> RowCache:
@@ -184,7 +212,8 @@ class RowMixers(DecoderLayers):
 
     def forget(self) -> None:
         """Drops what rows left for others."""
-        self._left.forget()
+        if not self.has_pages:
+            self._left.forget()
 
     def up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of its next tokens a row reads at once."""
@@ -214,11 +243,27 @@ class RowMixers(DecoderLayers):
             if self._loaded.devices is None:
                 self._left.passed(row, own.cache, own.tokens)
 
-    def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow]) -> RowsRecording:
+    def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow], pieces: Pieces) -> RowsRecording:
         """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
         given = [row.given(of_row, self._loaded.model) for row, of_row in zip(rows, ids, strict=True)]
         held = [row.position(row.held) for row in rows]
+        if self._caches is not None:
+            return self.record_pieces(ids, held, pieces, given)
         return self._record_rows(ids, held, [self._cache_of(row).cache for row in rows], given)
+
+    def record_pieces(
+        self,
+        ids: list[list[int]],
+        begins: list[int],
+        pieces: Pieces,
+        given: Sequence[Mapping[str, Any] | None] = (),
+    ) -> RowsRecording:
+        """Those of tokens from these positions on, over pages."""
+        assert self._caches is not None
+        caches = [self._caches.of(piece, passes=self.attends_over_pages) for piece in pieces.pieces]
+        recording = self._record_rows(ids, begins, caches, given)
+        recording.pieces = [Pieces([piece]) for piece in pieces.pieces]
+        return recording
 
     def _record_rows(
         self,
@@ -252,7 +297,8 @@ class RowMixers(DecoderLayers):
         layer, spans = self[index], recording.spans
         fast = layer.__dict__.get("forward")
         forwards: list[tuple[Any, Callable[..., Any]]] = [
-            (mixer, partial(_row_by_row, mixer.forward, spans)) for mixer in self._mixers[index]
+            (mixer, partial(_row_by_row, mixer.forward, spans, partial(self._goes_on_with, recording.pieces)))
+            for mixer in self._mixers[index]
         ]
         if isinstance(fast, SingleTokenLayer):
             hidden = hidden.float() if hidden.dtype == torch.bfloat16 else hidden
@@ -264,6 +310,10 @@ class RowMixers(DecoderLayers):
             out = out[0]
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _goes_on_with(self, pieces: list[Pieces], row: int) -> None:
+        if pieces:
+            self._states.pieces = pieces[row]
 
     def _given(self, index: int, recording: RowsRecording) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a layer is called with, and what earlier ones hand on to it."""
@@ -284,9 +334,12 @@ class RowMixers(DecoderLayers):
     def _room(self) -> KvRoom:
         return KvRoom(self._loaded.devices, self._loaded.context_tokens)
 
-    def _probe(self) -> list[list[Any]]:
-        """The mixers of each layer: the outermost modules in it that are called with the cache."""
-        cache = self._empty().cache
+    def _probe(self) -> tuple[list[list[Any]], Cache]:
+        """The mixers of each layer: the outermost modules in it that are called with the cache; and what that is like
+        once it has read a token."""
+        cache = library_cache(self._loaded.model)
+        if cache is None:
+            raise LookupError("this model makes its cache itself")
         found: list[list[Any]] = [[] for _ in range(len(self))]
 
         def look(index: int, module: Any, args: Any, kwargs: Any) -> None:
@@ -309,7 +362,7 @@ class RowMixers(DecoderLayers):
                 hook.remove()
         if not any(found):
             raise LookupError("its layers keep what they read in places of their own")
-        return [_outermost(of_layer) for of_layer in found]
+        return [_outermost(of_layer) for of_layer in found], cache
 
     def _compare(self) -> None:
         """Some tokens of two rows, against the model itself."""
@@ -335,12 +388,16 @@ def _outermost(modules: list[Any]) -> list[Any]:
     return [module for module in modules if id(module) not in inner]
 
 
-def _row_by_row(own: Callable[..., Any], spans: list[tuple[int, int]], *args: Any, **kwargs: Any) -> Any:
+def _row_by_row(
+    own: Callable[..., Any], spans: list[tuple[int, int]], begin_row: Callable[[int], None], *args: Any, **kwargs: Any
+) -> Any:
     """The `forward` of a mixer while a layer is computed: its own, once for each row."""
     if len(spans) == 1:
+        begin_row(0)
         return own(*args, **kwargs)
     total, results = spans[-1][1], []
     for place, (begin, end) in enumerate(spans):
+        begin_row(place)
         its = [_own(value, place, begin, end, total) for value in args]
         named = {name: _own(value, place, begin, end, total) for name, value in kwargs.items()}
         results.append(own(*its, **named))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
@@ -20,10 +21,16 @@ from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
-from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.layers import StateLayer, library_cache
+from engine.runtime.kv.paged_cache import PagedCaches, index_of
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
+
+Attending = Callable[[Pieces], AbstractContextManager[Any]]
+
+_IN_PAGES = (DynamicLayer, DynamicSlidingWindowLayer, StateLayer, DummyLayer)
+"""Layers of the library's cache that pages can hold."""
 
 
 def packs_mixers(loaded: LoadedModel) -> bool:
@@ -41,16 +48,32 @@ def packs_mixers(loaded: LoadedModel) -> bool:
     )
 
 
+def has_pages(loaded: LoadedModel) -> bool:
+    """Whether sequences of a model are computed over pages only, as far as these can hold what its layers keep."""
+    return (
+        loaded.devices is None
+        and loaded.stream is None  # to see what attends, its layers would have to be read
+        and loaded.device.type == "cpu"
+        and not getattr(loaded.model.config, "is_encoder_decoder", False)
+        and exact_tokens(loaded.model) >= loaded.context_tokens
+    )
+
+
 class PagedSteps:
     """Of one model on the CPU.
 
     Attributes:
         chunk_tokens: how much of a prompt is computed at once.
         guesses: whether coming tokens of answers may be guessed.
+        is_native: whether native calls compute steps; else the library does.
+
+    Args:
+        attending: within it the library's modules attend over pages.
     """
 
-    def __init__(self, loaded: LoadedModel, caches: PagedCaches) -> None:
-        self._model = loaded.model
+    def __init__(self, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> None:
+        self._model, self._attending = loaded.model, attending
+        self.is_native = _are_native(loaded)
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._caches, self._most_tokens = caches, loaded.context_tokens
         self._threads = torch.get_num_threads()
@@ -61,22 +84,16 @@ class PagedSteps:
     @staticmethod
     def are_likely(loaded: LoadedModel) -> bool:
         """Whether a model may have them: nothing is computed to find that out."""
-        model = loaded.model
-        layers = decoder_layers(model)
-        return (
-            bool(layers)
-            and loaded.devices is None
-            and loaded.stream is None  # to see what attends, its layers would have to be read
-            and loaded.kernels is not None
-            and loaded.device.type == "cpu"
-            and not getattr(model.config, "is_encoder_decoder", False)
-            and packs_mixers(loaded)
-            and all(knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers)
-            and exact_tokens(model) >= loaded.context_tokens
+        layers = decoder_layers(loaded.model)
+        if not layers or not has_pages(loaded):
+            return False
+        cache = library_cache(loaded.model)
+        return _are_native(loaded) or (
+            cache is not None and all(type(each) in _IN_PAGES or index_of(each) is not None for each in cache.layers)
         )
 
     @classmethod
-    def of(cls, loaded: LoadedModel, caches: PagedCaches) -> PagedSteps | None:
+    def of(cls, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> PagedSteps | None:
         """That of a model, or `None` if its own cache does not hold what pages do, token by token."""
         types = [layer.kv_type for layer in caches.layers if isinstance(layer, PagedLayer)]
         is_narrow = any(each in (KvType.INT8, KvType.FP16) for each in types)
@@ -86,7 +103,7 @@ class PagedSteps:
             or not caches.can_hold(loaded.model)
         ):
             return None
-        return cls(loaded, caches)
+        return cls(loaded, caches, attending)
 
     def drafter(self) -> HeadDrafter | None:
         """What guesses coming tokens of one answer beside its text, if the model has a head for that."""
@@ -108,7 +125,7 @@ class PagedSteps:
     @property
     def most_rows(self) -> int:
         """Tokens that `write` computes together now."""
-        return MOST_ROWS if self._step.rows_of(MOST_ROWS) is not None else 1
+        return MOST_ROWS if self.is_native and self._step.rows_of(MOST_ROWS) is not None else 1
 
     def read(
         self,
@@ -156,16 +173,18 @@ class PagedSteps:
         places = [at + place for at, piece in zip(positions, pieces, strict=True) for place in range(piece.tokens)]
         if RECORDER.on:
             RECORDER.forward()
-        step = self._step.rows_of(len(ids))
+        step = self._step.rows_of(len(ids)) if self.is_native else None
         if step is not None:
             logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
-        else:  # somebody listens to layers
+        else:  # the library computes, or somebody listens to layers
             (piece,) = pieces
-            singles, state = list[torch.Tensor](), piece.state
+            singles, state, passes = list[torch.Tensor](), piece.state, self._attending is not None
             for place, token in enumerate(ids):
                 held = piece.held + place
                 own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
-                singles.append(self._step(torch.tensor([[token]]), self._caches.of(own), positions[0] + place)[0])
+                with self._attending(Pieces([own])) if self._attending is not None else nullcontext():
+                    cache = self._caches.of(own, passes=passes)
+                    singles.append(self._step(torch.tensor([[token]]), cache, positions[0] + place)[0])
             logits = torch.cat(singles)
         if RECORDER.on:
             RECORDER.head()
@@ -180,6 +199,13 @@ class PagedSteps:
             yield
         finally:
             torch.set_num_threads(threads)
+
+
+def _are_native(loaded: LoadedModel) -> bool:
+    """Whether native calls compute steps."""
+    return loaded.kernels is not None and all(
+        knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in decoder_layers(loaded.model)
+    )
 
 
 def _can_attend(layer: Any, kv_type: KvType | None) -> bool:

@@ -115,12 +115,6 @@ class StepModel:
         """What computes a token of so many sequences in one native call, if that is possible."""
         return self._single if self._single is not None and self._single.takes_rows(sequences) else None
 
-    def apart(self, ids: list[int], positions: list[int], caches: Sequence[Cache]) -> torch.Tensor | None:
-        """See `TokenStep.apart`; one sequence as by a call of this."""
-        if len(ids) == 1:
-            return self(torch.tensor([ids], device=self._device), caches[0], positions[0])[0]
-        return self._single.apart(ids, positions, caches) if self._single is not None else None
-
     def several(self, tokens: torch.Tensor, cache: Cache, start: int) -> torch.Tensor:
         """Appends tokens [1, q] that it `takes`; logits [q, V] after each of them."""
         end = start + tokens.shape[1]
@@ -302,36 +296,6 @@ class TokenStep:
         for layer, pages in zip(self._layers, held, strict=True):
             hidden = layer.rows(hidden, pages, pieces, angles[layer.attention.type])
         return product(self._head, one_by_one(self._norm, hidden))[0]
-
-    def apart(self, ids: list[int], positions: list[int], caches: Sequence[Cache]) -> torch.Tensor | None:
-        """The next token of several sequences, each of which has a cache of its own; logits [R, V].
-
-        Attention is computed for one after the other, all else for all of them; each as if alone, bit by bit.
-
-        Returns:
-            `None`, and nothing was done, if the library has to compute this step.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`; some caches may hold anything then.
-        """
-        if len(ids) > MOST_ROWS or not all(self.takes(1, cache) for cache in caches):
-            return None
-        embedded = self._embed(torch.tensor([ids]))
-        each = [self._angles.at_each([position], embedded) for position in positions]
-        hidden = embedded.float()
-        for layer in self._layers:
-            assert layer.sparse is not None
-            parts = list[torch.Tensor]()
-            for row, (cache, angles) in enumerate(zip(caches, each, strict=True)):
-                own = hidden[:, row : row + 1].contiguous()
-                attended = layer.attention.step(own, cache, angles[layer.attention.type] if angles else None)
-                if attended is None:
-                    assert not parts  # angles are of one kind
-                    return None
-                parts.append(attended)
-            hidden = layer.sparse.step(torch.cat(parts, dim=1))
-        whole = None if self._norm._forward_hooks else self._whole
-        return whole.end(hidden) if whole is not None else product(self._head, one_by_one(self._norm, hidden))[0]
 
     def _through_layers(
         self, hidden: torch.Tensor, angles: dict[str, Any], position_ids: torch.Tensor, cache: Cache

@@ -230,7 +230,7 @@ class DeltaNet:
     def can_claim(self, tokens: int, cache: Any) -> bool:  # noqa: ARG002 - any number
         """Whether the cache holds states of one sequence, which a step brings up to date."""
         held = cache.layers[self._index]
-        if type(held) is not StateLayer or held.record_past or not held.has_previous_state[0]:
+        if not isinstance(held, StateLayer) or held.record_past or not held.has_previous_state[0]:
             return False
         recent, states = held.conv_states[0], held.recurrent_states[0]
         return (
@@ -292,7 +292,7 @@ class DeltaNet:
     def _begin(self, cache: Any) -> bool:
         """Whether a cache holds states that a prompt can bring up to date, of nothing if it is the first one."""
         held, parts = cache.layers[self._index], self._parts
-        if type(held) is StateLayer and not held.record_past and not held.is_conv_states_initialized[0]:
+        if isinstance(held, StateLayer) and not held.record_past and not held.is_conv_states_initialized[0]:
             kernel = self._struct.kernel
             held.lazy_initialization(torch.zeros(1, parts.channels, kernel), conv_kernel_size=kernel)
             held.lazy_initialization(recurrent_states=torch.zeros(1, *self._state_shape))

@@ -110,7 +110,7 @@ class NativeAttention(ABC):
         """
         tokens = hidden_states.shape[1]
         angles = self.angles_of(positions, tokens)
-        if type(held := cache.layers[self._index]) is PagedCacheLayer:
+        if isinstance(held := cache.layers[self._index], PagedCacheLayer):
             pieces = held.take(tokens) if angles is not None else None
             return None if pieces is None else self.rows(hidden_states, held.struct, pieces, positions)
         claim = self.claim(tokens, cache) if angles is not None else None

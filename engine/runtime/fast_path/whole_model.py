@@ -73,15 +73,6 @@ class WholeModel:
             len(layers),
             offset_of(norm),
         )
-        self._no_layers = ModelStruct(
-            None,
-            norm.weight.data_ptr(),
-            address_of(head.bias),
-            linear_struct(head),
-            epsilon_of(norm),
-            0,
-            offset_of(norm),
-        )
         # What a cache's layers claim stays told: rows over pages have structs of their own.
         self._row_structs = type(self._structs).from_buffer_copy(self._structs)
         self._row_model = ModelStruct.from_buffer_copy(self._model)
@@ -141,10 +132,6 @@ class WholeModel:
         for struct, pages in zip(self._row_structs, held, strict=True):
             struct.held, struct.pieces = pages, pieces.address
         return self._compute(self._row_model, len(pieces.pieces), hidden, angles)
-
-    def end(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The last norm and the head alone: logits [q, V] of hidden states [1, q, hidden] behind the last layer."""
-        return self._compute(self._no_layers, 1, hidden.contiguous(), [])
 
     def _turn_to(self, positions: dict[str, Any], tokens: int) -> list[Angles] | None:
         """The angles of so many tokens; `None` if they are of others, or no step may be computed now."""

@@ -140,7 +140,7 @@ class KeptPrefixes:
     def __init__(
         self, root: Key, ram_bytes: int, files: KeptFiles | None = None, most_tokens: int = sys.maxsize
     ) -> None:
-        self.root, self._files, self._most_tokens = root, files, most_tokens
+        self.root, self._files, self._folders, self._most_tokens = root, files, files, most_tokens
         if files is not None:
             files.on_key = self._has_key
         self._forgetful_root = hashlib.blake2b(root + b"forgetful", digest_size=16).digest()
@@ -281,6 +281,10 @@ class KeptPrefixes:
     def keeps(self, chat: str) -> bool:
         """Whether what is read for a chat may reach the disk, now or later."""
         return self._files is not None and self._files.keeps(chat)
+
+    def is_there(self, chat: str) -> bool:
+        """Whether a chat has a folder and has not been deleted, though the disk may take nothing more."""
+        return self._folders is not None and self._folders.keeps(chat)
 
     def withdraw(self, owner: object, tokens: int = 0) -> None:
         """All but the first `tokens` tokens of what was offered is going to be overwritten: now or never."""

@@ -257,7 +257,8 @@ def restore_pages(
     for paged, layer, parts in zip(layers, layout.layers, layout.parts(data), strict=True):
         if isinstance(paged, StatePages):
             named = {part.name: each[0] for part, each in zip(layer.tensors, parts, strict=True)}
-            targets = {f"{_CONVOLVED} 0": paged.recent, f"{_RECURRENT} 0": paged.states}
+            both = {f"{_CONVOLVED} 0": paged.recent, f"{_RECURRENT} 0": paged.states}
+            targets = {at: part for at, part in both.items() if part.numel()}
             if named.keys() != targets.keys() or any(named[at].shape != targets[at].shape[1:] for at in targets):
                 raise LookupError("a layer of another kind")
             for at, target in targets.items():
@@ -278,6 +279,8 @@ def _held_by(states: Any) -> tuple[list[tuple[str, torch.Tensor]], dict[str, _Pl
     tensors: list[tuple[str, torch.Tensor]] = []
     plain: dict[str, _Plain] = {}
     for name, value in vars(states).items():
+        if name == "_where":
+            continue
         each = {f"{name} {key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
         for at, item in each.items():
             if isinstance(item, torch.Tensor) and not item.numel():

@@ -6,9 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces, StatePages
+from engine.families.library import BLOCK_INDEX
+from engine.kernels.native.paged_attention import (
+    PAGE_TOKENS,
+    KvShape,
+    KvType,
+    PagedLayer,
+    Piece,
+    Pieces,
+    StatePages,
+)
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.narrow import narrowed, widened
@@ -21,10 +37,16 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     Attributes:
         struct: of the pages, for native attention.
         window: as the library's `sliding_window`; 0 without one.
+
+    Args:
+        passes: whether attention is computed over the pages, and writes to them: it is handed tokens as they are.
     """
 
-    def __init__(self, paged: PagedLayer, struct: PagesStruct, window: int, piece: Piece) -> None:
+    def __init__(
+        self, paged: PagedLayer, struct: PagesStruct, window: int, piece: Piece, *, passes: bool = False
+    ) -> None:
         super().__init__()
+        self._passes = passes
         self.struct, self.window, self.sliding_window = struct, window, window
         self.is_sliding = bool(window)
         self._paged, self._piece = paged, piece
@@ -48,6 +70,8 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         """Writes states [1, H, q, D]; returns those of all tokens, or of the window before these and these."""
         held = self.cumulative_length
         after = self.cumulative_length = held + key_states.shape[-2]
+        if self._passes:
+            return key_states, value_states
         numbers = torch.arange(held, after)
         pages, rows = self._piece.pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
         paged = self._paged
@@ -89,6 +113,76 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         return self.cumulative_length - first + query_length, first
 
 
+class PagedIndexedLayer(PagedCacheLayer):
+    """The same with the keys of an index of important tokens."""
+
+    indexer_position_ids = None
+
+    def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece) -> None:
+        super().__init__(paged, struct, 0, piece)
+        self._indexed = piece.held
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As there; some models look at `keys` then."""
+        self.keys, self.values = super().update(key_states, value_states)
+        return self.keys, self.values
+
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """Writes [1, q, D]; returns those of all tokens."""
+        index, held = self._paged.index, self._indexed
+        assert index is not None
+        self._indexed = held + states.shape[1]
+        numbers = torch.arange(held, self._indexed)
+        index[self._piece.pages[numbers // PAGE_TOKENS].long(), 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
+        return self._read(index, None, 0, self._indexed, index.dtype)[0]
+
+    def update_index(self, states: torch.Tensor) -> torch.Tensor:
+        """The same of [1, 1, q, D], as MiniMax-M3 calls it."""
+        return self.update_indexer(states[:, 0])[:, None]
+
+
+class PagedStateLayer(StateLayer):
+    """A page of states of one layer, which is brought up to date in place.
+
+    Args:
+        is_begun: whether it holds that of any tokens; else the layer finds it empty.
+    """
+
+    def __init__(self, paged: StatePages, page: int, *, is_begun: bool) -> None:
+        super().__init__(1)
+        self._where = paged, page
+        self.device, self.dtype = paged.states.device, paged.states.dtype
+        if is_begun:
+            self._take(has_recent=bool(paged.recent.numel()), has_states=bool(paged.states.numel()))
+            self.has_previous_state[0] = True
+
+    def _take(self, *, has_recent: bool, has_states: bool) -> None:
+        paged, page = self._where
+        if has_recent:
+            self.conv_states[0] = paged.recent[page][None]
+            self.conv_kernel_size[0] = paged.recent.shape[-1]
+            self.is_conv_states_initialized[0] = True
+        if has_states:
+            self.recurrent_states[0] = paged.states[page][None]
+            self.is_recurrent_states_initialized[0] = True
+
+    def lazy_initialization(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,  # noqa: ARG002 - there is one
+        conv_kernel_size: int | None = None,  # noqa: ARG002 - as wide as the page
+    ) -> None:
+        """As there, in the page."""
+        self._take(has_recent=conv_states is not None, has_states=recurrent_states is not None)
+        if conv_states is not None:
+            self.conv_states[0].zero_()
+        if recurrent_states is not None:
+            self.recurrent_states[0].zero_()
+
+
 class PagedCaches:
     """Makes caches of a model's pages.
 
@@ -102,7 +196,47 @@ class PagedCaches:
             paged.held() if isinstance(paged, StatePages) else paged.held(window)
             for paged, window in zip(layers, windows, strict=True)
         ]
-        self._states = [paged for paged in layers if isinstance(paged, StatePages)]
+        self._states = [paged for paged in layers if isinstance(paged, StatePages) and paged.page_bytes]
+
+    @classmethod
+    def like(cls, cache: Any, kv_type: KvType, pages: int, states: int, *, by_head: bool = False) -> PagedCaches | None:
+        """So many pages of what the library's cache has of its layers, of which it has read a token; None if pages
+        cannot hold all of that.
+
+        Args:
+            kv_type: of keys and values.
+        """
+        made, windows = list[PagedLayer | StatePages](), list[int]()
+        is_narrow = kv_type in (KvType.INT8, KvType.FP16)
+        for layer in cache.layers if type(cache) is DynamicCache else [cache]:
+            windows.append(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0)
+            index = index_of(layer)
+            if type(layer) is DummyLayer:
+                made.append(StatePages.like(None, None, states))
+            elif type(layer) is StateLayer and layer.number_of_states == 1:
+                made.append(StatePages.like(layer.conv_states[0], layer.recurrent_states[0], states))
+            elif (
+                type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+                and layer.is_initialized
+                and (layer.keys.dtype == kv_type.dtype or (is_narrow and not windows[-1]))
+            ):
+                made.append(PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head))
+            elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
+                own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
+                made.append(PagedLayer(_shape_of(layer), own, pages, by_head=by_head, index_dim=index))
+            else:
+                return None
+        return cls(made, windows)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the keys and values of a page of all layers."""
+        return sum(each.page_bytes for each in self.layers if isinstance(each, PagedLayer))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what layers sum up of a sequence."""
+        return sum(each.page_bytes for each in self._states)
 
     @property
     def have_states(self) -> bool:
@@ -116,22 +250,24 @@ class PagedCaches:
 
         def is_alike(layer: Any, paged: PagedLayer | StatePages, window: int) -> bool:
             if isinstance(paged, StatePages):
-                return type(layer) is StateLayer and layer.number_of_states == 1
+                return type(layer) is DummyLayer or (type(layer) is StateLayer and layer.number_of_states == 1)
             if not window:
-                return type(layer) is DynamicLayer
+                return type(layer) is DynamicLayer or index_of(layer) is not None
             return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == window
 
         return len(its) == len(self.layers) and all(map(is_alike, its, self.layers, self.windows))
 
-    def of(self, piece: Piece) -> Cache:
-        """A sequence's, for a forward of its next tokens."""
+    def of(self, piece: Piece, *, passes: bool = False) -> Cache:
+        """A sequence's, for a forward of its next tokens; see `PagedCacheLayer`."""
         if piece.state != piece.next_state:
             self.copy_state(piece.state, piece.next_state)
         cache = DynamicCache()
         cache.layers = [
-            _state_layer(paged, piece.next_state)
+            _state_layer(paged, piece)
             if isinstance(paged, StatePages)
-            else PagedCacheLayer(paged, struct, window, piece)
+            else PagedCacheLayer(paged, struct, window, piece, passes=passes)
+            if paged.index is None
+            else PagedIndexedLayer(paged, struct, piece)
             for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
         ]
         return cache
@@ -152,18 +288,39 @@ class PagedCaches:
         for paged in self._states:
             paged.clear(page)
 
+    def discard(self, pages: Sequence[int]) -> None:
+        """Returns the memory of these pages to the system, as far as it takes it."""
+        for paged in self.layers:
+            if isinstance(paged, PagedLayer):
+                paged.discard(pages)
+
     def discard_states(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
             paged.discard(pages)
 
 
-def _state_layer(paged: StatePages, page: int) -> StateLayer:
-    """The library's layer, which brings a page up to date in place."""
-    layer = StateLayer(1)
-    layer.conv_states[0], layer.recurrent_states[0] = paged.recent[page][None], paged.states[page][None]
-    layer.device, layer.dtype = paged.states.device, paged.states.dtype
-    layer.conv_kernel_size[0] = paged.recent.shape[-1]
-    for is_there in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized, layer.has_previous_state):
-        is_there[0] = True
-    return layer
+def index_of(layer: Any) -> int | None:
+    """Width of the keys by which a layer of the library's cache looks up important tokens, 0 if others do that for it;
+    None if it is of another kind."""
+    if type(layer) is DynamicIndexedLayer:
+        return 0 if layer.indexer_keys is None else int(layer.indexer_keys.shape[-1])
+    if type(layer).__name__ == BLOCK_INDEX:
+        return 0 if layer.idx_keys is None else int(layer.idx_keys.shape[-1])
+    return None
+
+
+def has_index(model: Any) -> bool:
+    """Whether an index chooses what some of a model's tokens attend to."""
+    cache = library_cache(model)
+    return cache is not None and any(index_of(layer) is not None for layer in cache.layers)
+
+
+def _shape_of(layer: Any) -> KvShape:
+    heads = layer.keys.shape[1]
+    return KvShape(heads, heads, layer.keys.shape[-1], layer.values.shape[-1])
+
+
+def _state_layer(paged: StatePages, piece: Piece) -> Any:
+    is_begun = piece.held > 0
+    return PagedStateLayer(paged, piece.next_state, is_begun=is_begun) if paged.page_bytes else DummyLayer()

@@ -48,7 +48,8 @@ def parts_of_pages(paged: PagedLayer | StatePages) -> list[torch.Tensor]:
     """The same of pages: [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]; states have none of each token."""
     if isinstance(paged, StatePages):
         return []
-    return [part for part in (paged.keys, paged.values, paged.key_scales, paged.value_scales) if part is not None]
+    parts = (paged.keys, paged.values, paged.key_scales, paged.value_scales, paged.index)
+    return [part for part in parts if part is not None]
 
 
 def make_rows(states: Any, tokens: int, first: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -550,8 +550,8 @@ class ContinuousBatch(Lane):
     def _waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
         """Those of some rows that wait for what others are reading of what both begin with, before they read
         themselves."""
-        if self._model.mixers is not None:
-            return self._model.mixers.waiting(rows)
+        if self._model.own_caches is not None:
+            return self._model.own_caches.waiting(rows)
         readers, waiting = list[PagedRow](), set[PagedRow]()
         for row in rows if self.pool.states else ():
             if not row.is_reading or row.request.repeats:
@@ -565,8 +565,8 @@ class ContinuousBatch(Lane):
     def _up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of its next tokens a row reads before it leaves something for others; 0 if one of its pictures has
         ended it."""
-        if self._model.mixers is not None:
-            tokens = self._model.mixers.up_to(row, tokens)
+        if self._model.own_caches is not None:
+            tokens = self._model.own_caches.up_to(row, tokens)
         elif row.state is not None and not row.request.repeats:
             tokens = self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
         if row.layout is None:
@@ -696,8 +696,10 @@ class ContinuousBatch(Lane):
         if row in self._source_of:
             if row.error is None and self._keeps:
                 self._leaves(row)
-            if row.error is None and self._model.mixers is not None:
-                self._model.mixers.ends(row)
+            elif row.error is None and row.state is not None:
+                row.leave_part()  # nobody could go on without its state
+            if row.error is None and self._model.own_caches is not None:
+                self._model.own_caches.ends(row)
             answer = row.answer(row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
@@ -708,12 +710,12 @@ class ContinuousBatch(Lane):
         row.leave_part()
         self._left_tokens = row.held
         kept, caches = self._kept, self._model.caches
-        if kept is not None and kept.keeps(row.request.chat):
-            pages = row.pages.clone()
-            for page in pages.tolist():
-                self.pool.fork(page)
-            self._left_by[row.request.chat] = self.pool.prefixes(pages.tolist())
-            if caches is not None:
+        if kept is not None and kept.is_there(row.request.chat):
+            self._left_by[row.request.chat] = self.pool.prefixes(row.pages.tolist())
+            if caches is not None and kept.keeps(row.request.chat):
+                pages = row.pages.clone()
+                for page in pages.tolist():
+                    self.pool.fork(page)
                 self._offer(kept, row, caches, pages)
         # As much as is kept of other models, or what this one has left.
         most = max(
@@ -746,7 +748,7 @@ class ContinuousBatch(Lane):
         for offer in [each for each in self._offers if kept.is_written(each)]:
             kept.forget(offer)
             self._drop(offer)
-        for chat in [each for each in self._left_by if not kept.keeps(each)]:
+        for chat in [each for each in self._left_by if not kept.is_there(each)]:
             self.pool.discard(self.pool.forget(self._left_by.pop(chat)))
 
     def give_up_offers(self) -> bool:

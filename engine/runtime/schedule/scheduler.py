@@ -1,10 +1,10 @@
 """Who is answered when: one model, many requests, and files in the background.
 
 Requests of people come first.  They are sequences over pages that share steps (continuous batching), and one that has
-the model for itself is a batch of one.  What pages cannot hold, or not as well, is answered over a cache of its own:
-the first request of a model that the library computes, or that has a card; encoder-decoders; pictures.  Work in the
-background goes on between two of their tokens, and takes them along: another row costs a sweep of many little.  It
-slows them down no more than they do it, as measured, and does nothing before each of them has its first token.
+the model for itself is a batch of one.  What pages cannot hold is answered over a cache of its own: the first request
+of a model on a card, from disk, or whose layers keep what pages do not; encoder-decoders.  Work in the background
+goes on between two of their tokens, and takes them along: another row costs a sweep of many little.  It slows them down
+no more than they do it, as measured, and does nothing before each of them has its first token.
 """
 
 from __future__ import annotations

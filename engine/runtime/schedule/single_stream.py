@@ -1,7 +1,6 @@
-"""A single stream: one sequence at a time over the model's own cache, where pages do not hold as well what that does.
+"""A single stream: one sequence at a time over the model's own cache, where pages do not hold what that does.
 
-That is so of encoder-decoders, of pictures, of layers that choose tokens or sum up in ways that pages do not know, and
-of what the library or a card computes.
+That is so of encoder-decoders, of layers that keep what pages do not know or come from disk, and on cards.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_no_box_for_text_takes_files_as_text() -> None:
     app = Path(__file__).resolve().parents[3] / "app"
     makes = re.compile(r"\(QPlainTextEdit\)|QPlainTextEdit\(self")
     texts = {path.name: path.read_text("utf-8") for path in app.rglob("*.py")}
-    assert [name for name, text in texts.items() if makes.search(text) and "setReadOnly" not in text] == ["text_box.py"]
+    assert [name for name, text in texts.items() if makes.search(text) and "setReadOnly" not in text] == ["fields.py"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders here")
