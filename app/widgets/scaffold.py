@@ -218,7 +218,7 @@ class WrappedLabel(QLabel):
 
     @property
     def shown(self) -> str:
-        return super().text().replace("\u2060", "")
+        return super().text()
 
     def minimumSizeHint(self) -> QSize:
         hint = super().minimumSizeHint()
@@ -241,10 +241,9 @@ class WrappedLabel(QLabel):
 
         placed = self.testAttribute(Qt.WidgetAttribute.WA_Resized)  # before that its width is not final
         shown = _WORDS.sub(shortened, self._whole) if placed else self._whole
+        if shown != super().text():
+            super().setText(shown)
         is_short = shown != self._whole
-        unbroken = shown.replace("/s", "/\u2060s")  # rates are not broken within their unit
-        if unbroken != super().text():
-            super().setText(unbroken)
         if is_short or self._is_short:
             self.setToolTip(self._whole if is_short else "")
             self.setAccessibleName(self._whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from PySide6.QtCore import QCoreApplication, QEvent, Qt, QUrl, Signal
+from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QShowEvent
 from PySide6.QtWidgets import (
     QFileDialog,
@@ -203,11 +203,6 @@ class SettingsPage(Page):
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
         self._align()
-
-    def changeEvent(self, event: QEvent) -> None:
-        super().changeEvent(event)
-        if event.type() == QEvent.Type.StyleChange:
-            self._soon.start()
 
     def show_found(self, wanted: str) -> None:
         shown = [(card, card.show_found(wanted)) for card in self.cards.values()]
