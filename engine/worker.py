@@ -178,8 +178,12 @@ class Worker:
                 return self._batches.sample(engine, request)
             if isinstance(request, StartTuning):
                 return self._tune(engine, request)
-            self._model_is(engine, is_leaving=True)
-            engine.unload()
+            self._telemetry.model_is(None)
+            self._others.leave()
+            try:
+                engine.unload()
+            finally:
+                self._others.model_is(None)
             return ModelUnloaded(request.request_id)
         except RequestCancelled:
             return cancelled_event(request) or ModelUnloaded(request.request_id)

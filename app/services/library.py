@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry, Listing
 
 
+SOON_MS = 50
+"""What shows speeds waits so long for further ones: those that are known come all at once."""
+
+
 class ModelSpeeds(QObject):
     """Predicts each model once; what was timed here by Tune is taken as it is.
 

@@ -152,7 +152,7 @@ def _is_photo(source: Source) -> bool:
 def _read(path: Path) -> QImage:
     try:
         if not path.is_file() and path.exists():  # a pipe would keep us waiting
-            raise NotAPictureError(translate("Pictures", "{0} is no file.").format(path.name))
+            raise NotAPictureError(translate("Pictures", "{0} is not a file.").format(path.name))
         nbytes = path.stat().st_size
         data = read_untrusted(path, MOST_FILE_BYTES) if nbytes <= MOST_FILE_BYTES else b""
     except OSError as error:
@@ -177,7 +177,7 @@ def _read(path: Path) -> QImage:
         if kind:
             words = translate("Pictures", "{0} is in the {1} format, which is not read here: save it as PNG or JPEG.")
             raise NotAPictureError(words.format(path.name, kind))
-        words = translate("Pictures", "{0} is no PNG, JPEG, WebP or GIF picture.")
+        words = translate("Pictures", "{0} is not a PNG, JPEG, WebP or GIF picture.")
         raise NotAPictureError(words.format(path.name))
     size, is_jpeg = reader.size(), bytes(reader.format().data()) == b"jpeg"
     if size.width() * size.height() > MOST_PIXELS * (_JPEG_TIMES if is_jpeg else 1):

@@ -80,7 +80,7 @@ class FolderChoice(QWidget):
         self._settings = settings
         self._rooms: tuple[Room, ...] = ()
         self._looking = LatestTask(self)
-        self.combo = ComboBox(self, name=self.tr("Folder that downloads go into"))
+        self.combo = ComboBox(self, name=self.tr("Download folder"))
         name = text_label(self, self.tr("Download to"), role="secondary", buddy=self.combo)
         self.combo.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
         hbox(Flow(name, self.combo, parent=self), into=self)

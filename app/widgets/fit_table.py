@@ -292,7 +292,8 @@ class FitDelegate(QStyledItemDelegate):
         top = area.center().y() - (line + 3 + _BAR_PX) / 2
         for number_, tier in enumerate(bars):
             left = area.left() + number_ * (width + gap)
-            draw_elided(painter, QRectF(left, top, width, line), _amount(tier), small, "muted")
+            fits = (words for words in _amounts(tier) if QFontMetricsF(small).horizontalAdvance(words) <= width)
+            draw_elided(painter, QRectF(left, top, width, line), next(fits, _amounts(tier)[-1]), small, "muted")
             draw_bar(painter, tier.parts, max(tier.total, tier.used), QRectF(left, top + line + 3, width, _BAR_PX))
 
 
@@ -317,11 +318,13 @@ def _two_lines(
     draw_elided(painter, QRectF(area.left(), top + high, area.width(), low), second, lower, colour)
 
 
-def _amount(tier: TierBar) -> str:
-    """`VRAM 7.1/8`; of a disk, whose size says little beside a file's, only what is taken."""
+def _amounts(tier: TierBar) -> tuple[str, ...]:
+    """`VRAM 7.1/8`, and what is said with less room; of a disk, whose size says little beside a file's, only what is
+    taken."""
     used = number(tier.used / tier.unit, 1)
     total = tier.total / tier.unit
-    return f"{tier.name} {used}/{number(total, 0)}" if 0 < total < _MOST_TOTAL else f"{tier.name} {used}"
+    short = f"{tier.name} {used}"
+    return (f"{short}/{number(total, 0)}", short, used) if 0 < total < _MOST_TOTAL else (short, used)
 
 
 def draw_verdict_mark(painter: QPainter, area: QRectF, verdict: str) -> None:

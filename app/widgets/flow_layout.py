@@ -28,6 +28,9 @@ class FlowLayout(QLayout):
     def itemAt(self, index: int) -> QLayoutItem | None:
         return self._items[index] if 0 <= index < len(self._items) else None
 
+    def move_last_to_front(self) -> None:
+        self._items.insert(0, self._items.pop())
+
     def takeAt(self, index: int) -> QLayoutItem | None:
         return self._items.pop(index) if 0 <= index < len(self._items) else None
 
@@ -120,8 +123,10 @@ class Flow(QWidget):
         for widget in widgets:
             self.add(widget)
 
-    def add(self, widget: QWidget) -> None:
+    def add(self, widget: QWidget, *, first: bool = False) -> None:
         self._lines.addWidget(widget)
+        if first:
+            self._lines.move_last_to_front()
 
     @property
     def widgets(self) -> list[QWidget]:

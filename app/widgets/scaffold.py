@@ -474,7 +474,7 @@ class PageHeader(QWidget):
         widths = [each.sizeHint().width() for each in self.buttons.widgets if not each.isHidden()]
         loose, close = (sum(widths) + gap * len(widths) for gap in (GAP_PX, NARROW_GAP_PX))
         if middle is not None:
-            wanted = middle.sizeHint().width()
+            wanted = middle.sizeHint().expandedTo(middle.minimumSizeHint()).width()
             wanted = min(wanted, self._least_middle_px) if self._least_middle_px else wanted
             below = not middle.isHidden() and title + GAP_PX + wanted + loose > room
             if below != self._is_below:

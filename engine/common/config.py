@@ -84,7 +84,7 @@ class EngineConfig:
         "auto",
         Choice(PRECISIONS, _AUTOMATIC),
         name="Precision",
-        help="Automatic keeps the best that fits. Coarser weights take less memory and are faster.",
+        help="Automatic keeps the best that fits. Lower precision takes less memory and is faster.",
         card=COMPUTING_CARD,
         applies="load",
         option="--precision",

@@ -74,7 +74,7 @@ class WindowSettings:
         0,
         Number(0, 10**6, common=(10, 30, 120, 0), unit="minutes", special="Never"),
         name="Free the memory after",
-        help="If nobody uses the model for so long; the next question loads it again.",
+        help="If the model is not used for this long; the next question loads it again.",
         card=MODEL_CARD,
     )
     jobs_at_once = Setting(
@@ -88,7 +88,7 @@ class WindowSettings:
         default=False,
         kind=Switch(),
         name="Icon in the tray",
-        help="A click on it asks a question from anywhere, in a small window above the others.",
+        help="Click it to ask a question from anywhere, in a small window above the others.",
         card=TRAY_CARD,
     )
     stays_in_tray = Setting(
@@ -121,7 +121,7 @@ class WindowSettings:
         DEFAULT_SERVER_PORT,
         Number(1024, 65535),
         name="Port",
-        help="Another one, if a program here uses it already.",
+        help="Choose another if a program on this PC already uses it.",
         card=SERVER_CARD,
         key="serve_port",
     )
@@ -129,7 +129,7 @@ class WindowSettings:
         10,
         Number(0, 10**6, common=(5, 10, 30, 120, 0), unit="minutes", special="Keep loaded"),
         name="Free them after",
-        help="A model that a program asked for is freed once no program has used it for so long.",
+        help="A model that a program asked for is freed once no program has used it for this long.",
         card=SERVER_CARD,
         key="serve_idle_minutes",
     )

@@ -83,13 +83,20 @@ class OtherPrograms:
             broker.refuse(as_engine_error(error, "answering another program"))
             broker.free()
 
-    def model_is(self, model: Path | None) -> None:
-        """The window has loaded this model, or is about to free the one it had."""
-        self._model = model
+    def leave(self) -> None:
+        """The window is about to free its model; `model_is` tells the server once the memory is there for another."""
+        self._model = None
         if self._broker is not None:
-            if model is None:
-                self._broker.free()
+            self._broker.free()
+            self._broker.model_is(None)
+
+    def model_is(self, model: Path | None) -> None:
+        """The window has loaded this model, or has none any more."""
+        if model is None:
+            self.leave()
+        elif self._broker is not None:
             self._broker.model_is(model)
+        self._model = model
         if self._link is not None:
             self._link.model_is(model)
 

@@ -40,7 +40,7 @@
             <translation>Bericht</translation>
         </message>
         <message>
-            <source>One file to attach to a report of a fault: versions, hardware, what was found, the end of the logs. </source>
+            <source>One file to attach to a bug report: versions, hardware, findings and the end of the logs. </source>
             <translation>Eine Datei als Anhang für eine Fehlermeldung: Versionen, Hardware, was gefunden wurde, das Ende der Protokolle. </translation>
         </message>
         <message>
@@ -609,7 +609,7 @@ negativ</translation>
             <translation>Nicht gefragt: {0}</translation>
         </message>
         <message>
-            <source>Rests, and is asked again: {0}</source>
+            <source>Paused, and asked again later: {0}</source>
             <translation>Pausiert und wird später wieder gefragt: {0}</translation>
         </message>
         <message numerus="yes">
@@ -762,7 +762,7 @@ negativ</translation>
             <translation>Schließen</translation>
         </message>
         <message>
-            <source>The prompt of your chat is ready: choose the file whose rows it is asked of.</source>
+            <source>Your chat's prompt is ready: choose the file whose rows it is to be asked of.</source>
             <translation>Der Prompt Ihres Chats ist bereit: Wählen Sie die Datei, für deren Zeilen er gelten soll.</translation>
         </message>
         <message>
@@ -1269,11 +1269,11 @@ negativ</translation>
             </translation>
         </message>
         <message>
-            <source>1 was here already and is as it was.</source>
+            <source>1 was already here and is unchanged.</source>
             <translation>1 war schon vorhanden und bleibt unverändert.</translation>
         </message>
         <message numerus="yes">
-            <source>{0} were here already and are as they were.</source>
+            <source>{0} were already here and are unchanged.</source>
             <translation>
                 <numerusform>{0} war schon vorhanden und bleibt unverändert.</numerusform>
                 <numerusform>{0} waren schon vorhanden und bleiben unverändert.</numerusform>
@@ -1314,7 +1314,7 @@ negativ</translation>
             <translation>Importiert: {0}.</translation>
         </message>
         <message>
-            <source>calls of tools ({0})</source>
+            <source>tool calls ({0})</source>
             <translation>Werkzeugaufrufe ({0})</translation>
         </message>
         <message>
@@ -1433,7 +1433,7 @@ negativ</translation>
             <translation>Seine Chats können außerhalb von Ordnern bleiben. Beides lässt sich rückgängig machen.</translation>
         </message>
         <message>
-            <source>Delete the folder alone</source>
+            <source>Delete only the folder</source>
             <translation>Nur den Ordner löschen</translation>
         </message>
         <message>
@@ -1489,7 +1489,7 @@ negativ</translation>
             <translation>wartet, bis das Modell geladen ist</translation>
         </message>
         <message>
-            <source>looking into the documents</source>
+            <source>searching the documents</source>
             <translation>sieht in den Dokumenten nach</translation>
         </message>
         <message>
@@ -1810,15 +1810,11 @@ negativ</translation>
             <translation>Seite {0}</translation>
         </message>
         <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>Ein temporärer Chat nimmt keine Dokumente an, denn ihr Text würde gespeichert: Behalten Sie den Chat zuerst.</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>Neben diesem Chat war kein Platz für {0}: Fragen Sie in einem neuen Chat oder kürzen Sie diesen.</translation>
         </message>
         <message>
-            <source>The documents could not be looked into ({0}): the answer is given without them.</source>
+            <source>The documents could not be searched ({0}), so the answer is given without them.</source>
             <translation>In den Dokumenten konnte nicht nachgesehen werden ({0}): Die Antwort kommt ohne sie.</translation>
         </message>
         <message>
@@ -2233,7 +2229,7 @@ negativ</translation>
             <translation>Das Modell wird geladen; seine Antwort folgt.</translation>
         </message>
         <message>
-            <source>The model was not loaded, so there is no answer of it.</source>
+            <source>The model was not loaded, so there is no answer from it.</source>
             <translation>Das Modell wurde nicht geladen, daher gibt es keine Antwort von ihm.</translation>
         </message>
     </context>
@@ -4199,7 +4195,7 @@ negativ</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Folder that downloads go into</source>
+            <source>Download folder</source>
             <translation>Ordner für Downloads</translation>
         </message>
         <message>
@@ -5014,7 +5010,7 @@ negativ</translation>
     <context>
         <name>MainWindow</name>
         <message>
-            <source>Switchyard {0} is there: get it in Settings.</source>
+            <source>Switchyard {0} is available: get it in Settings.</source>
             <translation>Switchyard {0} ist da: Sie erhalten es in den Einstellungen.</translation>
         </message>
         <message>
@@ -5432,7 +5428,7 @@ negativ</translation>
             <translation>Modelle werden gesucht…</translation>
         </message>
         <message>
-            <source>No model has such a name.</source>
+            <source>No model has that name.</source>
             <translation>Kein Modell heißt so.</translation>
         </message>
         <message>
@@ -5629,7 +5625,7 @@ negativ</translation>
             <translation>{0} ist im Papierkorb ({1}).</translation>
         </message>
         <message>
-            <source>What else is in {0} stays there.</source>
+            <source>Everything else in {0} stays there.</source>
             <translation>Was sonst in {0} liegt, bleibt dort.</translation>
         </message>
         <message>
@@ -5963,7 +5959,7 @@ negativ</translation>
             <translation>Hier ist noch kein Modell: Nehmen Sie eines, das zu diesem PC passt.</translation>
         </message>
         <message>
-            <source>No model here is marked so.</source>
+            <source>No model here can do that.</source>
             <translation>Kein Modell hier ist so gekennzeichnet.</translation>
         </message>
         <message>
@@ -6244,7 +6240,7 @@ negativ</translation>
             <translation>Ein Chat fasst {0} an Bildern: Beginnen Sie für mehr einen neuen Chat.</translation>
         </message>
         <message>
-            <source>{0} is no file.</source>
+            <source>{0} is not a file.</source>
             <translation>{0} ist keine Datei.</translation>
         </message>
         <message>
@@ -6264,7 +6260,7 @@ negativ</translation>
             <translation>{0} hat das Format {1}, das hier nicht gelesen wird: Speichern Sie das Bild als PNG oder JPEG.</translation>
         </message>
         <message>
-            <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
+            <source>{0} is not a PNG, JPEG, WebP or GIF picture.</source>
             <translation>{0} ist kein Bild im Format PNG, JPEG, WebP oder GIF.</translation>
         </message>
         <message>
@@ -7515,7 +7511,7 @@ negativ</translation>
             <translation>Dieser Rechner wird untersucht…</translation>
         </message>
         <message>
-            <source>Nothing in the catalogue is like that: press Enter to search the hub, or filter less.</source>
+            <source>Nothing in the catalogue matches: press Enter to search the hub, or remove a filter.</source>
             <translation>Nichts im Katalog ist so: Drücken Sie die Eingabetaste, um den Hub zu durchsuchen, oder filtern Sie weniger.</translation>
         </message>
         <message>
@@ -7987,7 +7983,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Genauigkeit</translation>
         </message>
         <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <source>Automatic keeps the best that fits. Lower precision takes less memory and is faster.</source>
             <translation>„Automatisch“ behält die beste, die passt. Gröbere Gewichte brauchen weniger Speicher und sind schneller.</translation>
         </message>
         <message>
@@ -8235,7 +8231,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Speicher freigeben nach</translation>
         </message>
         <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <source>If the model is not used for this long; the next question loads it again.</source>
             <translation>Wenn niemand das Modell so lange nutzt; die nächste Frage lädt es wieder.</translation>
         </message>
         <message>
@@ -8259,7 +8255,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Symbol im Infobereich</translation>
         </message>
         <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <source>Click it to ask a question from anywhere, in a small window above the others.</source>
             <translation>Ein Klick darauf stellt von überall eine Frage, in einem kleinen Fenster über den anderen.</translation>
         </message>
         <message>
@@ -8299,7 +8295,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Port</translation>
         </message>
         <message>
-            <source>Another one, if a program here uses it already.</source>
+            <source>Choose another if a program on this PC already uses it.</source>
             <translation>Ein anderer, falls ein Programm hier ihn schon verwendet.</translation>
         </message>
         <message>
@@ -8307,7 +8303,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Freigeben nach</translation>
         </message>
         <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <source>A model that a program asked for is freed once no program has used it for this long.</source>
             <translation>Ein von einem Programm angefordertes Modell wird freigegeben, wenn es so lange kein Programm genutzt hat.</translation>
         </message>
         <message>
@@ -8949,12 +8945,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0} CPU-Threads wären etwa {1}-mal so schnell (vorhergesagt).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>{0} Experten im Grafikspeicher zu behalten wäre etwa {1}-mal so schnell (vorhergesagt).</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>Mit {0} Experten im VRAM wäre es etwa {1}-mal so schnell (vorhergesagt).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>{0} Experten im RAM zu behalten wäre etwa {1}-mal so schnell (vorhergesagt).</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>Mit {0} Experten im RAM wäre es etwa {1}-mal so schnell (vorhergesagt).</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>
@@ -9640,7 +9636,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Starting…</source>
-            <translation>Wird gestartet …</translation>
+            <translation>Wird gestartet…</translation>
         </message>
     </context>
     <context>
@@ -9670,7 +9666,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>running…</source>
-            <translation>läuft …</translation>
+            <translation>läuft…</translation>
         </message>
         <message>
             <source>waits for you</source>
@@ -9737,7 +9733,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Add…</source>
-            <translation>Hinzufügen …</translation>
+            <translation>Hinzufügen…</translation>
         </message>
         <message>
             <source>Add a server with tools</source>
@@ -9761,7 +9757,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Edit…</source>
-            <translation>Bearbeiten …</translation>
+            <translation>Bearbeiten…</translation>
         </message>
         <message>
             <source>Edit {0}</source>

@@ -40,7 +40,7 @@
             <translation>Informe</translation>
         </message>
         <message>
-            <source>One file to attach to a report of a fault: versions, hardware, what was found, the end of the logs. </source>
+            <source>One file to attach to a bug report: versions, hardware, findings and the end of the logs. </source>
             <translation>Un archivo para adjuntar al informe de un fallo: versiones, hardware, lo detectado y el final de los registros. </translation>
         </message>
         <message>
@@ -609,7 +609,7 @@ negativo</translation>
             <translation>No se le pregunta: {0}</translation>
         </message>
         <message>
-            <source>Rests, and is asked again: {0}</source>
+            <source>Paused, and asked again later: {0}</source>
             <translation>En descanso; se le volverá a preguntar: {0}</translation>
         </message>
         <message numerus="yes">
@@ -762,7 +762,7 @@ negativo</translation>
             <translation>Cerrar</translation>
         </message>
         <message>
-            <source>The prompt of your chat is ready: choose the file whose rows it is asked of.</source>
+            <source>Your chat's prompt is ready: choose the file whose rows it is to be asked of.</source>
             <translation>El prompt de su chat está listo: elija el archivo a cuyas filas se aplicará.</translation>
         </message>
         <message>
@@ -1269,11 +1269,11 @@ negativo</translation>
             </translation>
         </message>
         <message>
-            <source>1 was here already and is as it was.</source>
+            <source>1 was already here and is unchanged.</source>
             <translation>1 ya estaba aquí y sigue igual.</translation>
         </message>
         <message numerus="yes">
-            <source>{0} were here already and are as they were.</source>
+            <source>{0} were already here and are unchanged.</source>
             <translation>
                 <numerusform>{0} ya estaba aquí y sigue igual.</numerusform>
                 <numerusform>{0} ya estaban aquí y siguen igual.</numerusform>
@@ -1314,7 +1314,7 @@ negativo</translation>
             <translation>Importado: {0}.</translation>
         </message>
         <message>
-            <source>calls of tools ({0})</source>
+            <source>tool calls ({0})</source>
             <translation>llamadas a herramientas ({0})</translation>
         </message>
         <message>
@@ -1433,7 +1433,7 @@ negativo</translation>
             <translation>Sus chats pueden quedarse, fuera de toda carpeta. Ambas cosas se pueden deshacer.</translation>
         </message>
         <message>
-            <source>Delete the folder alone</source>
+            <source>Delete only the folder</source>
             <translation>Eliminar solo la carpeta</translation>
         </message>
         <message>
@@ -1489,7 +1489,7 @@ negativo</translation>
             <translation>esperando a que se cargue el modelo</translation>
         </message>
         <message>
-            <source>looking into the documents</source>
+            <source>searching the documents</source>
             <translation>consultando los documentos</translation>
         </message>
         <message>
@@ -1810,15 +1810,11 @@ negativo</translation>
             <translation>página {0}</translation>
         </message>
         <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>Un chat temporal no admite documentos, porque su texto se guardaría: conserve primero el chat.</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>No había sitio para {0} junto a este chat: pregunte en un chat nuevo o acorte este.</translation>
         </message>
         <message>
-            <source>The documents could not be looked into ({0}): the answer is given without them.</source>
+            <source>The documents could not be searched ({0}), so the answer is given without them.</source>
             <translation>No se pudieron consultar los documentos ({0}): la respuesta se da sin ellos.</translation>
         </message>
         <message>
@@ -2233,7 +2229,7 @@ negativo</translation>
             <translation>El modelo se está cargando; su respuesta llegará después.</translation>
         </message>
         <message>
-            <source>The model was not loaded, so there is no answer of it.</source>
+            <source>The model was not loaded, so there is no answer from it.</source>
             <translation>El modelo no se cargó, así que no hay respuesta suya.</translation>
         </message>
     </context>
@@ -4199,7 +4195,7 @@ negativo</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Folder that downloads go into</source>
+            <source>Download folder</source>
             <translation>Carpeta de las descargas</translation>
         </message>
         <message>
@@ -5014,7 +5010,7 @@ negativo</translation>
     <context>
         <name>MainWindow</name>
         <message>
-            <source>Switchyard {0} is there: get it in Settings.</source>
+            <source>Switchyard {0} is available: get it in Settings.</source>
             <translation>Ya está disponible Switchyard {0}: consígalo en Configuración.</translation>
         </message>
         <message>
@@ -5432,7 +5428,7 @@ negativo</translation>
             <translation>Buscando modelos…</translation>
         </message>
         <message>
-            <source>No model has such a name.</source>
+            <source>No model has that name.</source>
             <translation>Ningún modelo se llama así.</translation>
         </message>
         <message>
@@ -5629,7 +5625,7 @@ negativo</translation>
             <translation>{0} está en la papelera ({1}).</translation>
         </message>
         <message>
-            <source>What else is in {0} stays there.</source>
+            <source>Everything else in {0} stays there.</source>
             <translation>Lo demás que hay en {0} se queda ahí.</translation>
         </message>
         <message>
@@ -5963,7 +5959,7 @@ negativo</translation>
             <translation>Aún no hay ningún modelo aquí: elija uno adecuado para este PC.</translation>
         </message>
         <message>
-            <source>No model here is marked so.</source>
+            <source>No model here can do that.</source>
             <translation>Ningún modelo de aquí tiene esta marca.</translation>
         </message>
         <message>
@@ -6244,7 +6240,7 @@ negativo</translation>
             <translation>Un chat admite {0} de imágenes: empiece un chat nuevo para más.</translation>
         </message>
         <message>
-            <source>{0} is no file.</source>
+            <source>{0} is not a file.</source>
             <translation>{0} no es un archivo.</translation>
         </message>
         <message>
@@ -6264,7 +6260,7 @@ negativo</translation>
             <translation>{0} está en el formato {1}, que aquí no se lee: guárdela como PNG o JPEG.</translation>
         </message>
         <message>
-            <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
+            <source>{0} is not a PNG, JPEG, WebP or GIF picture.</source>
             <translation>{0} no es una imagen PNG, JPEG, WebP o GIF.</translation>
         </message>
         <message>
@@ -7515,7 +7511,7 @@ negativo</translation>
             <translation>Examinando esta máquina…</translation>
         </message>
         <message>
-            <source>Nothing in the catalogue is like that: press Enter to search the hub, or filter less.</source>
+            <source>Nothing in the catalogue matches: press Enter to search the hub, or remove a filter.</source>
             <translation>No hay nada así en el catálogo: pulse Intro para buscar en el hub, o filtre menos.</translation>
         </message>
         <message>
@@ -7987,7 +7983,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Precisión</translation>
         </message>
         <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <source>Automatic keeps the best that fits. Lower precision takes less memory and is faster.</source>
             <translation>«Automático» conserva la mejor que quepa. Los pesos más burdos ocupan menos memoria y son más rápidos.</translation>
         </message>
         <message>
@@ -8235,7 +8231,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Liberar la memoria tras</translation>
         </message>
         <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <source>If the model is not used for this long; the next question loads it again.</source>
             <translation>Si nadie usa el modelo durante ese tiempo; la siguiente pregunta lo carga de nuevo.</translation>
         </message>
         <message>
@@ -8259,7 +8255,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Icono en el área de notificación</translation>
         </message>
         <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <source>Click it to ask a question from anywhere, in a small window above the others.</source>
             <translation>Un clic en él hace una pregunta desde cualquier lugar, en una ventana pequeña sobre las demás.</translation>
         </message>
         <message>
@@ -8299,7 +8295,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Puerto</translation>
         </message>
         <message>
-            <source>Another one, if a program here uses it already.</source>
+            <source>Choose another if a program on this PC already uses it.</source>
             <translation>Otro, si un programa de aquí ya lo usa.</translation>
         </message>
         <message>
@@ -8307,7 +8303,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Liberarlos tras</translation>
         </message>
         <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <source>A model that a program asked for is freed once no program has used it for this long.</source>
             <translation>Un modelo pedido por un programa se libera cuando ningún programa lo ha usado durante ese tiempo.</translation>
         </message>
         <message>
@@ -8949,12 +8945,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>{0} hilos de CPU serían unas {1} veces más rápidos (previsto).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>Guardar {0} expertos en la memoria de vídeo sería unas {1} veces más rápido (previsto).</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>Con {0} expertos en la VRAM sería unas {1} veces más rápido (previsto).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>Guardar {0} expertos en la RAM sería unas {1} veces más rápido (previsto).</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>Con {0} expertos en la RAM sería unas {1} veces más rápido (previsto).</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

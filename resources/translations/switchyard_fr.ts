@@ -40,7 +40,7 @@
             <translation>Rapport</translation>
         </message>
         <message>
-            <source>One file to attach to a report of a fault: versions, hardware, what was found, the end of the logs. </source>
+            <source>One file to attach to a bug report: versions, hardware, findings and the end of the logs. </source>
             <translation>Un fichier à joindre au signalement d’un défaut : versions, matériel, éléments détectés, fin des journaux. </translation>
         </message>
         <message>
@@ -609,7 +609,7 @@ négatif</translation>
             <translation>Non sollicité : {0}</translation>
         </message>
         <message>
-            <source>Rests, and is asked again: {0}</source>
+            <source>Paused, and asked again later: {0}</source>
             <translation>Au repos, sera sollicité à nouveau : {0}</translation>
         </message>
         <message numerus="yes">
@@ -762,7 +762,7 @@ négatif</translation>
             <translation>Fermer</translation>
         </message>
         <message>
-            <source>The prompt of your chat is ready: choose the file whose rows it is asked of.</source>
+            <source>Your chat's prompt is ready: choose the file whose rows it is to be asked of.</source>
             <translation>Le prompt de votre discussion est prêt : choisissez le fichier dont les lignes le recevront.</translation>
         </message>
         <message>
@@ -1269,11 +1269,11 @@ négatif</translation>
             </translation>
         </message>
         <message>
-            <source>1 was here already and is as it was.</source>
+            <source>1 was already here and is unchanged.</source>
             <translation>1 était déjà présente et reste inchangée.</translation>
         </message>
         <message numerus="yes">
-            <source>{0} were here already and are as they were.</source>
+            <source>{0} were already here and are unchanged.</source>
             <translation>
                 <numerusform>{0} était déjà présente et reste inchangée.</numerusform>
                 <numerusform>{0} étaient déjà présentes et restent inchangées.</numerusform>
@@ -1314,7 +1314,7 @@ négatif</translation>
             <translation>Importé : {0}.</translation>
         </message>
         <message>
-            <source>calls of tools ({0})</source>
+            <source>tool calls ({0})</source>
             <translation>appels d’outils ({0})</translation>
         </message>
         <message>
@@ -1433,7 +1433,7 @@ négatif</translation>
             <translation>Ses discussions peuvent rester, hors de tout dossier. Les deux choix sont annulables.</translation>
         </message>
         <message>
-            <source>Delete the folder alone</source>
+            <source>Delete only the folder</source>
             <translation>Supprimer seulement le dossier</translation>
         </message>
         <message>
@@ -1489,7 +1489,7 @@ négatif</translation>
             <translation>attend que le modèle soit chargé</translation>
         </message>
         <message>
-            <source>looking into the documents</source>
+            <source>searching the documents</source>
             <translation>consulte les documents</translation>
         </message>
         <message>
@@ -1810,15 +1810,11 @@ négatif</translation>
             <translation>page {0}</translation>
         </message>
         <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>Une discussion temporaire n’accepte pas de documents, car leur texte serait enregistré : conservez d’abord la discussion.</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>Il n’y avait pas de place pour {0} à côté de cette discussion : demandez dans une nouvelle, ou raccourcissez celle-ci.</translation>
         </message>
         <message>
-            <source>The documents could not be looked into ({0}): the answer is given without them.</source>
+            <source>The documents could not be searched ({0}), so the answer is given without them.</source>
             <translation>Les documents n’ont pas pu être consultés ({0}) : la réponse est donnée sans eux.</translation>
         </message>
         <message>
@@ -2233,7 +2229,7 @@ négatif</translation>
             <translation>Le modèle se charge ; sa réponse suivra.</translation>
         </message>
         <message>
-            <source>The model was not loaded, so there is no answer of it.</source>
+            <source>The model was not loaded, so there is no answer from it.</source>
             <translation>Le modèle n’a pas été chargé : il n’y a pas de réponse de lui.</translation>
         </message>
     </context>
@@ -4199,7 +4195,7 @@ négatif</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Folder that downloads go into</source>
+            <source>Download folder</source>
             <translation>Dossier des téléchargements</translation>
         </message>
         <message>
@@ -5014,7 +5010,7 @@ négatif</translation>
     <context>
         <name>MainWindow</name>
         <message>
-            <source>Switchyard {0} is there: get it in Settings.</source>
+            <source>Switchyard {0} is available: get it in Settings.</source>
             <translation>Switchyard {0} est disponible : obtenez-le dans les paramètres.</translation>
         </message>
         <message>
@@ -5432,7 +5428,7 @@ négatif</translation>
             <translation>Recherche de modèles…</translation>
         </message>
         <message>
-            <source>No model has such a name.</source>
+            <source>No model has that name.</source>
             <translation>Aucun modèle ne porte ce nom.</translation>
         </message>
         <message>
@@ -5629,7 +5625,7 @@ négatif</translation>
             <translation>{0} est dans la corbeille ({1}).</translation>
         </message>
         <message>
-            <source>What else is in {0} stays there.</source>
+            <source>Everything else in {0} stays there.</source>
             <translation>Ce qu’il y a d’autre dans {0} y reste.</translation>
         </message>
         <message>
@@ -5963,7 +5959,7 @@ négatif</translation>
             <translation>Il n’y a pas encore de modèle ici : prenez-en un qui convient à ce PC.</translation>
         </message>
         <message>
-            <source>No model here is marked so.</source>
+            <source>No model here can do that.</source>
             <translation>Aucun modèle ici ne porte cette marque.</translation>
         </message>
         <message>
@@ -6244,7 +6240,7 @@ négatif</translation>
             <translation>Une discussion accepte {0} d’images : commencez-en une nouvelle pour en ajouter.</translation>
         </message>
         <message>
-            <source>{0} is no file.</source>
+            <source>{0} is not a file.</source>
             <translation>{0} n’est pas un fichier.</translation>
         </message>
         <message>
@@ -6264,7 +6260,7 @@ négatif</translation>
             <translation>{0} est au format {1}, qui n'est pas lu ici : enregistrez l'image en PNG ou JPEG.</translation>
         </message>
         <message>
-            <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
+            <source>{0} is not a PNG, JPEG, WebP or GIF picture.</source>
             <translation>{0} n’est pas une image PNG, JPEG, WebP ou GIF.</translation>
         </message>
         <message>
@@ -7515,7 +7511,7 @@ négatif</translation>
             <translation>Examen de cette machine…</translation>
         </message>
         <message>
-            <source>Nothing in the catalogue is like that: press Enter to search the hub, or filter less.</source>
+            <source>Nothing in the catalogue matches: press Enter to search the hub, or remove a filter.</source>
             <translation>Rien de tel dans le catalogue : appuyez sur Entrée pour chercher dans le hub, ou filtrez moins.</translation>
         </message>
         <message>
@@ -7987,7 +7983,7 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Précision</translation>
         </message>
         <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <source>Automatic keeps the best that fits. Lower precision takes less memory and is faster.</source>
             <translation>« Automatique » garde la meilleure qui tienne. Des poids plus grossiers prennent moins de mémoire et sont plus rapides.</translation>
         </message>
         <message>
@@ -8235,7 +8231,7 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Libérer la mémoire après</translation>
         </message>
         <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <source>If the model is not used for this long; the next question loads it again.</source>
             <translation>Si personne n’utilise le modèle pendant ce temps ; la question suivante le recharge.</translation>
         </message>
         <message>
@@ -8259,7 +8255,7 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Icône de notification</translation>
         </message>
         <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <source>Click it to ask a question from anywhere, in a small window above the others.</source>
             <translation>Un clic dessus pose une question de n’importe où, dans une petite fenêtre au-dessus des autres.</translation>
         </message>
         <message>
@@ -8299,7 +8295,7 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Port</translation>
         </message>
         <message>
-            <source>Another one, if a program here uses it already.</source>
+            <source>Choose another if a program on this PC already uses it.</source>
             <translation>Un autre, si un programme d’ici l’utilise déjà.</translation>
         </message>
         <message>
@@ -8307,7 +8303,7 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Les libérer après</translation>
         </message>
         <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <source>A model that a program asked for is freed once no program has used it for this long.</source>
             <translation>Un modèle demandé par un programme est libéré quand aucun programme ne l’a utilisé pendant ce temps.</translation>
         </message>
         <message>
@@ -8949,12 +8945,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>{0} threads du processeur seraient environ {1} fois plus rapides (prévu).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>Garder {0} experts en mémoire vidéo serait environ {1} fois plus rapide (prévu).</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>Avec {0} experts gardés en VRAM, ce serait environ {1} fois plus rapide (prévu).</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>Garder {0} experts en RAM serait environ {1} fois plus rapide (prévu).</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>Avec {0} experts gardés en RAM, ce serait environ {1} fois plus rapide (prévu).</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

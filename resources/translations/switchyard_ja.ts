@@ -40,7 +40,7 @@
             <translation>レポート</translation>
         </message>
         <message>
-            <source>One file to attach to a report of a fault: versions, hardware, what was found, the end of the logs. </source>
+            <source>One file to attach to a bug report: versions, hardware, findings and the end of the logs. </source>
             <translation>不具合の報告に添付するファイルです。バージョン、ハードウェア、検出結果、ログの末尾が入ります。</translation>
         </message>
         <message>
@@ -606,7 +606,7 @@ negative</source>
             <translation>問い合わせていません: {0}</translation>
         </message>
         <message>
-            <source>Rests, and is asked again: {0}</source>
+            <source>Paused, and asked again later: {0}</source>
             <translation>休止中、あとで再び問い合わせます: {0}</translation>
         </message>
         <message numerus="yes">
@@ -756,7 +756,7 @@ negative</source>
             <translation>閉じる</translation>
         </message>
         <message>
-            <source>The prompt of your chat is ready: choose the file whose rows it is asked of.</source>
+            <source>Your chat's prompt is ready: choose the file whose rows it is to be asked of.</source>
             <translation>チャットのプロンプトの準備ができました。各行に使うファイルを選んでください。</translation>
         </message>
         <message>
@@ -1259,11 +1259,11 @@ negative</source>
             </translation>
         </message>
         <message>
-            <source>1 was here already and is as it was.</source>
+            <source>1 was already here and is unchanged.</source>
             <translation>1件はすでにあり、変更ありません。</translation>
         </message>
         <message numerus="yes">
-            <source>{0} were here already and are as they were.</source>
+            <source>{0} were already here and are unchanged.</source>
             <translation>
                 <numerusform>{0}件はすでにあり、変更ありません。</numerusform>
             </translation>
@@ -1301,7 +1301,7 @@ negative</source>
             <translation>インポート済み: {0}。</translation>
         </message>
         <message>
-            <source>calls of tools ({0})</source>
+            <source>tool calls ({0})</source>
             <translation>ツールの呼び出し（{0}）</translation>
         </message>
         <message>
@@ -1419,7 +1419,7 @@ negative</source>
             <translation>中のチャットはフォルダーの外に残せます。どちらの場合も元に戻せます。</translation>
         </message>
         <message>
-            <source>Delete the folder alone</source>
+            <source>Delete only the folder</source>
             <translation>フォルダーだけを削除</translation>
         </message>
         <message>
@@ -1475,7 +1475,7 @@ negative</source>
             <translation>モデルの読み込み待ち</translation>
         </message>
         <message>
-            <source>looking into the documents</source>
+            <source>searching the documents</source>
             <translation>文書を調べています</translation>
         </message>
         <message>
@@ -1793,15 +1793,11 @@ negative</source>
             <translation>{0}ページ</translation>
         </message>
         <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>テキストが保存されてしまうため、一時チャットには文書を添付できません。先にチャットを保存してください。</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>このチャットには{0}を入れる空きがありません。新しいチャットで質問するか、このチャットを短くしてください。</translation>
         </message>
         <message>
-            <source>The documents could not be looked into ({0}): the answer is given without them.</source>
+            <source>The documents could not be searched ({0}), so the answer is given without them.</source>
             <translation>文書を調べられませんでした（{0}）。文書なしで回答します。</translation>
         </message>
         <message>
@@ -2214,7 +2210,7 @@ negative</source>
             <translation>モデルを読み込んでいます。回答は後から届きます。</translation>
         </message>
         <message>
-            <source>The model was not loaded, so there is no answer of it.</source>
+            <source>The model was not loaded, so there is no answer from it.</source>
             <translation>モデルを読み込めなかったため、回答はありません。</translation>
         </message>
     </context>
@@ -4174,7 +4170,7 @@ negative</source>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Folder that downloads go into</source>
+            <source>Download folder</source>
             <translation>ダウンロード先のフォルダー</translation>
         </message>
         <message>
@@ -4984,7 +4980,7 @@ negative</source>
     <context>
         <name>MainWindow</name>
         <message>
-            <source>Switchyard {0} is there: get it in Settings.</source>
+            <source>Switchyard {0} is available: get it in Settings.</source>
             <translation>Switchyard {0}が利用できます。設定から入手できます。</translation>
         </message>
         <message>
@@ -5401,7 +5397,7 @@ negative</source>
             <translation>モデルを探しています…</translation>
         </message>
         <message>
-            <source>No model has such a name.</source>
+            <source>No model has that name.</source>
             <translation>その名前のモデルはありません。</translation>
         </message>
         <message>
@@ -5597,7 +5593,7 @@ negative</source>
             <translation>{0}をゴミ箱に移動しました（{1}）。</translation>
         </message>
         <message>
-            <source>What else is in {0} stays there.</source>
+            <source>Everything else in {0} stays there.</source>
             <translation>{0}にあるほかのものはそのまま残ります。</translation>
         </message>
         <message>
@@ -5931,7 +5927,7 @@ negative</source>
             <translation>まだモデルがありません。このPCに合うものを選んでください。</translation>
         </message>
         <message>
-            <source>No model here is marked so.</source>
+            <source>No model here can do that.</source>
             <translation>この機能を持つモデルはありません。</translation>
         </message>
         <message>
@@ -6211,7 +6207,7 @@ negative</source>
             <translation>1つのチャットの画像は{0}までです。追加するには新しいチャットを始めてください。</translation>
         </message>
         <message>
-            <source>{0} is no file.</source>
+            <source>{0} is not a file.</source>
             <translation>{0}はファイルではありません。</translation>
         </message>
         <message>
@@ -6231,7 +6227,7 @@ negative</source>
             <translation>{0} は {1} 形式で、ここでは読み取れません。PNG または JPEG で保存してください。</translation>
         </message>
         <message>
-            <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
+            <source>{0} is not a PNG, JPEG, WebP or GIF picture.</source>
             <translation>{0}はPNG、JPEG、WebP、GIFの画像ではありません。</translation>
         </message>
         <message>
@@ -7479,7 +7475,7 @@ negative</source>
             <translation>このマシンを調べています…</translation>
         </message>
         <message>
-            <source>Nothing in the catalogue is like that: press Enter to search the hub, or filter less.</source>
+            <source>Nothing in the catalogue matches: press Enter to search the hub, or remove a filter.</source>
             <translation>該当するものがカタログにありません。EnterでHubを検索するか、絞り込みを減らしてください。</translation>
         </message>
         <message>
@@ -7951,7 +7947,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>精度</translation>
         </message>
         <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <source>Automatic keeps the best that fits. Lower precision takes less memory and is faster.</source>
             <translation>「自動」は収まる中で最もよい精度を使います。粗い重みほどメモリが少なく、高速です。</translation>
         </message>
         <message>
@@ -8199,7 +8195,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>メモリを解放するまでの時間</translation>
         </message>
         <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <source>If the model is not used for this long; the next question loads it again.</source>
             <translation>この時間モデルが使われない場合に解放します。次の質問で再び読み込みます。</translation>
         </message>
         <message>
@@ -8223,7 +8219,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>トレイにアイコンを表示</translation>
         </message>
         <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <source>Click it to ask a question from anywhere, in a small window above the others.</source>
             <translation>クリックすると、ほかのウィンドウの上の小さなウィンドウで、どこからでも質問できます。</translation>
         </message>
         <message>
@@ -8263,7 +8259,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>ポート</translation>
         </message>
         <message>
-            <source>Another one, if a program here uses it already.</source>
+            <source>Choose another if a program on this PC already uses it.</source>
             <translation>ほかのプログラムが使用中なら、別の番号にしてください。</translation>
         </message>
         <message>
@@ -8271,7 +8267,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>解放するまでの時間</translation>
         </message>
         <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <source>A model that a program asked for is freed once no program has used it for this long.</source>
             <translation>プログラムが要求したモデルは、この時間どのプログラムにも使われないと解放されます。</translation>
         </message>
         <message>
@@ -8912,12 +8908,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>CPUスレッドを{0}にすると約{1}倍の速さになります（予測）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>ビデオメモリに{0}エキスパートを保持すると約{1}倍の速さになります（予測）。</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>{0} 個のエキスパートを VRAM に置くと、約 {1} 倍の速さになります（予測）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>RAMに{0}エキスパートを保持すると約{1}倍の速さになります（予測）。</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>{0} 個のエキスパートを RAM に置くと、約 {1} 倍の速さになります（予測）。</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

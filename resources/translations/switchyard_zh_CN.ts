@@ -40,7 +40,7 @@
             <translation>报告</translation>
         </message>
         <message>
-            <source>One file to attach to a report of a fault: versions, hardware, what was found, the end of the logs. </source>
+            <source>One file to attach to a bug report: versions, hardware, findings and the end of the logs. </source>
             <translation>一个可附在故障报告中的文件：版本、硬件、检测结果和日志末尾。</translation>
         </message>
         <message>
@@ -606,7 +606,7 @@ negative</source>
             <translation>未询问：{0}</translation>
         </message>
         <message>
-            <source>Rests, and is asked again: {0}</source>
+            <source>Paused, and asked again later: {0}</source>
             <translation>暂歇，稍后再次询问：{0}</translation>
         </message>
         <message numerus="yes">
@@ -756,7 +756,7 @@ negative</source>
             <translation>关闭</translation>
         </message>
         <message>
-            <source>The prompt of your chat is ready: choose the file whose rows it is asked of.</source>
+            <source>Your chat's prompt is ready: choose the file whose rows it is to be asked of.</source>
             <translation>对话的提示词已就绪：请选择要逐行提问的文件。</translation>
         </message>
         <message>
@@ -1259,11 +1259,11 @@ negative</source>
             </translation>
         </message>
         <message>
-            <source>1 was here already and is as it was.</source>
+            <source>1 was already here and is unchanged.</source>
             <translation>1 个已存在，保持不变。</translation>
         </message>
         <message numerus="yes">
-            <source>{0} were here already and are as they were.</source>
+            <source>{0} were already here and are unchanged.</source>
             <translation>
                 <numerusform>{0} 个已存在，保持不变。</numerusform>
             </translation>
@@ -1301,7 +1301,7 @@ negative</source>
             <translation>已导入：{0}。</translation>
         </message>
         <message>
-            <source>calls of tools ({0})</source>
+            <source>tool calls ({0})</source>
             <translation>工具调用（{0}）</translation>
         </message>
         <message>
@@ -1419,7 +1419,7 @@ negative</source>
             <translation>其中的对话可以保留在文件夹之外。两种方式都可以撤销。</translation>
         </message>
         <message>
-            <source>Delete the folder alone</source>
+            <source>Delete only the folder</source>
             <translation>仅删除文件夹</translation>
         </message>
         <message>
@@ -1475,7 +1475,7 @@ negative</source>
             <translation>正在等待模型加载</translation>
         </message>
         <message>
-            <source>looking into the documents</source>
+            <source>searching the documents</source>
             <translation>正在查阅文档</translation>
         </message>
         <message>
@@ -1793,15 +1793,11 @@ negative</source>
             <translation>第 {0} 页</translation>
         </message>
         <message>
-            <source>A scratch chat takes no documents, for their text would be stored: keep the chat first.</source>
-            <translation>临时对话不接受文档，因为文档文本会被保存：请先保留此对话。</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>此对话中没有空间容纳 {0}：请在新对话中提问，或缩短此对话。</translation>
         </message>
         <message>
-            <source>The documents could not be looked into ({0}): the answer is given without them.</source>
+            <source>The documents could not be searched ({0}), so the answer is given without them.</source>
             <translation>无法查阅文档（{0}）：将在没有文档的情况下回答。</translation>
         </message>
         <message>
@@ -2214,7 +2210,7 @@ negative</source>
             <translation>正在加载模型；其回答随后出现。</translation>
         </message>
         <message>
-            <source>The model was not loaded, so there is no answer of it.</source>
+            <source>The model was not loaded, so there is no answer from it.</source>
             <translation>模型未能加载，因此没有其回答。</translation>
         </message>
     </context>
@@ -4174,7 +4170,7 @@ negative</source>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Folder that downloads go into</source>
+            <source>Download folder</source>
             <translation>下载所用的文件夹</translation>
         </message>
         <message>
@@ -4984,7 +4980,7 @@ negative</source>
     <context>
         <name>MainWindow</name>
         <message>
-            <source>Switchyard {0} is there: get it in Settings.</source>
+            <source>Switchyard {0} is available: get it in Settings.</source>
             <translation>Switchyard {0} 已发布：可在“设置”中获取。</translation>
         </message>
         <message>
@@ -5401,7 +5397,7 @@ negative</source>
             <translation>正在查找模型…</translation>
         </message>
         <message>
-            <source>No model has such a name.</source>
+            <source>No model has that name.</source>
             <translation>没有这个名称的模型。</translation>
         </message>
         <message>
@@ -5597,7 +5593,7 @@ negative</source>
             <translation>{0} 已移到回收站（{1}）。</translation>
         </message>
         <message>
-            <source>What else is in {0} stays there.</source>
+            <source>Everything else in {0} stays there.</source>
             <translation>{0} 中的其他内容保持不变。</translation>
         </message>
         <message>
@@ -5931,7 +5927,7 @@ negative</source>
             <translation>这里还没有模型：请选一个适合这台电脑的。</translation>
         </message>
         <message>
-            <source>No model here is marked so.</source>
+            <source>No model here can do that.</source>
             <translation>这里没有带此标记的模型。</translation>
         </message>
         <message>
@@ -6211,7 +6207,7 @@ negative</source>
             <translation>一个对话最多可含 {0} 的图片：要添加更多，请开始新对话。</translation>
         </message>
         <message>
-            <source>{0} is no file.</source>
+            <source>{0} is not a file.</source>
             <translation>{0} 不是文件。</translation>
         </message>
         <message>
@@ -6231,7 +6227,7 @@ negative</source>
             <translation>{0} 是 {1} 格式，这里无法读取：请另存为 PNG 或 JPEG。</translation>
         </message>
         <message>
-            <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
+            <source>{0} is not a PNG, JPEG, WebP or GIF picture.</source>
             <translation>{0} 不是 PNG、JPEG、WebP 或 GIF 图片。</translation>
         </message>
         <message>
@@ -7479,7 +7475,7 @@ negative</source>
             <translation>正在检查本机…</translation>
         </message>
         <message>
-            <source>Nothing in the catalogue is like that: press Enter to search the hub, or filter less.</source>
+            <source>Nothing in the catalogue matches: press Enter to search the hub, or remove a filter.</source>
             <translation>目录中没有符合条件的模型：按 Enter 搜索 Hub，或减少筛选条件。</translation>
         </message>
         <message>
@@ -7951,7 +7947,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>精度</translation>
         </message>
         <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <source>Automatic keeps the best that fits. Lower precision takes less memory and is faster.</source>
             <translation>“自动”采用放得下的最高精度。权重越粗略，占用内存越少，速度越快。</translation>
         </message>
         <message>
@@ -8199,7 +8195,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>多久后释放内存</translation>
         </message>
         <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <source>If the model is not used for this long; the next question loads it again.</source>
             <translation>在此时间内没有人使用模型则释放；下次提问会重新加载。</translation>
         </message>
         <message>
@@ -8223,7 +8219,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>托盘图标</translation>
         </message>
         <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <source>Click it to ask a question from anywhere, in a small window above the others.</source>
             <translation>点击图标即可随处提问，小窗口显示在其他窗口之上。</translation>
         </message>
         <message>
@@ -8263,7 +8259,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>端口</translation>
         </message>
         <message>
-            <source>Another one, if a program here uses it already.</source>
+            <source>Choose another if a program on this PC already uses it.</source>
             <translation>如果已被本机程序占用，请换一个。</translation>
         </message>
         <message>
@@ -8271,7 +8267,7 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>多久后释放</translation>
         </message>
         <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <source>A model that a program asked for is freed once no program has used it for this long.</source>
             <translation>程序请求的模型在此时间内没有程序使用即会释放。</translation>
         </message>
         <message>
@@ -8912,12 +8908,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} 个 CPU 线程约为 {1} 倍速度（预测）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in video memory would be about {1} times as fast (predicted).</source>
-            <translation>在显存中保留 {0} 个专家约为 {1} 倍速度（预测）。</translation>
+            <source>With {0} experts kept in VRAM it would be about {1} times as fast (predicted).</source>
+            <translation>将 {0} 个专家保留在显存中，速度约为现在的 {1} 倍（预测）。</translation>
         </message>
         <message>
-            <source>Keeping {0} experts in RAM would be about {1} times as fast (predicted).</source>
-            <translation>在内存中保留 {0} 个专家约为 {1} 倍速度（预测）。</translation>
+            <source>With {0} experts kept in RAM it would be about {1} times as fast (predicted).</source>
+            <translation>将 {0} 个专家保留在内存中，速度约为现在的 {1} 倍（预测）。</translation>
         </message>
         <message>
             <source>{0} weights would be about {1} times as fast (predicted).</source>

@@ -533,12 +533,31 @@ def _servers(stage: Stage) -> None:
     stage.breathe(50)
 
 
+_COMPLAINTS = (
+    ("The parcel came three weeks late and nobody answered the telephone.", "Late delivery; no answer by telephone."),
+    ("Only one of the two lamps that I paid for was in the box.", "Part of the order is missing."),
+    ("Your driver left it in the rain, and the book is ruined.", "Damaged by rain; left outside."),
+    ("It says delivered, but my neighbours have not got it either.", "Marked as delivered, not received."),
+    ("I was charged twice for the same order in October.", "Charged twice."),
+    ("The size is wrong again, although I returned the first one.", "Wrong size, for the second time."),
+    ("Where is my refund? You promised it for last Monday.", "The promised refund has not come."),
+    ("The screen was cracked when I opened the box.", "Screen cracked on arrival."),
+    ("Someone signed for it, and it was not me.", "Signed for by somebody else."),
+    ("I moved, and you keep sending parcels to the old address.", "Sent to the old address."),
+    ("The courier wanted another fee at the door.", "Unexpected fee at the door."),
+)
+
+
 def _servers_running(stage: Stage) -> None:
     _servers(stage)
     stage.batch.form.foot.start.click()
     stage.until(lambda: stage.batch.pages.currentWidget() is stage.batch.job_view)
     stage.engine.tell(305, 500, failed=1, rate=253.4, left=95.0, places=(_RACK, _ATTIC, _PC))
-    stage.engine.answer(*(row(number) for number in range(11)), row(11, problem="is empty"))
+    rows = [
+        replace(row(number), prompt=prompt, answer=answer, generated_tokens=len(answer) // 4)
+        for number, (prompt, answer) in enumerate(_COMPLAINTS)
+    ]
+    stage.engine.answer(*rows, replace(row(len(rows), problem="is empty"), prompt=""))
     stage.breathe(50)
 
 
@@ -632,6 +651,8 @@ def _settings_hub(stage: Stage) -> None:
     stage.until(lambda: not page.hub._doing.is_busy)
     page.hub.address.setText("https://mirror.example")
     page.hub._show_tokens(("huggingface.co", "mirror.example"))
+    (scroll,) = page.findChildren(QScrollArea)
+    scroll.verticalScrollBar().setValue(page.hub.y() - 12)
 
 
 def _settings_updates(stage: Stage) -> None:

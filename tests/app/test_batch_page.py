@@ -563,7 +563,7 @@ def test_an_errors_file_of_somebody_else_is_told_in_the_form(
 def test_a_chats_prompt_is_asked_of_the_rows_of_the_next_file(page: BatchPage, qtbot: QtBot, table: Path) -> None:
     page.take_draft(BatchDraft("Sum up {{text}}", "Be brief.", SamplingParams(temperature=0.3, beams=4)))
     assert page.pages.currentWidget() is page.empty
-    assert "prompt of your chat" in page.handed._text.text()
+    assert "Your chat's prompt" in page.handed._text.text()
     fill(page, qtbot, table)
     assert page.handed.isHidden()
     job = page.form.job()

@@ -158,12 +158,13 @@ def scene(settings: Settings, qtbot: QtBot) -> Iterator[Scene]:
 # --- on this PC -------------------------------------------------------------------------------------
 
 
-def test_models_are_listed_with_what_is_known_of_them(scene: Scene) -> None:
+def test_models_are_listed_with_what_is_known_of_them(scene: Scene, qtbot: QtBot) -> None:
     here = scene.page.here
     assert not here.table.isVisible()
     scene.library.show(*parts.MODELS)
     scene.speeds.found.emit(str(parts.MODELS[2].path), 24.6, False)
-    assert [here.rows.index(row, Column.SPEED).data() for row in range(5)] == ["38.4", "31.2", "≈ 25", "–", "–"]
+    speeds = ["38.4", "31.2", "≈ 25", "–", "–"]
+    qtbot.waitUntil(lambda: [here.rows.index(row, Column.SPEED).data() for row in range(5)] == speeds)
     assert [here.rows.rows[row].is_default for row in range(2)] == [True, False]
     asked = list(scene.speeds.calls.ask.call_args.args[0])
     assert asked == [str(parts.MODELS[2].path), str(parts.MODELS[3].path)]  # not what was measured, nor what is damaged
@@ -191,7 +192,7 @@ def test_what_models_can_do_is_marked_and_filtered_by(scene: Scene) -> None:
     assert shown("Embeds texts") == ["mixtral:8x7b"]
     scene.library.show(*parts.MODELS)  # the choice stays
     assert shown("Embeds texts") == []
-    assert card.nothing.text() == "No model here is marked so."
+    assert card.nothing.text() == "No model here can do that."
     assert len(shown("Any ability")) == 5
 
 

@@ -190,7 +190,7 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
         assert model.sight.read_pictures == 2  # each once, whoever asks
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"])
+@pytest.mark.parametrize("family", some(["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"], every=2))
 def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
     place = checkpoint(family, folder)
     with loaded(place, "bf16") as model:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.paths import models_dir
-from engine.protocol import Ask, Beside, Failed, Finished, Progress, Rules, Token, Wants
+from engine.protocol import Ask, Began, Beside, Failed, Finished, Progress, Rules, Token, Wants
+from engine.runtime.engine import Engine
 from engine.serving import streams
 from engine.serving.asking import Event, Ticket
 from engine.serving.front import BothEngines, WindowModels
@@ -24,6 +29,7 @@ from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine, made_up_models
+from tests.engine.tiny_families import tiny_checkpoint
 from tests.scripted_broker import ScriptedBroker
 
 HI = (ChatMessage("user", "Hello"),)
@@ -298,3 +304,202 @@ def test_a_damaged_model_is_refused_with_what_is_wrong_with_it(switchyard_home: 
         models.find("broken")
     assert refused.value.code is ErrorCode.CHECKPOINT_DAMAGED
     assert "broken" in refused.value.message
+
+
+# --- twenty clients, three models, little memory ----------------------------------------------------
+
+BUDGET, SIZES = 100, {"windows": 40, "mixtral": 40, "qwen3_moe": 40, "qwen2_moe": 70}
+CLIENTS, ROUNDS = 20, 5
+
+
+class Memory:
+    """What both engines hold; who asks for more than is free is refused, as a load is by its plan."""
+
+    def __init__(self) -> None:
+        self.held = dict[str, int]()
+        self.most = 0
+        self._lock = threading.Lock()
+
+    def take(self, who: str, name: str) -> None:
+        with self._lock:
+            if sum(self.held.values()) + SIZES[name] > BUDGET:
+                raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, f"There is no room for {name}.")
+            self.held[who] = SIZES[name]
+            self.most = max(self.most, sum(self.held.values()))
+
+    def give(self, who: str) -> None:
+        with self._lock:
+            self.held.pop(who, None)
+
+
+class Budgeted(TinyEngine):
+    """Loads within the memory that is free."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def load(self, path: Path, cancelled: CancelCheck) -> None:
+        self.memory.take("beside", path.name)
+        super().load(Path("olmoe") if path == WINDOWS else path, cancelled)
+
+    def unload(self) -> None:
+        super().unload()
+        self.memory.give("beside")
+
+
+class Pressed(Fronts):
+    """A server over HTTP, and a window that does what it is asked for."""
+
+    def __init__(self, *, gives_way: bool) -> None:
+        super().__init__()
+        self.memory, self.gives_way = Memory(), gives_way
+        self.engine = Budgeted(self.memory)
+        self.asked = queue.SimpleQueue[Any]()
+        self.waited = list[int]()
+        """How many loads began before each answer did."""
+        self.engines.ask = self._watched  # type: ignore[method-assign]
+        self.engines._say = lambda message: self.asked.put(message)
+        self._follow(aside=False)
+        self.memory.take("window", "windows")
+        self.window_has(WINDOWS)
+        models = WindowModels(self.engines)
+        library = models._library
+        own = LibraryEntry("windows", WINDOWS)
+        others = [LibraryEntry(name, Path(name)) for name in ("mixtral", "qwen3_moe", "qwen2_moe")]
+        library.listed = lambda: [own, *others]  # type: ignore[method-assign]
+        self.server = Server(Service(self.engines, models), Address(port=0))
+        self.url = f"http://127.0.0.1:{self.server.start()}"
+        self.living = threading.Thread(target=self._live)
+        self.living.start()
+
+    def _follow(self, *, aside: bool) -> None:
+        rules = Rules(str(WINDOWS), is_loading=False, config=EngineConfig(""), wakes=aside, gives_way=self.gives_way)
+        self.engines.follow(rules)
+
+    def _live(self) -> None:
+        """The window: puts its model aside, and loads it again once the one beside it could be freed."""
+        while (message := self.asked.get()) is not None:
+            has = "window" in self.memory.held
+            if callable(message):
+                message()
+            elif message == Wants("room") and has:
+                self.memory.give("window")
+                self._follow(aside=True)
+                self.window_has(None)
+            elif message == Wants("model") and not has:
+                self._wake()
+
+    def settle(self) -> None:
+        """Waits until the window has done all that it was asked for."""
+        until(self.asked.empty)
+        done = threading.Event()
+        self.asked.put(done.set)
+        assert done.wait(60)
+
+    def _wake(self) -> None:
+        broker = self.brokers[0]
+        until(lambda: not broker.state.under_way and not broker.state.waiting)
+        if (model := broker.state.model) is not None:
+            broker.release(model)
+        until(lambda: broker.state.model is None or broker.state.waiting)
+        try:
+            self.memory.take("window", "windows")
+        except EngineError:  # a program was faster
+            self.asked.put(Wants("model"))
+            return
+        self.window_has(WINDOWS)
+        self._follow(aside=False)
+
+    def _watched(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        before = len(self.engine.loads)
+
+        def told(event: Event) -> None:
+            if isinstance(event, Began):
+                self.waited.append(len(self.engine.loads) - before)
+            on_event(event)
+
+        return BothEngines.ask(self.engines, ask, told)
+
+    def answer(self, model: str) -> tuple[int, str]:
+        body = {"model": model, "messages": HELLO, "max_tokens": 3}
+        got = plain_http.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+        return got.status_code, got.text
+
+    def round(self, models: tuple[str, ...]) -> list[tuple[int, str]]:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            return list(pool.map(self.answer, (models[number % len(models)] for number in range(CLIENTS))))
+
+    def close(self) -> None:
+        self.asked.put(None)
+        self.living.join()
+        self.server.stop()
+        super().close()
+
+
+def test_a_pinned_model_stays_while_twenty_clients_make_the_others_come_and_go() -> None:
+    """Others are loaded beside it, each for all who wait; nobody waits for more than a turn of the other one."""
+    pressed = Pressed(gives_way=False)
+    try:
+        for _ in range(ROUNDS):
+            answers = pressed.round(("windows", "mixtral", "qwen3_moe"))
+            assert {status for status, _ in answers} == {200}
+        assert max(pressed.waited) <= 3  # of the other, of its own, and one while it was on its way
+        assert 5 <= len(pressed.engine.loads) <= 6 * ROUNDS  # and not one for each of a hundred answers
+        status, text = pressed.answer("qwen2_moe")
+        assert (status, "There is no room for qwen2_moe." in text) == (503, True)
+        assert pressed.answer("windows")[0] == 200
+        assert pressed.memory.most <= BUDGET
+        assert "window" in pressed.memory.held
+    finally:
+        pressed.close()
+
+
+def test_a_model_that_gives_way_comes_back_and_no_client_is_lost() -> None:
+    pressed = Pressed(gives_way=True)
+    try:
+        for _ in range(ROUNDS):
+            answers = pressed.round(("windows", "mixtral", "qwen2_moe"))
+            assert {status for status, _ in answers} <= {200, 503}
+            assert all("There is no room for qwen2_moe." in text for status, text in answers if status == 503)
+        for name in ("qwen2_moe", "windows", "mixtral", "qwen2_moe", "windows"):
+            pressed.settle()
+            assert pressed.answer(name)[0] == 200
+        assert pressed.memory.most <= BUDGET
+    finally:
+        pressed.close()
+
+
+def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(switchyard_home: Path) -> None:
+    """Real files and a real engine: too large, damaged, and removed since it was listed."""
+    for name in ("good", "large", "cut", "gone"):
+        tiny_checkpoint("mixtral", models_dir() / name)
+    (weights,) = (models_dir() / "cut").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    engine = Engine()
+
+    def load(path: Path, cancelled: CancelCheck) -> None:
+        budget = 1000 if path.name == "large" else None
+        engine.load(EngineConfig(str(path), ram_bytes=budget), on_progress=lambda *_: None, cancelled=cancelled)
+
+    broker = ModelBroker(engine, load)
+    server = Server(Service(broker, LibraryModels()), Address(port=0))
+    url = f"http://127.0.0.1:{server.start()}"
+    broker.start()
+    try:
+        listed = [each["id"] for each in plain_http.get(f"{url}/v1/models", timeout=60).json()["data"]]
+        assert {"good", "large", "gone"} <= set(listed)
+        shutil.rmtree(models_dir() / "gone")
+        for name, status, words in (
+            ("large", 503, "raise the budget or choose a smaller model"),
+            ("cut", 400, "download or copy the model again"),
+            ("gone", 404, "gone"),
+            ("good", 200, "choices"),
+        ):
+            body = {"model": name, "messages": HELLO, "max_tokens": 3}
+            got = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+            assert (name, got.status_code, words in got.text) == (name, status, True), got.text
+            assert "Traceback" not in got.text
+    finally:
+        server.stop()
+        broker.close()

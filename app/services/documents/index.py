@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import re
 import sqlite3
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -205,15 +206,17 @@ _JOINED = "chunks c JOIN files f ON f.seq = c.file JOIN documents d ON d.seq = f
 
 
 class DocumentIndex:
-    """One connection; not for two threads at once, but several of them may use the same file.
+    """One connection; several of them may use the same file.
 
     Args:
+        path: None: in memory alone, and gone with `close`.
         session: of this run of the program: `keep_only` leaves what was added in it.
     """
 
-    def __init__(self, path: Path, session: str = "") -> None:
+    def __init__(self, path: Path | None, session: str = "") -> None:
         self._path, self._session = path, session
         self._open: sqlite3.Connection | None = None
+        self._using = threading.RLock()
 
     def close(self) -> None:
         if self._open is not None:
@@ -399,17 +402,20 @@ class DocumentIndex:
         return result if isinstance(result, int) else 0
 
     def _mending(self, run: Callable[[sqlite3.Connection], Any]) -> Any:
-        try:
+        with self._using:
+            try:
+                return run(self._connected())
+            except sqlite3.DatabaseError as error:
+                code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+                if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                    raise
+            self._throw_away()
             return run(self._connected())
-        except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                raise
-        self._throw_away()
-        return run(self._connected())
 
     def _throw_away(self) -> None:
         self.close()
+        if self._path is None:
+            return
         for side in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 self._path.with_name(f"{self._path.name}{side}").unlink()
@@ -430,9 +436,10 @@ class DocumentIndex:
         return c
 
     def _connect(self) -> sqlite3.Connection:
-        private_folder(self._path.parent)
-        private_file(self._path)
-        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        if self._path is not None:
+            private_folder(self._path.parent)
+            private_file(self._path)
+        connection = sqlite3.connect(self._path or ":memory:", isolation_level=None, check_same_thread=False)
         try:
             for setting in (f"busy_timeout = {_BUSY_MS}", "journal_mode = WAL", "synchronous = NORMAL"):
                 connection.execute(f"PRAGMA {setting}")

@@ -6,7 +6,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,6 +72,9 @@ class Documents(QObject):
         path = path or data_dir() / FILE_NAME
         # Two threads at most, with a connection each: a question does not wait for a folder that is being read.
         self._index, self._asked_index = DocumentIndex(path, session), DocumentIndex(path, session)
+        self._memory = DocumentIndex(None)
+        self._scratch: dict[str, tuple[Part, ...]] = {}
+        """Documents of scratch chats, in memory alone; their text is written if the chat is kept after all."""
         self._reading, self._asking = TaskQueue(self), TaskQueue(self)
         self._reader = DocumentReader()
         self._closing = threading.Event()
@@ -99,14 +102,30 @@ class Documents(QObject):
 
     # --- for the window ---
 
-    def attach(self, paths: Sequence[Path]) -> tuple[Attachment, ...]:
+    def attach(self, paths: Sequence[Path], *, is_scratch: bool = False) -> tuple[Attachment, ...]:
+        """Begins to read files and folders; `changed` tells of each when that has ended.  Of scratch ones nothing is
+        written."""
         found = []
         for path in paths:
             kind = "folder" if path.is_dir() else "file"
             one = Attachment(new_id(), path.name or str(path), kind, str(path.absolute()))  # type: ignore[arg-type]
             found.append(one)
+            if is_scratch:
+                self._scratch[one.id] = ()
             self._read(one)
         return tuple(found)
+
+    def keep(self, attachments: Iterable[Attachment]) -> None:
+        """Their scratch chat has just been stored: so are they."""
+        for one in map(self.known, attachments):
+            parts = self._scratch.pop(one.id, None)
+            if parts is None:
+                continue
+            self._forget_pieces([one.id])
+            if one.kind == "folder":
+                self._read(one)
+            elif one.id not in self._pending:
+                self._store.update_document(one, parts)
 
     def resume(self, attachments: Iterable[Attachment]) -> None:
         """Goes on with those that were being read when the window was closed, and looks after the folders of a chat on
@@ -135,8 +154,10 @@ class Documents(QObject):
         for id_ in gone:
             self._known.pop(id_, None)
             self._looked_at.pop(id_, None)
+            if id_ not in self._pending:
+                self._scratch.pop(id_, None)
         if gone:
-            self._reading.add(lambda: self._index.forget(gone))
+            self._forget_pieces(gone)
 
     def ask(
         self, asked: Asked, done: Callable[[Given], object], failed: Callable[[Exception], object] | None = None
@@ -158,8 +179,7 @@ class Documents(QObject):
         """What stands before a source, its text, and what stands after it, as far as they are known."""
 
         def look() -> tuple[str, str, str]:
-            self._ensure([Attachment(source.attachment, source.name)])
-            index = self._asked_index
+            index = self._ensured([Attachment(source.attachment, source.name)])
             before = index.pieces_at(source.attachment, source.name, source.first - 2, source.first - 1)
             own = index.pieces_at(source.attachment, source.name, source.first, source.last)
             after = index.pieces_at(source.attachment, source.name, source.last + 1, source.last + 2)
@@ -181,15 +201,14 @@ class Documents(QObject):
         """The passages of these documents that fit a question best, each with the name of its file; empty if none."""
 
         def look() -> str:
-            self._ensure(attachments)
-            found = self._asked_index.search([one.id for one in attachments], question)
+            found = self._ensured(attachments).search([one.id for one in attachments], question)
             return "\n\n".join(f"{piece.name}\n{piece.text}" for piece in found)
 
         self._asking.add(look, done, failed)
 
     def sample(self, attachment: Attachment, done: Callable[[tuple[str, ...]], object]) -> None:
         def look() -> tuple[str, ...]:
-            return tuple(piece.text for piece in self._asked_index.spread(attachment.id, _SAMPLED))
+            return tuple(piece.text for piece in self._index_for([attachment]).spread(attachment.id, _SAMPLED))
 
         self._asking.add(look, done, lambda _error: None)
 
@@ -207,8 +226,8 @@ class Documents(QObject):
         self._reading.close()
         self._asking.close()
         self._reader.close()
-        self._index.close()
-        self._asked_index.close()
+        for index in (self._index, self._asked_index, self._memory):
+            index.close()
         if self._watcher is not None:
             self._watcher.deleteLater()
             self._watcher = None
@@ -230,7 +249,7 @@ class Documents(QObject):
         read = self._document(Path(one.path), MOST_FILE_BYTES, lambda share: self._tell(one.id, share))
         if one.id in self._gone:
             raise RequestCancelled
-        self._index.put(one.id, one.name, FileState(0, 0), read)
+        self._index_of(one).put(one.id, one.name, FileState(0, 0), read)
         characters = sum(len(part.text) for part in read.parts)
         found = replace(one, pages=read.pages, characters=characters, problem=read.problem, remark=read.remark)
         return replace(found, is_read=True), read.parts
@@ -245,7 +264,7 @@ class Documents(QObject):
         files: dict[str, tuple[Path, FileState]] = {}
         note = ""
         if not one.path or not folder.is_dir():
-            self._index.add_empty(one.id)
+            self._index_of(one).add_empty(one.id)
             problem = "is not there any more; what was read of it is still used" if one.path else "is on another PC"
             return _Folder(replace(one, problem=problem), [], 0)
         entries = 0
@@ -262,21 +281,23 @@ class Documents(QObject):
                 note = f"It has more than {MOST_FILES:,} files to read: the rest is left out. Attach a folder in it."
                 break
             files[name] = path, state
-        known = self._index.states(one.id)
-        self._index.add_empty(one.id)
-        self._index.drop_files(one.id, [name for name in known if name not in files])
+        index = self._index_of(one)
+        known = index.states(one.id)
+        index.add_empty(one.id)
+        index.drop_files(one.id, [name for name in known if name not in files])
         left = [
             (path, name, state)
             for name, (path, state) in sorted(files.items(), reverse=True)
             if name not in known or (known[name].size, known[name].mtime_ns) != (state.size, state.mtime_ns)
         ]
-        characters = self._index.figures(one.id).characters
+        characters = index.figures(one.id).characters
         return _Folder(replace(one, problem=""), left, max(len(left), 1), note, characters)
 
     def _some(self, folder: _Folder) -> _Folder:
         until = time.monotonic() + _SLICE_S
         one = folder.attachment
-        known = self._index.states(one.id)
+        index = self._index_of(one)
+        known = index.states(one.id)
         while folder.left and time.monotonic() < until:
             if self._closing.is_set() or one.id in self._gone:
                 raise RequestCancelled
@@ -291,21 +312,21 @@ class Documents(QObject):
                 why = f"cannot be read ({reason(error)})"
                 if state.size > MOST_FOLDER_FILE_BYTES:
                     why = f"has {about(state.size)}, more than the {about(MOST_FOLDER_FILE_BYTES)} that are read"
-                self._index.put(one.id, name, state, Document(problem=why))
+                index.put(one.id, name, state, Document(problem=why))
                 continue
             state = replace(state, digest=digest)
             if name in known and known[name].digest == digest:
-                self._index.touch(one.id, name, state)
+                index.touch(one.id, name, state)
             else:
                 read = self._document(path, MOST_FOLDER_FILE_BYTES, lambda _share: None)
-                self._index.put(one.id, name, state, read)
+                index.put(one.id, name, state, read)
                 folder.characters += sum(len(part.text) for part in read.parts)
             self._tell(one.id, 1 - len(folder.left) / folder.of)
         return folder
 
     def _counted(self, folder: _Folder) -> Attachment:
         one = folder.attachment
-        figures = self._index.figures(one.id)
+        figures = self._index_of(one).figures(one.id)
         problem, remark = one.problem, folder.note
         if not problem and not figures.files:
             problem = "has no files that can be read" if not figures.unread else "has only files that cannot be read"
@@ -325,15 +346,38 @@ class Documents(QObject):
         )
 
     def _given(self, asked: Asked) -> Given:
-        self._ensure([one for _, attached in asked.attached for one in attached])
-        return given(self._asked_index, asked)
+        return given(self._ensured([one for _, attached in asked.attached for one in attached]), asked)
 
-    def _ensure(self, attachments: Iterable[Attachment]) -> None:
+    def _index_of(self, one: Attachment) -> DocumentIndex:
+        """Where reading puts it."""
+        return self._memory if one.id in self._scratch else self._index
+
+    def _index_for(self, attachments: Sequence[Attachment]) -> DocumentIndex:
+        """Where questions find documents, all of the same chat."""
+        return self._memory if any(one.id in self._scratch for one in attachments) else self._asked_index
+
+    def _ensured(self, attachments: Sequence[Attachment]) -> DocumentIndex:
+        """Their index; what is missing in it is put there again, from the texts that chats keep."""
+        index = self._index_for(attachments)
         for one in attachments:
-            if one.kind == "file" and not self._asked_index.has(one.id):
-                parts = self._store.document_parts(one.id)
+            if one.kind == "file" and not index.has(one.id):
+                parts = self._scratch.get(one.id) or self._store.document_parts(one.id)
                 if parts:
-                    self._asked_index.put(one.id, one.name, FileState(0, 0), Document(parts, one.pages))
+                    index.put(one.id, one.name, FileState(0, 0), Document(parts, one.pages))
+        return index
+
+    def _forget_gone(self, one: Attachment) -> None:
+        """Now that it is read no more."""
+        self._gone.discard(one.id)
+        self._scratch.pop(one.id, None)
+        self._forget_pieces([one.id])
+
+    def _forget_pieces(self, ids: Collection[str]) -> None:
+        def run() -> None:
+            self._index.forget(ids)
+            self._memory.forget(ids)
+
+        self._reading.add(run)
 
     def _rest(self) -> None:
         self._reader.close()
@@ -368,8 +412,7 @@ class Documents(QObject):
         if isinstance(error, RequestCancelled):  # the window closes, or nobody wants it any more
             self._pending.discard(one.id)
             if one.id in self._gone:
-                self._gone.discard(one.id)
-                self._reading.add(lambda: self._index.forget([one.id]))
+                self._forget_gone(one)
             self._begin_waiting()
             return
         why = reason(error) if isinstance(error, OSError | sqlite3.Error) else type(error).__name__
@@ -382,16 +425,18 @@ class Documents(QObject):
         self._pending.discard(one.id)
         self._shares.pop(one.id, None)
         if one.id in self._gone:
-            self._gone.discard(one.id)
-            self._reading.add(lambda: self._index.forget([one.id]))
+            self._forget_gone(one)
             return
         self._looked_at[one.id] = time.monotonic()
         is_new = before != one
         self._known[one.id] = one
         if one.id in self._watched:
             self._watched[one.id] = one
-        if is_new:
+        if one.id in self._scratch:
+            self._scratch[one.id] = self._scratch[one.id] if parts is None else parts
+        elif is_new:
             self._store.update_document(one, parts)
+        if is_new:
             self.changed.emit(one)
         self._begin_waiting()
         if not self._pending:

@@ -182,7 +182,7 @@ class BatchPage(Page):
             self.pages.setCurrentWidget(self.empty)
             self._show_head()
             self.handed.show_text(
-                self.tr("The prompt of your chat is ready: choose the file whose rows it is asked of.")
+                self.tr("Your chat's prompt is ready: choose the file whose rows it is to be asked of.")
             )
             self.empty.choose.setFocus()
 

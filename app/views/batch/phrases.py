@@ -312,7 +312,7 @@ def place_text(place: PlacePace) -> str:
     if place.state == "starting":
         return place.why
     if place.state == "resting":
-        return translate("Batch", "Rests, and is asked again: {0}").format(place.why)
+        return translate("Batch", "Paused, and asked again later: {0}").format(place.why)
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(place.tokens_per_s)) if place.tokens_per_s else ""
     asked = (
         translate("Batch", "{0} rows at once", "", place.under_way).format(count(place.under_way))

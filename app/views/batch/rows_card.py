@@ -108,8 +108,7 @@ LATEST, ALL, FAILED, CUT_OFF = range(4)
 _ENDED: dict[int, Ended] = {FAILED: "failed", CUT_OFF: "cut_off"}
 READ_AGAIN_MS = 1500
 NEAR_END_PX = 400
-_WIDTHS: dict[int, int] = {Column.ROW: 6, Column.END: 10, Column.TOKENS: 7}
-"""Characters; prompt and answer share the rest."""
+_PROMPT_SHARE = 0.24
 
 
 class RowsCard(Card):
@@ -135,7 +134,12 @@ class RowsCard(Card):
         )
         self.table = TextTable(self.model, self.tr("Finished rows"), self)
         use_tabular_figures(self.table)
-        self.table.share_width(_WIDTHS)
+        words = (end_text(BatchRow(0, "", "", "stop", 0, problem)) for problem in ("", "failed"))
+        character = self.table.fontMetrics().averageCharWidth()
+        widest = max(map(self.table.fontMetrics().horizontalAdvance, words)) / character + 1
+        ends = max(widest, 8)
+        widths: dict[int, float] = {Column.ROW: 6, Column.PROMPT: _PROMPT_SHARE, Column.END: ends, Column.TOKENS: 7}
+        self.table.share_width(widths, Column.TOKENS)
         self.table.opened.connect(lambda index: self._pass_on(index, self.opened))
         self.table.moved.connect(lambda index: self._pass_on(index, self.moved))
         self.table.left.connect(self.left)

@@ -15,7 +15,7 @@ from app.services.library import Library
 from app.services.pictures import Pictures, Prepared, Source, is_picture, size_of, tokens_of, too_many
 from app.services.token_counter import TokenCounter
 from app.views.chat.composer import Composer
-from app.views.chat.phrases import no_documents_text, picture_text, text_only_text, translate
+from app.views.chat.phrases import picture_text, text_only_text, translate
 from app.views.chat.presenter import ChatPresenter
 from app.widgets.asking import ask_paths
 from engine.common.chat import Picture
@@ -112,9 +112,7 @@ class Attaching(QObject):
     def give(self, sources: Sequence[Source]) -> None:
         paths = [source for source in sources if isinstance(source, Path) and not is_picture(source)]
         pictures = [source for source in sources if is_picture(source)]
-        if paths and self._presenter.is_scratch:
-            self._tell(no_documents_text())
-        elif paths:
+        if paths:
             self._attach(paths)
         if pictures and not self._presenter.reads_pictures:
             self._tell(self._why_blind())
@@ -138,7 +136,8 @@ class Attaching(QObject):
             words = self.tr("A message takes up to {0} documents: attach the folder that they are in.")
             self._tell(words.format(MOST_DOCUMENTS))
             fresh = fresh[: max(MOST_DOCUMENTS - len(there), 0)]
-        self._presenter.attach_documents((*there, *self._documents.attach(fresh)))
+        found = self._documents.attach(fresh, is_scratch=self._presenter.is_scratch)
+        self._presenter.attach_documents((*there, *found))
         self._composer.setFocus()
 
     def _on_prepared(self, conversation_id: str, prepared: Prepared) -> None:

@@ -176,8 +176,8 @@ def import_words(report: ImportReport) -> str:
             parts.append(
                 _chats_of(
                     report.known,
-                    translate("Chat", "1 was here already and is as it was."),
-                    translate("Chat", "{0} were here already and are as they were.", "", report.known),
+                    translate("Chat", "1 was already here and is unchanged."),
+                    translate("Chat", "{0} were already here and are unchanged.", "", report.known),
                     bare=True,
                 )
             )
@@ -210,7 +210,7 @@ def _chats_of(number: int, one: str, many: str, *, bare: bool = False) -> str:
 
 
 _LEFT_OUT: dict[LeftOut, Callable[[], str]] = {
-    LeftOut.TOOLS: lambda: translate("Chat", "calls of tools ({0})"),
+    LeftOut.TOOLS: lambda: translate("Chat", "tool calls ({0})"),
     LeftOut.PICTURES: lambda: translate("Chat", "pictures ({0})"),
     LeftOut.FILES: lambda: translate("Chat", "attached files ({0})"),
     LeftOut.SETTINGS: lambda: translate("Chat", "settings of single chats ({0})"),

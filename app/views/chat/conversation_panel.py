@@ -88,7 +88,7 @@ class Folders(QObject):
             translate("Chat", "Delete the folder “{0}”?").format(folder.name),
             translate("Chat", "Its chats can stay, outside of any folder. Either way you can undo it."),
             [
-                (translate("Chat", "Delete the folder alone"), "do", lambda: self._delete(folder, ())),
+                (translate("Chat", "Delete only the folder"), "do", lambda: self._delete(folder, ())),
                 (both, "destroy", lambda: self._delete(folder, inside)),
             ],
         )

@@ -34,10 +34,11 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.library import ROW_ROLE, LibraryTable, ModelRow
+from app.services.background import timer
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import LoadingPace
-from app.services.library import Library, ModelSpeeds
+from app.services.library import SOON_MS, Library, ModelSpeeds
 from app.services.settings import Settings
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
@@ -239,6 +240,7 @@ class ModelPicker(Popover):
         self.list.selectionModel().currentChanged.connect(self._show_actions)
         self._models.dataChanged.connect(self._show_actions)
         self._library.listed.connect(self._on_listed)
+        self._soon = timer(self, self._show, SOON_MS, once=True)
         self._speeds.found.connect(self._on_speed)
         self._settings.changed.connect(self._on_setting)
         for signal in (client.state_changed, client.loading_changed, client.model_loaded):
@@ -330,7 +332,7 @@ class ModelPicker(Popover):
         self.list.setVisible(shown > 0)
         self.nothing.setVisible(shown == 0)
         looking = self.tr("No model is on this PC yet.") if self._library.was_listed else self.tr("Looking for models…")
-        self.nothing.setText(self.tr("No model has such a name.") if everything else looking)
+        self.nothing.setText(self.tr("No model has that name.") if everything else looking)
         self.least_width = scaled(WIDTH_PX)
 
     def _select(self, path: str) -> None:
@@ -346,8 +348,8 @@ class ModelPicker(Popover):
 
     def _on_speed(self, path: str, tokens_per_s: float) -> None:
         self._predicted[path] = tokens_per_s
-        if self.isVisible():
-            self._show()
+        if self.isVisible() and not self._soon.isActive():  # many at once, if they were known
+            self._soon.start()
 
     def _on_setting(self, key: str) -> None:
         if key in ("default_model", "chat_model") and self.isVisible():

@@ -32,7 +32,7 @@ def phase_text(phase: Phase) -> str:
     if phase.stage is Stage.LOADING:
         return translate("Chat", "waiting for the model to load") + part
     if phase.stage is Stage.LOOKING_UP:
-        return translate("Chat", "looking into the documents")
+        return translate("Chat", "searching the documents")
     if phase.stage is Stage.STARTING_TOOLS:
         return translate("Chat", "starting the servers with the tools")
     if phase.stage is Stage.ALLOWING:
@@ -324,10 +324,6 @@ def source_place(source: Source) -> str:
     return SEPARATOR.join(filter(None, (page, source.heading)))
 
 
-def no_documents_text() -> str:
-    return translate("Chat", "A scratch chat takes no documents, for their text would be stored: keep the chat first.")
-
-
 def left_out_text(names: Sequence[str]) -> str:
     more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1) if len(names) > 1 else names[0]
     words = translate("Chat", "There was no room for {0} beside this chat: ask in a new chat, or shorten this one.")
@@ -335,7 +331,7 @@ def left_out_text(names: Sequence[str]) -> str:
 
 
 def not_looked_into_text(error: Exception) -> str:
-    words = translate("Chat", "The documents could not be looked into ({0}): the answer is given without them.")
+    words = translate("Chat", "The documents could not be searched ({0}), so the answer is given without them.")
     return words.format(reason(error))
 
 

@@ -159,6 +159,9 @@ class ChatPresenter(QObject):
             title = self.conversation.title or title_from(first) or translate("Chat", "Chat")
             self.conversation = replace(self.conversation, title=title)
             self._store.take_in(self.conversation, self.model.tree.messages())
+            self._store.set_unsent_pictures(self.conversation.id, self.pictures)
+            self._store.set_unsent_attachments(self.conversation.id, self.attachments)
+            self._documents.keep(self._documents_of(self.conversation.id).values())
             self.list_model.put(self.conversation)
             self._note_last()
             self.shown.emit(self.conversation)
@@ -262,7 +265,11 @@ class ChatPresenter(QObject):
         if known is not None:
             self.flush()
         if self._store.leaves_out(conversation_id):
-            self._trees.pop(conversation_id, None)
+            gone = self._documents_of(conversation_id).keys()
+            for of_chats in (self._trees, self._unsent, self._attached):
+                of_chats.pop(conversation_id, None)
+            others = {*self._trees, *self._unsent}
+            self._documents.forget(gone - {id_ for chat in others for id_ in self._documents_of(chat)})
         else:
             self._store.delete(conversation_id)
             kept = self.list_model.conversation(conversation_id) or conversation
@@ -471,6 +478,12 @@ class ChatPresenter(QObject):
         self.model.show(conversation, tree)
         self.shown.emit(conversation)
         self._choose_wanted()
+
+    def _documents_of(self, conversation_id: str) -> dict[str, Attachment]:
+        """All that go with its next message or came with one, by their ids."""
+        tree = self._trees.get(conversation_id)
+        turns = [message.attachments for message in tree.messages()] if tree is not None else []
+        return {one.id: one for some in (self._unsent.get(conversation_id, ()), *turns) for one in some}
 
     def _show_near(self, row: int | None) -> None:
         rest = [entry.conversation for entry in self.list_model.entries[row or 0 :] if entry.conversation is not None]

@@ -201,7 +201,7 @@ class Comparison(QObject):
         if self._loading and self._waiting and is_idle and self._client.model is None:  # it was not loaded
             number = self._waiting.pop(0)
             self._loading = ""
-            self.waits.emit(number, self.tr("The model was not loaded, so there is no answer of it."))
+            self.waits.emit(number, self.tr("The model was not loaded, so there is no answer from it."))
             self._go_on()
 
     def _on_answer(self, message: Message) -> None:

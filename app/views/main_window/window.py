@@ -275,7 +275,7 @@ class MainWindow(QMainWindow):
             self.sidebar.downloads.show_downloads(self.services.downloads.entries)
 
     def _on_update(self, version: str) -> None:
-        self.notice_banner.show_text(self.tr("Switchyard {0} is there: get it in Settings.").format(version))
+        self.notice_banner.show_text(self.tr("Switchyard {0} is available: get it in Settings.").format(version))
 
     def come_forward(self) -> None:
         self.setWindowState(self.windowState() & ~Qt.WindowState.WindowMinimized)

@@ -52,6 +52,7 @@ class FoundList(QListView):
         self.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.setMouseTracking(True)
+        self.setUniformItemSizes(True)
         self.selectionModel().currentChanged.connect(self._on_current)
 
     @property

@@ -237,7 +237,7 @@ class OnThisPcCard(Card):
         self.table.setVisible(bool(entries))
         self.table.show_rows(min(max(len(entries), LEAST_ROWS), MOST_ROWS))
         nothing = self.tr("No model is here yet: take one that suits this PC.")
-        nothing = self.tr("No model here is marked so.") if self._shown else nothing
+        nothing = self.tr("No model here can do that.") if self._shown else nothing
         set_message(self.nothing, "" if entries else nothing)
         total = file_size(sum(entry.bytes_on_disk for entry in entries))
         amount = (
@@ -351,8 +351,8 @@ class ModelTable(TextTable):
         else:
             super().keyPressEvent(event)
 
-    def share_width(self, fixed: Mapping[int, int]) -> None:
-        super().share_width(fixed)
+    def share_width(self, fixed: Mapping[int, float], spare: int = -1) -> None:
+        super().share_width(fixed, spare)
         room = self.viewport().width() / max(1, self.fontMetrics().averageCharWidth())
         self.setColumnHidden(Column.USED, room < _NARROW_EM)
         self.setColumnHidden(Column.ORIGIN, room < _NARROWER_EM)

@@ -15,10 +15,11 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import QWidget
 
+from app.services.background import timer
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
 from app.services.hub import Hub, RepositoryAnswer, Trouble
-from app.services.library import Library, ModelSpeeds, Work
+from app.services.library import SOON_MS, Library, ModelSpeeds, Work
 from app.services.settings import Settings
 from app.views.models.on_this_pc import FoldersDialog, OnThisPcCard
 from app.views.models.phrases import ended_words
@@ -83,6 +84,7 @@ class ModelsPage(Page):
         self.search = SearchCard(self.search_line, self)
         self.folder = FolderChoice(settings, self)
         self.toast = Toast(self)
+        self._soon = timer(self, self._show_models, SOON_MS, once=True)
         self._lay_out()
         self._connect()
         self._show_models()
@@ -142,7 +144,8 @@ class ModelsPage(Page):
 
     def _on_speed(self, path: str, tokens_per_s: float, _is_measured: bool) -> None:
         self._predicted[path] = tokens_per_s
-        self._show_models()
+        if not self._soon.isActive():  # many at once, if they were known
+            self._soon.start()
 
     def _show_downloads(self) -> None:
         self.downloads.show_downloads(self._downloads.entries, self._downloads.limit)

@@ -168,7 +168,7 @@ def ended_words(work: Work) -> str:
         return translate("Models", "{0} was copied to {1}.").format(work.name, result)
     if isinstance(result, Removed):
         words = translate("Models", "{0} is in the trash ({1}).").format(work.name, file_size(result.bytes))
-        stays = translate("Models", "What else is in {0} stays there.").format(result.folder)
+        stays = translate("Models", "Everything else in {0} stays there.").format(result.folder)
         return f"{words} {stays}" if result.others else words
     if work.kind == "converted" and isinstance(result, int):
         return translate("Models", "{0} were freed; loading {1} converts its weights again.").format(

@@ -244,7 +244,7 @@ class SearchCard(Card):
         if not words and self._is_looking:
             words = self.tr("Looking at this machine…")
         elif not words and not rows:
-            words = self.tr("Nothing in the catalogue is like that: press Enter to search the hub, or filter less.")
+            words = self.tr("Nothing in the catalogue matches: press Enter to search the hub, or remove a filter.")
         set_message(self.hint, words)
 
     def _on_edited(self) -> None:

@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QFrame, QWidget
 from app.services.engine_client import EngineState
 from app.theme import ColourName, themed
 from app.widgets.memory_bar import BarPart, MemoryBar
-from app.widgets.quantities import figures, nearest_percent, number
+from app.widgets.quantities import count, figures, nearest_percent, number
 from app.widgets.scaffold import hbox, muted_label, push_button, set_message, text_label, vbox
 from app.widgets.timeline.lanes import doing_words
 from engine.common.lanes import LANES
@@ -190,10 +190,12 @@ def advice_sentence(advice: Advice | None) -> str:
         "other_programs": translate("SummaryCard", "Close or pause them first; further advice needs an idle machine."),
         "threads": translate("SummaryCard", "{0} CPU threads would be about {1} times as fast (predicted)."),
         "cache_slots": translate(
-            "SummaryCard", "Keeping {0} experts in video memory would be about {1} times as fast (predicted)."
+            "SummaryCard", "With {0} experts kept in VRAM it would be about {1} times as fast (predicted)."
         ),
-        "ram": translate("SummaryCard", "Keeping {0} experts in RAM would be about {1} times as fast (predicted)."),
+        "ram": translate(
+            "SummaryCard", "With {0} experts kept in RAM it would be about {1} times as fast (predicted)."
+        ),
         "precision": translate("SummaryCard", "{0} weights would be about {1} times as fast (predicted)."),
     }.get(advice.change, translate("SummaryCard", "No single change is predicted to gain over 5%.")).format(
-        advice.value, gain
+        count(int(advice.value)) if advice.value.isdecimal() else advice.value, gain
     )

@@ -378,9 +378,7 @@ class AboutCard(SettingsCard):
         self.save_report = push_button(self, self.tr("Save report…"), lambda: ask_where_to_report(self, self._write))
         self.report_words = self.add_row(
             self.tr("Report"),
-            self.tr(
-                "One file to attach to a report of a fault: versions, hardware, what was found, the end of the logs. "
-            )
+            self.tr("One file to attach to a bug report: versions, hardware, findings and the end of the logs. ")
             + self.tr("No prompts, no names; nothing is sent."),
             self.save_report,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
-from PySide6.QtGui import QDesktopServices
+from PySide6.QtGui import QDesktopServices, QShowEvent
 from PySide6.QtWidgets import (
     QFileDialog,
     QMessageBox,
@@ -14,6 +14,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.services.api_server import ApiServer
+from app.services.background import timer
 from app.services.data_folder import (
     FolderChange,
     cancel_change,
@@ -32,6 +33,7 @@ from app.views.settings.hub import HubCard
 from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.server_dialog import ServersCard
 from app.views.settings.tools import ToolsCard
+from app.widgets.fields import ComboBox
 from app.widgets.page import TUNE, Page
 from app.widgets.scaffold import (
     PageBody,
@@ -40,7 +42,7 @@ from app.widgets.scaffold import (
     muted_label,
     push_button,
 )
-from app.widgets.setting_controls import setting_words
+from app.widgets.setting_controls import COMBO_WIDTH_PX, setting_words
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
 from engine.common.files import private_folder
@@ -187,6 +189,20 @@ class SettingsPage(Page):
         header = PageHeader(self.tr("Settings"), self)
         header.set_middle(self.search, least_px=SEARCH_WIDTH_PX, stretch=1)
         self.lay_out(header, body=body)
+        self._choices = [box for box in self.findChildren(ComboBox) if box.minimumWidth() == COMBO_WIDTH_PX]
+        self._soon = timer(self, self._align, once=True)
+        for box in self._choices:
+            box.model().rowsInserted.connect(lambda *_: self._soon.start())
+
+    def _align(self) -> None:
+        """Makes all lists as wide as the widest."""
+        widest = max(COMBO_WIDTH_PX, *(box.sizeHint().width() for box in self._choices))
+        for box in self._choices:
+            box.setMinimumWidth(widest)
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self._align()
 
     def show_found(self, wanted: str) -> None:
         shown = [(card, card.show_found(wanted)) for card in self.cards.values()]

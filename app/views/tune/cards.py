@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from PySide6.QtCore import Qt, Signal
+from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QGridLayout, QLabel, QSizePolicy, QWidget
 
 from app.models.plan_table import PlanTable
@@ -24,11 +25,12 @@ from app.views.tune.race_card import RaceCard
 from app.views.tune.run_card import RunCard
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
+from app.widgets.flow_layout import Flow
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures, rough, translate
 from app.widgets.roofline_plot import RooflinePlot
-from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, push_button, set_message, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.hardware.assumptions import card_choices, find_card
@@ -42,6 +44,7 @@ from engine.tuning.messages import Measured, TuningNumber
 from engine.tuning.result import busy_note
 from engine.tuning.saved_results import day
 
+_GAP_PX = 8
 _GIB = 2**30
 _ALIKE = 0.08
 """A prediction that differs by less says that nothing changes."""
@@ -79,23 +82,50 @@ class WhatIfCard(Card):
         self.result = text_label(self, role="title", wrap=True, tabular=True)
         self.words = muted_label(self)
         self.bars = PlanBars(self)
-        grid = QGridLayout()
-        grid.setSpacing(8)
-        grid.addWidget(self.card, 0, 0, 1, 2)
-        grid.addWidget(self.vram, 0, 2)
-        grid.addWidget(self.ram, 1, 0)
-        grid.addWidget(self.link, 1, 1)
-        grid.addWidget(self.disk, 1, 2)
-        for column in range(3):
-            grid.setColumnStretch(column, 1)
-        add_items(self.head, self.reset, self.close_button)
-        add_items(self.body, grid, 2, self.result, self.words, self.bars)
+        fields = QWidget(self)
+        self._grid = QGridLayout(fields)
+        self._grid.setContentsMargins(0, 0, 0, 0)
+        self._grid.setSpacing(_GAP_PX)
+        fields.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
+        self._columns = 0
+        self._place_fields()
+        buttons = QWidget(self)
+        hbox(self.reset, self.close_button, into=buttons)
+        self.head.removeWidget(self.heading)
+        self.head.insertWidget(0, Flow(self.heading, buttons, parent=self, ends_right=True), 1)
+        self.caption.hide()
+        add_items(self.body, fields, 2, self.result, self.words, self.bars)
         self.card.chosen.connect(self._ask)
         for box in (self.vram, self.ram, self.link, self.disk):
             box.valueChanged.connect(self._ask)
         self.planning.planned.connect(self._on_planned)
         self.setTabOrder(self.card, self.vram)
         self._show("", "")
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._place_fields()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange and self.isVisible():
+            self._place_fields()
+
+    def _place_fields(self) -> None:
+        """As many side by side as there is room for, three at most; the card is twice as wide."""
+        boxes = (self.vram, self.ram, self.link, self.disk)
+        margins = self.body.contentsMargins()
+        room = self.width() - margins.left() - margins.right() + _GAP_PX
+        widest = max(box.sizeHint().width() for box in boxes) + _GAP_PX
+        columns = max(1, min(3, room // widest))
+        if columns == self._columns:
+            return
+        self._columns = columns
+        for column in range(3):
+            self._grid.setColumnStretch(column, column < columns)
+        self._grid.addWidget(self.card, 0, 0, 1, min(columns, 2))
+        for at, box in enumerate(boxes, 2 if columns > 1 else 1):
+            self._grid.addWidget(box, at // columns, at % columns)
 
     def show_base(self, look: MachineLook, config: EngineConfig, plan: Plan | None) -> None:
         self._look, self._config, self._before = look, config, plan

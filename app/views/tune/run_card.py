@@ -18,7 +18,6 @@ from app.theme import set_look
 from app.widgets.fields import FindBox
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import (
-    STRETCH,
     Card,
     add_items,
     hbox,
@@ -109,7 +108,7 @@ class RunCard(Card):
 
     def add_starter(self, offer: StarterOffer) -> None:
         self.starter = offer
-        self._missing.insertWidget(0, offer)
+        self._missing.add(offer, first=True)
         self._show_can_run()
 
     starter: StarterOffer | None = None
@@ -209,8 +208,8 @@ class RunCard(Card):
         self.running = QWidget(self)
         hbox((vbox(self.doing, self.bar, gap=6), 1), self.cancel, into=self.running, gap=16)
         add_items(self.body, self.choices, self.running, self.notes)
-        self._missing = hbox(self.others, STRETCH, gap=-1)
-        self.body.addLayout(self._missing)
+        self._missing = Flow(self.others, parent=self)
+        self.body.addWidget(self._missing)
         below = hbox((self.unsaved, 1), self.keep, gap=16)
         self.body.addLayout(below)
 

@@ -79,7 +79,7 @@ def test_no_box_for_text_takes_files_as_text() -> None:
     app = Path(__file__).resolve().parents[3] / "app"
     makes = re.compile(r"\(QPlainTextEdit\)|QPlainTextEdit\(self")
     texts = {path.name: path.read_text("utf-8") for path in app.rglob("*.py")}
-    assert [name for name, text in texts.items() if makes.search(text) and "setReadOnly" not in text] == ["text_box.py"]
+    assert [name for name, text in texts.items() if makes.search(text) and "setReadOnly" not in text] == ["fields.py"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders here")
@@ -87,7 +87,7 @@ def test_a_pipe_with_the_name_of_a_picture_is_not_waited_for(tmp_path: Path) -> 
     from app.services.pictures import _prepared
 
     os.mkfifo(tmp_path / "a.png")
-    assert _prepared([tmp_path / "a.png"], 0).problems == ("a.png is no file.",)
+    assert _prepared([tmp_path / "a.png"], 0).problems == ("a.png is not a file.",)
 
 
 def test_a_notice_stays_with_its_chat(page: ChatView, engine: ScriptedEngine) -> None:

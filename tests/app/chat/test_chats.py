@@ -127,7 +127,7 @@ def test_exporting_and_importing(page: ChatView, engine: ScriptedEngine, qtbot: 
     for suffix in ("json", "zip"):
         with qtbot.waitSignal(files.imported):
             page.transfer.import_files([tmp_path / f"chat.{suffix}"])
-        assert "1 was here already" in page.toast.text
+        assert "1 was already here" in page.toast.text
         assert page.transfer.banner.isHidden()
     assert titles(page) == ["q"]
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
@@ -146,7 +146,7 @@ def test_what_chatgpt_said_is_found_after_an_import(
     page.composer.box.setPlainText("being written")
     with qtbot.waitSignal(page.transfer.files.imported):
         page.transfer.import_files([file])
-    assert "Imported: 3 chats. Left out: calls of tools (6)." in page.transfer.banner.text
+    assert "Imported: 3 chats. Left out: tool calls (6)." in page.transfer.banner.text
     assert page.composer.text == "being written"  # many chats take nobody away from what they do
     assert len(titles(page)) == 3
     with qtbot.waitSignal(store.found):

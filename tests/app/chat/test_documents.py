@@ -212,7 +212,7 @@ def test_sending_waits_for_a_document_that_is_being_read_and_can_be_stopped(
     assert "Reading" in page.composer.attachments.chips[0].accessibleName()
     page.composer.box.setPlainText("What word?")
     QTest.keyClick(page.composer.box, Qt.Key.Key_Return)
-    assert last_turn(page).figures == "looking into the documents"
+    assert last_turn(page).figures == "searching the documents"
     assert page.presenter.stop()
     assert page.presenter.answering_id is None
     page.presenter.regenerate(page.presenter.model.rows[-1].message.id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 from PySide6.QtCore import QModelIndex, QPoint, QPointF, Qt
 from PySide6.QtGui import QDropEvent
@@ -16,6 +18,7 @@ from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.user_message import UserMessage
 from engine.common.kept_context import folder_of, kept_context_dir
+from engine.common.paths import data_dir
 from tests.app.chat.chat_page import answered, shown, titles, type_and_send
 from tests.app.scripted_engine import ScriptedEngine
 
@@ -25,6 +28,15 @@ def talk(qtbot: QtBot, page: ChatView, engine: ScriptedEngine) -> list[str]:
     answered(qtbot, page, engine, "One walrus?", "A **walrus**, then another walrus.")
     answered(qtbot, page, engine, "Two?", "Second answer.")
     return [row.message.id for row in page.presenter.model.rows]
+
+
+def answered_later(qtbot: QtBot, page: ChatView, engine: ScriptedEngine, question: str, answer: str) -> None:
+    """As `answered`, where documents are looked into first."""
+    before = len(engine.requests)
+    type_and_send(qtbot, page, question)
+    qtbot.waitUntil(lambda: len(engine.requests) > before, timeout=20_000)
+    engine.write(answer)
+    engine.finish()
 
 
 def ids(page: ChatView) -> list[str]:
@@ -197,7 +209,7 @@ def test_a_hit_below_long_answers_is_in_sight_and_stays_so_until_people_scroll(
 
 
 def test_nothing_of_a_scratch_chat_is_stored(
-    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, tmp_path: Path
 ) -> None:
     page.new_scratch()
     chat = page.presenter.conversation.id
@@ -206,6 +218,15 @@ def test_nothing_of_a_scratch_chat_is_stored(
     before = talk(qtbot, page, engine)
     page.edits.edit(before[1], "A secret seal")
     page.edits.fold(before[1], "A secret summary")
+    (tmp_path / "notes.txt").write_text("The secret otter is called Ottilie.")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "more.txt").write_text("The secret beaver is called Bert.")
+    page.attaching.give([tmp_path / "notes.txt", tmp_path / "folder"])
+    qtbot.waitUntil(lambda: all(one.is_read for one in page.presenter.attachments), timeout=20_000)
+    answered_later(qtbot, page, engine, "What are otter and beaver called?", "Ottilie and Bert [1] [2].")
+    given = str(engine.requests[-1].command.messages[-1].content)
+    assert "called Ottilie" in given
+    assert "called Bert" in given
     page.composer.box.setPlainText("a secret draft")
     page.presenter.flush()
     assert all(request.command.chat == "" for request in engine.requests)
@@ -218,22 +239,53 @@ def test_nothing_of_a_scratch_chat_is_stored(
     with closing(sqlite3.connect(store.path)) as connection:
         for table in ("conversations", "messages", "folds"):
             assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
-    assert b"secret" not in store.path.read_bytes()
+    kept = [path for path in data_dir().rglob("*") if path.is_file()]
+    assert store.path in kept
+    assert not [path for path in kept if any(word in path.read_bytes() for word in (b"secret", b"Ottilie", b"Bert"))]
+    sources = page.presenter.model.rows[-1].message.sources
     page.presenter.delete(chat)
+    found = list[tuple[str, str, str]]()
+    page.documents.surroundings(replace(sources[0], text=""), found.append)
+    qtbot.waitUntil(lambda: bool(found))
+    assert found == [("", "", "")]
     assert "gone" in page.toast.text
     assert not page.presenter.undo() or page.presenter.conversation.id != chat
     assert page.presenter.list_model.conversation(chat) is None
 
 
 def test_a_scratch_chat_is_kept_after_all(
-    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, open_page: Callable[[], ChatView]
+    page: ChatView,
+    engine: ScriptedEngine,
+    store: ChatStore,
+    qtbot: QtBot,
+    open_page: Callable[[], ChatView],
+    tmp_path: Path,
 ) -> None:
     page.new_scratch()
     before = talk(qtbot, page, engine)
-    page.presenter.keep_scratch()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "more.txt").write_text("The beaver is called Bert.")
+    (tmp_path / "notes.txt").write_text("The otter is called Ottilie.")
+    page.attaching.give([tmp_path / "notes.txt", folder])
+    qtbot.waitUntil(lambda: all(one.is_read for one in page.presenter.attachments), timeout=20_000)
+    answered_later(qtbot, page, engine, "What are they called?", "Ottilie and Bert.")
+    (tmp_path / "late.txt").write_text("The mole is called Marlene.")
+    page.attaching.give([tmp_path / "late.txt"])
+    page.presenter.keep_scratch()  # while it is being read
     assert not page.scratch_banner.isVisible()
-    answered(qtbot, page, engine, "Three?", "Third.")
-    assert ids(reopened(open_page, store, qtbot, page.presenter.conversation.id))[:4] == before
+    some = page.presenter._documents_of(page.presenter.conversation.id)
+    qtbot.waitUntil(lambda: [page.documents.share(id_) for id_ in some] == [None] * 3, timeout=20_000)
+    for name in ("notes.txt", "late.txt"):
+        (tmp_path / name).unlink()
+    page.documents.close()
+    again = reopened(open_page, store, qtbot, page.presenter.conversation.id)
+    assert ids(again)[:4] == before
+    assert [one.name for one in again.presenter.attachments] == ["late.txt"]
+    qtbot.waitUntil(lambda: [again.documents.share(id_) for id_ in some] == [None] * 3, timeout=20_000)
+    answered_later(qtbot, again, engine, "Who is the otter, the beaver, the mole?", "They.")
+    given = " ".join(str(each.content) for each in engine.requests[-1].command.messages)
+    assert [name for name in ("called Ottilie", "called Bert", "called Marlene") if name not in given] == []
 
 
 def test_folders_are_filled_emptied_and_deleted(

@@ -63,12 +63,17 @@ def _choose(picker: ModelPicker, name: str) -> None:
     picker.list.setCurrentIndex(picker.rows.index(_names(picker).index(name), 0))
 
 
-def test_it_lists_what_is_here_and_says_what_each_is(picker: ModelPicker) -> None:
+def test_it_lists_what_is_here_and_says_what_each_is(picker: ModelPicker, qtbot: QtBot) -> None:
     assert _names(picker) == ["starter", "Qwen3-30B", "Mixtral", "broken"]
     assert [(row.is_loaded, row.is_default) for row in _rows(picker)] == [(True, True), *[(False, False)] * 3]
     picker._speeds.found.emit("/lm/mixtral", 12.5, False)
     picker._speeds.found.emit("/models/q", 3.0, False)  # what was measured stays
-    spoken = [picker.rows.index(row, 0).data(Qt.ItemDataRole.AccessibleTextRole) for row in range(4)]
+
+    def said(row: int) -> str:
+        return str(picker.rows.index(row, 0).data(Qt.ItemDataRole.AccessibleTextRole))
+
+    qtbot.waitUntil(lambda: "12.5" in said(2))
+    spoken = list(map(said, range(4)))
     assert all(word in spoken[1] for word in ("Qwen3-30B", "18.6 GB", "Q4_K", "24.6"))
     assert all(word in spoken[2] for word in ("Mixtral", "LM Studio", "12.5"))
     assert ENTRIES[3].problem in spoken[3]
