@@ -49,7 +49,7 @@ TABLE: dict[str, Family] = {
         packs_rows=True,
         fast_path=fast_path("Deepseek", "MoE", Router(normalise="norm_topk_prob", bf16_shares=True)),
     ),
-    "deepseek_ocr2": Family(packs_rows=True),
+    "deepseek_ocr2": Family(types=("deepseek_ocr2", "deepseek_ocr2_text"), packs_rows=True),
     "deepseek_v2": Family(
         replies=DEEPSEEK,
         packs_rows=True,
