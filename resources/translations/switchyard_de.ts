@@ -2981,6 +2981,50 @@ negativ</translation>
             <translation>Gewichte der Experten</translation>
         </message>
         <message>
+            <source>as stored ({0}-bit)</source>
+            <translation>wie gespeichert ({0} Bit)</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit and {1}-bit)</source>
+            <translation>wie gespeichert ({0} und {1} Bit)</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit, {1}-bit and {2}-bit)</source>
+            <translation>wie gespeichert ({0}, {1} und {2} Bit)</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed</source>
+            <translation>Switchyard gemischt</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, static</source>
+            <translation>Switchyard gemischt, fest</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, predicted</source>
+            <translation>Switchyard gemischt, mit Vorhersage</translation>
+        </message>
+        <message>
+            <source>Switchyard, misses on the CPU</source>
+            <translation>Switchyard, Fehlendes auf der CPU</translation>
+        </message>
+        <message>
+            <source>CPU only</source>
+            <translation>nur CPU</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>Experten auf der CPU</translation>
+        </message>
+        <message>
+            <source>on-demand</source>
+            <translation>bei Bedarf</translation>
+        </message>
+        <message>
+            <source>whole-layer prefetch</source>
+            <translation>ganze Schichten im Voraus</translation>
+        </message>
+        <message>
             <source>the other weights and the KV cache</source>
             <translation>die anderen Gewichte und der KV-Cache</translation>
         </message>

@@ -2981,6 +2981,50 @@ negativo</translation>
             <translation>pesos de los expertos</translation>
         </message>
         <message>
+            <source>as stored ({0}-bit)</source>
+            <translation>como está guardado ({0} bits)</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit and {1}-bit)</source>
+            <translation>como está guardado ({0} y {1} bits)</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit, {1}-bit and {2}-bit)</source>
+            <translation>como está guardado ({0}, {1} y {2} bits)</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed</source>
+            <translation>Switchyard mixto</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, static</source>
+            <translation>Switchyard mixto, fijo</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, predicted</source>
+            <translation>Switchyard mixto, con predicción</translation>
+        </message>
+        <message>
+            <source>Switchyard, misses on the CPU</source>
+            <translation>Switchyard, lo que falta en la CPU</translation>
+        </message>
+        <message>
+            <source>CPU only</source>
+            <translation>solo CPU</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>expertos en la CPU</translation>
+        </message>
+        <message>
+            <source>on-demand</source>
+            <translation>bajo demanda</translation>
+        </message>
+        <message>
+            <source>whole-layer prefetch</source>
+            <translation>capas enteras por adelantado</translation>
+        </message>
+        <message>
             <source>the other weights and the KV cache</source>
             <translation>los demás pesos y la caché KV</translation>
         </message>

@@ -2981,6 +2981,50 @@ négatif</translation>
             <translation>poids des experts</translation>
         </message>
         <message>
+            <source>as stored ({0}-bit)</source>
+            <translation>comme dans le fichier ({0} bits)</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit and {1}-bit)</source>
+            <translation>comme dans le fichier ({0} et {1} bits)</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit, {1}-bit and {2}-bit)</source>
+            <translation>comme dans le fichier ({0}, {1} et {2} bits)</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed</source>
+            <translation>Switchyard mixte</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, static</source>
+            <translation>Switchyard mixte, fixe</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, predicted</source>
+            <translation>Switchyard mixte, avec prédiction</translation>
+        </message>
+        <message>
+            <source>Switchyard, misses on the CPU</source>
+            <translation>Switchyard, experts absents sur le CPU</translation>
+        </message>
+        <message>
+            <source>CPU only</source>
+            <translation>CPU seul</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>experts sur le CPU</translation>
+        </message>
+        <message>
+            <source>on-demand</source>
+            <translation>à la demande</translation>
+        </message>
+        <message>
+            <source>whole-layer prefetch</source>
+            <translation>couches entières à l’avance</translation>
+        </message>
+        <message>
             <source>the other weights and the KV cache</source>
             <translation>les autres poids et le cache KV</translation>
         </message>

@@ -2961,6 +2961,50 @@ negative</source>
             <translation>エキスパートの重み</translation>
         </message>
         <message>
+            <source>as stored ({0}-bit)</source>
+            <translation>保存されたまま（{0} ビット）</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit and {1}-bit)</source>
+            <translation>保存されたまま（{0} ビットと {1} ビット）</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit, {1}-bit and {2}-bit)</source>
+            <translation>保存されたまま（{0}、{1}、{2} ビット）</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed</source>
+            <translation>Switchyard 混合</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, static</source>
+            <translation>Switchyard 混合、固定</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, predicted</source>
+            <translation>Switchyard 混合、予測あり</translation>
+        </message>
+        <message>
+            <source>Switchyard, misses on the CPU</source>
+            <translation>Switchyard、不足分は CPU</translation>
+        </message>
+        <message>
+            <source>CPU only</source>
+            <translation>CPU のみ</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>エキスパートは CPU</translation>
+        </message>
+        <message>
+            <source>on-demand</source>
+            <translation>必要に応じて</translation>
+        </message>
+        <message>
+            <source>whole-layer prefetch</source>
+            <translation>層全体を先読み</translation>
+        </message>
+        <message>
             <source>the other weights and the KV cache</source>
             <translation>ほかの重みとKVキャッシュ</translation>
         </message>

@@ -2961,6 +2961,50 @@ negative</source>
             <translation>专家权重</translation>
         </message>
         <message>
+            <source>as stored ({0}-bit)</source>
+            <translation>按原样（{0} 位）</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit and {1}-bit)</source>
+            <translation>按原样（{0} 位和 {1} 位）</translation>
+        </message>
+        <message>
+            <source>as stored ({0}-bit, {1}-bit and {2}-bit)</source>
+            <translation>按原样（{0}、{1} 和 {2} 位）</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed</source>
+            <translation>Switchyard 混合</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, static</source>
+            <translation>Switchyard 混合，固定</translation>
+        </message>
+        <message>
+            <source>Switchyard mixed, predicted</source>
+            <translation>Switchyard 混合，带预测</translation>
+        </message>
+        <message>
+            <source>Switchyard, misses on the CPU</source>
+            <translation>Switchyard，缺失部分用 CPU</translation>
+        </message>
+        <message>
+            <source>CPU only</source>
+            <translation>仅 CPU</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>专家在 CPU 上</translation>
+        </message>
+        <message>
+            <source>on-demand</source>
+            <translation>按需</translation>
+        </message>
+        <message>
+            <source>whole-layer prefetch</source>
+            <translation>整层预取</translation>
+        </message>
+        <message>
             <source>the other weights and the KV cache</source>
             <translation>其他权重和 KV 缓存</translation>
         </message>

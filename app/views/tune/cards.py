@@ -8,6 +8,7 @@ from PySide6.QtCore import QEvent, Qt, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QGridLayout, QLabel, QSizePolicy, QWidget
 
+from app.engine_words import said
 from app.models.plan_table import PlanTable
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.theme import use_tabular_figures
@@ -380,13 +381,13 @@ class PlanCard(Card):
         self.helps.setText(plan.what_helps)
         here = [one for one in plan.alternatives if one.runs_here][:3]
         if here:
-            said = ", ".join(
+            others = ", ".join(
                 self.tr("{0} {1}: {2}").format(
-                    plan.words(one.precision), one.policy, rough(one.speed.decode_tokens_per_s)
+                    said(plan.words(one.precision)), said(one.policy), rough(one.speed.decode_tokens_per_s)
                 )
                 for one in here
             )
-            self.others.setText(self.tr("Alternatives, in tokens/s: {0}.").format(said))
+            self.others.setText(self.tr("Alternatives, in tokens/s: {0}.").format(others))
         self.others.setVisible(bool(here))
 
     def _fill(self, plan: Plan | None, problem: str, model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication
 
+from app.engine_words import said
 from app.widgets.memory_bar import BarPart, TierBar, memory_parts
 from app.widgets.quantities import arithmetic, figures, memory, number, rate, rough
 from engine.planner.plan_parts import Plan, Speed
@@ -94,7 +95,7 @@ def _timed_words(speed: Speed) -> str:
 
 
 def plan_summary(plan: Plan) -> str:
-    parts = [plan.words(plan.precision), plan.policy]
+    parts = [said(plan.words(plan.precision)), said(plan.policy)]
     parts.append(
         translate("Tune", "1 thread")
         if plan.threads == 1
