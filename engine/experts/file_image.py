@@ -42,7 +42,6 @@ from engine.common.untrusted import parse_json, read_untrusted
 from engine.experts.direct_file import DirectFile
 from engine.hardware.disk import stays_connected
 from engine.hardware.surroundings import available_ram, count_as_used
-from engine.kernels.native.library import watch_file
 
 HUGE = 2 * 2**20
 """Bytes of a huge page, at a multiple of which the memory begins."""
@@ -98,8 +97,7 @@ class MappedFile:
             self.memory = mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._pages = np.frombuffer(self.memory, np.uint8)[::_PAGE]
         self._address = self._pages.ctypes.data
-        sentence = f"{file.path} became shorter, or its disk failed, while it was in use. {_WHAT_TO_DO}"
-        weakref.finalize(self.memory, watch_file(self._address, nbytes, sentence)).atexit = False
+        self._is_watched = False
         if is_held:
             _begin_use(self._address, nbytes)
             weakref.finalize(self.memory, _end_use, self._address).atexit = False
@@ -107,6 +105,15 @@ class MappedFile:
             self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own, it lets others run
             with contextlib.suppress(OSError):
                 self.memory.madvise(mmap.MADV_HUGEPAGE)  # also: in huge pages from the disk
+
+    def watch(self) -> None:
+        """From now on whoever reads what the file has lost ends with a sentence.  Idempotent.  Imports torch."""
+        if not self._is_watched:
+            from engine.kernels.native.library import watch_file
+
+            sentence = f"{self.file.path} became shorter, or its disk failed, while it was in use. {_WHAT_TO_DO}"
+            weakref.finalize(self.memory, watch_file(self._address, self.nbytes, sentence)).atexit = False
+            self._is_watched = True
 
     def read(self, begin: int, nbytes: int) -> None:
         """Until these bytes, which begin with a page, are there."""
@@ -244,6 +251,11 @@ class FileImage:
         except OSError:
             return False
         return _identity(now) == _identity(self._status)
+
+    def watch(self) -> None:
+        """See `MappedFile.watch`."""
+        if self._mapped is not None:
+            self._mapped.watch()
 
     def wait_for(self, end: int, patience_s: float | None = None) -> bool:
         """Until everything before the byte `end` is there, or for so long; whether it is."""

@@ -41,10 +41,12 @@ def _mapped(path: Path) -> MappedFile:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        return MappedFile(file, is_held=False)
+        mapped = MappedFile(file, is_held=False)
     except (OSError, ValueError) as error:
         file.close()
         raise unreadable(path, error if isinstance(error, OSError) else EOFError()) from error
+    mapped.watch()
+    return mapped
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.disk import load_prepared
 from engine.checkpoint.library import converted_path
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.common.files import holding
+from engine.common.files import take_lock
 from engine.experts.container import ContainerWriter, part_path
 from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
@@ -279,8 +280,12 @@ def test_two_at_once_make_it_once(mixtral: Path, tmp_path: Path) -> None:
 
 def test_while_another_program_makes_it_one_waits_and_can_be_cancelled(mixtral: Path, tmp_path: Path) -> None:
     path, asked = tmp_path / "tiny.gguf", iter(range(100))
-    with holding(path.with_name("tiny.gguf.lock"), 0.0, "busy"), pytest.raises(RequestCancelled):
-        converted(opened(mixtral), path, cancelled=lambda: next(asked) > 2)
+    with ThreadPoolExecutor(1) as other:
+        lock = other.submit(take_lock, path.with_name("tiny.gguf.lock"), 0.0).result()
+        assert lock is not None
+        with pytest.raises(RequestCancelled):
+            converted(opened(mixtral), path, cancelled=lambda: next(asked) > 2)
+        other.submit(lock.release).result()
     assert not path.exists()
 
 

@@ -97,8 +97,10 @@ from engine.experts.direct_file import DirectFile
 from engine.experts.file_image import MappedFile
 path = Path(sys.argv[1])
 others = MappedFile(DirectFile(path.with_name("other")))
+others.watch()
 del others
 mapped = MappedFile(DirectFile(path))
+mapped.watch()
 os.truncate(path, 2**16)
 mapped.memory[2**17]
 """

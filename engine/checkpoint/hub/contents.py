@@ -69,7 +69,7 @@ _USUAL = ("Q4_K_M", "UD-Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "
 _ASIDE = re.compile(r"(^|[-_.])(mmproj|projector|clip|imatrix|lora|adapter|draft|vocab)([-_.]|$)", re.IGNORECASE)
 """GGUF files that are no model."""
 SEES = re.compile(
-    r"qwen[-_.]?3[-_.]?[568]|qwen[-_.]?(2|2[-_.]?5|3)[-_.]?vl|gemma[-_.]?[34](?![-_.]?n)|glm[-_.]?4[-_.]?[156][-_.]?v|"
+    r"qwen[-_.]?3[-_.]?[568](?!b)|qwen[-_.]?(2|2[-_.]?5|3)[-_.]?vl|gemma[-_.]?[34](?![-_.]?n)|glm[-_.]?4[-_.]?[156][-_.]?v|"
     r"glm[-_.]?5[-_.]?3|kimi[-_.]?(vl|k2[-_.]?[56])|minimax[-_.]?m3|step[-_.]?3[-_.]?7|dots[-_.]?3[-_.]?note|"
     r"llama[-_.]?4|mistral[-_.]?small[-_.]?[34]|ministral[-_.]?3|magistral|devstral",
     re.IGNORECASE,

@@ -169,6 +169,7 @@ class TensorReader:
         for path in dict.fromkeys(whole):
             try:
                 self._images[path] = EARLY_READS.take(path)
+                self._images[path].watch()
             except (OSError, MemoryError) as error:
                 self.close()
                 if isinstance(error, OSError):
