@@ -163,6 +163,7 @@ def _run(app: Application, reports: CrashReports, files: list[str], begun: Calla
     if settings.serves_others:
         QTimer.singleShot(0, window, lambda: services.api_server.begin())
     gc.freeze()  # what is there by now is there for good: collections need not look through it
+    window.charts_loaded.connect(gc.freeze)  # and their modules, which took them 100 ms of this thread
     code = app.exec()
     services.client.close_now()
     services.store.close()

@@ -107,9 +107,10 @@ class MainWindow(QMainWindow):
         pages: those in the sidebar.
         first_run: the one that takes the chat's place as long as there is no model.
 
-    Signals: `closing`, before the window closes; `quitting`, before people close it by Quit.
+    Signals: `charts_loaded`, once; `closing`, before the window closes; `quitting`, before people close it by Quit.
     """
 
+    charts_loaded = Signal()
     closing = Signal()
     quitting = Signal()
 
@@ -261,7 +262,7 @@ class MainWindow(QMainWindow):
 
     def _begin_later(self) -> None:
         self.services.telemetry.start()
-        self._loading_charts.ask(load_charts)
+        self._loading_charts.ask(load_charts, lambda _done: self.charts_loaded.emit())
         downloads = self.services.downloads
         downloads.changed.connect(self._show_downloads)
         downloads.begin()
