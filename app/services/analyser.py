@@ -122,7 +122,7 @@ def last_stretch(history: History, tokens: int) -> Stretch | None:
     import numpy as np
 
     from app.services.history.history import of_last_kind
-    from engine.telemetry.lanes import BATCH_STEP, PICTURES
+    from engine.telemetry.lanes import BATCH_STEP
 
     steps = of_last_kind(history.last_steps(tokens + 50))[-tokens:]  # prefills are in between
     if len(steps):  # a batch step decodes many tokens
@@ -137,8 +137,8 @@ def last_stretch(history: History, tokens: int) -> Stretch | None:
     start_ns, end_ns = int(steps["start_ns"].min()), int(steps["end_ns"].max())
     spans, is_batch = history.spans_between(start_ns, end_ns), int(steps["name"][-1]) == BATCH_STEP
     # They are read with prompts, which lie before the tokens that answer them.
-    earlier = history.spans_between(max(since, start_ns - _PROMPTS_NS), end_ns)
-    pictures = earlier[(earlier["lane"] == PICTURES) & np.isin(earlier["request"], np.unique(steps["request"]))]
+    earlier = history.pictures_between(max(since, start_ns - _PROMPTS_NS), end_ns)
+    pictures = earlier[np.isin(earlier["request"], np.unique(steps["request"]))]
     return Stretch(steps, spans, others_between(history, start_ns, end_ns), is_batch, pictures)
 
 

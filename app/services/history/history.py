@@ -17,6 +17,7 @@ from engine.telemetry.lanes import (
     ELSEWHERE,
     JOB,
     PHASE,
+    PICTURES,
     PREFILL,
     PROMPT,
     QUEUED,
@@ -270,6 +271,7 @@ class History:
         self._spans = RecordHistory(most_spans, no_spans())
         self._steps = RecordHistory(most_steps, no_steps())
         self._requests = RecordHistory(MOST_REQUESTS, no_spans())
+        self._pictures = RecordHistory(MOST_REQUESTS, no_spans())
         self.places: dict[int, str] = {}
         """Which endpoint answers a request, by its number; for those that another server answers."""
         self._runs = RunHistory()
@@ -293,6 +295,8 @@ class History:
             if lane == PHASE:
                 continue
             mine = spans[spans["lane"] == lane]
+            if lane == PICTURES:
+                self._pictures.add(mine)
             for device in np.unique(mine["device"]).tolist() if lane in _PER_DEVICE else [0]:
                 if not 0 <= device < MOST_DEVICES:
                     continue
@@ -404,6 +408,10 @@ class History:
         watts = np.nan_to_num(gpu) + np.nan_to_num(cpu)
         return at.tolist(), [float(value) if there else None for value, there in zip(watts, known, strict=True)]
 
+    def pictures_between(self, start_ns: int, end_ns: int) -> Records:
+        """Spans of reading pictures: apart, as these are asked for over minutes on the window's thread."""
+        return self._pictures.between(start_ns, end_ns)
+
     def spans_between(self, start_ns: int, end_ns: int) -> Records:
         return self._spans.between(start_ns, end_ns)
 
@@ -432,6 +440,7 @@ class History:
         other._spans, other._steps = self._spans.copy(), self._steps.copy()
         other._runs, other._gauges = self._runs.copy(), self._gauges.copy()
         other._requests, other.places = self._requests.copy(), dict(self.places)
+        other._pictures = self._pictures.copy()
         other._sums = {name: series.copy() for name, series in self._sums.items()}
         for key, busy in self._busy.items():
             other._busy[key] = BusyTime()
