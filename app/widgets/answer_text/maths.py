@@ -113,10 +113,6 @@ class FormulaWriter(QObject):
         self._is_ready = False
         self._waiting: dict[Formula, list[_Place]] = {}
 
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._waiting)
-
     def write(
         self,
         cursor: QTextCursor,

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
@@ -254,10 +253,9 @@ def _question(rows: JobRows, loaded: LoadedModel, shape: ModelShape, machine: Ha
     cards, precision = loaded.devices.devices, loaded.info.precision
     is_shared = bool(loaded.devices.experts.ways)
     machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)), link=_as_observed(machine.link, loaded))
-    memory, sharing = min(each.memory.total for each in cards), "experts" if is_shared else "auto"
-    limits = Limits(
-        vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=cast("Sharing", sharing)
-    )
+    memory = min(each.memory.total for each in cards)
+    sharing: Sharing = "experts" if is_shared else "auto"
+    limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
     known = engine_costs(machine, shape, precision, limits.threads, cards=Cards.EXPERTS if is_shared else Cards.LAYERS)
     return question_of(machine, shape, limits, precision, rows, observed_of(loaded, known))
 
