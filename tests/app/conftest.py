@@ -63,9 +63,14 @@ def plans_are_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_stays_on_this_thread() -> Iterator[None]:
-    """As in the window; around the whole file, so that it holds until the threads of the last test have ended."""
+    """As in the window; around the whole file, so that it holds until the threads of the last test have ended.
+
+    What is left is collected here: a later test's thread would, and timers cannot be stopped from there.
+    """
     gc.disable()
     yield
+    gc.collect()
+    _delete_what_was_closed()
     gc.enable()
 
 
