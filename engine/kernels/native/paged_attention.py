@@ -96,7 +96,7 @@ class AttentionTerms:
 
 
 class PagedLayer:
-    """The pages of one attention layer, in RAM.
+    """The pages of one attention layer, in RAM or in a device's memory.
 
     Keys are [pages, kv_heads, PAGE_TOKENS, key_dim], values [pages, kv_heads, PAGE_TOKENS, value_dim].  Memory is not
     touched until tokens are added.
@@ -106,19 +106,27 @@ class PagedLayer:
             as fast as one piece; else a page's heads do, so that a page is moved as one.
         index_dim: width of the keys by which an index of important tokens is looked up, [pages, 1, PAGE_TOKENS,
             index_dim]; 0 without one.
+        place: the device whose memory they are; None for RAM.
     """
 
     def __init__(
-        self, shape: KvShape, kv_type: KvType, pages: int, *, by_head: bool = False, index_dim: int = 0
+        self,
+        shape: KvShape,
+        kv_type: KvType,
+        pages: int,
+        *,
+        by_head: bool = False,
+        index_dim: int = 0,
+        place: torch.device | None = None,
     ) -> None:
         self.shape, self.kv_type, self.by_head = shape, kv_type, by_head
-        index = torch.empty(pages, 1, PAGE_TOKENS, index_dim, dtype=kv_type.dtype) if index_dim else None
-        self.index = index
 
-        def empty(*rest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def empty(*rest: int, heads: int = shape.kv_heads, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             if by_head:
-                return torch.empty(shape.kv_heads, pages, PAGE_TOKENS, *rest, dtype=dtype).transpose(0, 1)
-            return torch.empty(pages, shape.kv_heads, PAGE_TOKENS, *rest, dtype=dtype)
+                return torch.empty(heads, pages, PAGE_TOKENS, *rest, dtype=dtype, device=place).transpose(0, 1)
+            return torch.empty(pages, heads, PAGE_TOKENS, *rest, dtype=dtype, device=place)
+
+        self.index = empty(index_dim, heads=1, dtype=kv_type.dtype) if index_dim else None
 
         self.keys = empty(shape.key_dim, dtype=kv_type.dtype)
         self.values = empty(shape.value_dim, dtype=kv_type.dtype)
@@ -146,6 +154,13 @@ class PagedLayer:
         if self.key_scales is not None and self.value_scales is not None:
             part.key_scales, part.value_scales = self.key_scales[:, cut], self.value_scales[:, cut]
         return part
+
+    def resize(self, pages: int) -> None:
+        """So many pages from now on, the first of which hold what they held: of those in a device's memory."""
+        assert not self.by_head
+        for name in ("keys", "values", "key_scales", "value_scales", "index"):
+            if (part := getattr(self, name)) is not None:
+                setattr(self, name, _resized(part, pages))
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
@@ -210,9 +225,9 @@ class StatePages:
         of both, or nothing at all."""
         made = cls(0, 0, (0,), pages)
         if recent is not None:
-            made.recent = torch.empty(pages, *recent.shape[1:], dtype=recent.dtype)
+            made.recent = recent.new_empty(pages, *recent.shape[1:])
         if state is not None:
-            made.states = torch.empty(pages, *state.shape[1:], dtype=state.dtype)
+            made.states = state.new_empty(pages, *state.shape[1:])
         return made
 
     @property
@@ -230,15 +245,25 @@ class StatePages:
         self.recent[target].copy_(self.recent[source])
         self.states[target].copy_(self.states[source])
 
+    def resize(self, pages: int) -> None:
+        """See `PagedLayer.resize`."""
+        self.recent, self.states = _resized(self.recent, pages), _resized(self.states, pages)
+
     def discard(self, pages: Sequence[int]) -> None:
         """See `PagedLayer.discard`."""
         for part in (self.recent, self.states):
-            if part.numel():
+            if part.numel() and part.device.type == "cpu":
                 _discard(part, pages)
 
     def held(self) -> PagesStruct:
         """The struct of the pages; it points into them."""
         return PagesStruct(self.recent.data_ptr(), self.states.data_ptr())
+
+
+def _resized(part: torch.Tensor, pages: int) -> torch.Tensor:
+    resized, kept = part.new_empty(pages, *part.shape[1:]), min(pages, len(part))
+    resized[:kept] = part[:kept]
+    return resized
 
 
 def _discard(part: torch.Tensor, pages: Sequence[int]) -> None:

@@ -29,9 +29,9 @@ from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
-from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
+from engine.runtime.decode.paged_steps import PagedSteps, has_pages, keeps_latents, packs_mixers
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.paged_cache import PagedCaches, PageRoom
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
@@ -118,8 +118,10 @@ class PackedModel:
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
-        if not packs_mixers(loaded):
-            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT, self._kv_type, self._states)
+        self._may_have_pages = has_pages(loaded) and policy.on_device == (loaded.devices is not None)
+        if not packs_mixers(loaded) or (policy.on_device and keeps_latents(loaded.model)):
+            left, may = policy.kv_bytes // _LEFT, self._may_have_pages
+            self.mixers = RowMixers(loaded, left, self._kv_type, self._states, may_have_pages=may)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
         self._native: NativeRows | None = None
@@ -140,7 +142,7 @@ class PackedModel:
         if loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
             apart = self.mixers.apart if self.mixers is not None else frozenset[Any]()
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
-        if policy.schedule is not HYBRID and self.mixers is None:
+        if policy.schedule is not HYBRID and self.mixers is None and not policy.on_device:
             self._pipeline = self._opened_pipeline()
         self.caches: PagedCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
@@ -155,6 +157,10 @@ class PackedModel:
         """See `PagePool`."""
         self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.own_caches else 0)) // self.page_bytes)
         """Pages that fit into the budget."""
+        if policy.on_device and loaded.devices is not None:
+            self.pages = PageRoom.most(loaded.devices, self.page_bytes)
+        self.room: PageRoom | None = None
+        """What pages take of devices, if they lie there."""
 
     def _opened_pipeline(self) -> DevicePipeline | None:
         """None where experts are computed as in a chat; where some of them come over a link, it is said why."""
@@ -193,6 +199,8 @@ class PackedModel:
             if self._native is not None:
                 self._native.allocate_states(states)
                 self.caches = self._native.caches()
+        if self._policy.on_device and self.caches is not None and (devices := self._loaded.devices) is not None:
+            self.room = PageRoom(devices, self.caches, pages_for(self.context_tokens))
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)
@@ -203,7 +211,7 @@ class PackedModel:
     def _shares_pages(self, pages: int, *, by_head: bool) -> bool:
         """Whether modules attend over the same pages as the library's cache of this model, which are allocated then."""
         is_native = self._native is not None and self._native.has_all
-        if is_native or self._read is None or not has_pages(self._loaded):
+        if is_native or self._read is None or not self._may_have_pages:
             return False
         caches = PagedCaches.like(self._read, self._kv_type, pages, 0, by_head=by_head)
         if caches is None or not self._states.attend_over(caches):
@@ -421,6 +429,8 @@ class PackedModel:
 
     def close(self) -> None:
         """Releases the device memory that sweeps use, and what rows left.  Safe to call twice."""
+        if self.room is not None:
+            self.room.release()
         if self.mixers is not None:
             self.mixers.forget()
         if self._pipeline is not None:

@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from engine.common import clock
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import FALLS
-from engine.common.sizes import rounded_down, rounded_up
-from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.decode.drafter import Drafter
 from engine.runtime.decode.generation import BeamModel, ProgressCallback, Reading, ReusedCallback, ignore_reused
@@ -626,7 +625,8 @@ class KvRoom:
                 wanted = grown_capacity(now, tokens, self._most_tokens)
                 capacity = tokens + min(wanted - tokens, self._spare_tokens(index, tokens, rows))
                 self._bound(cache, index, self._most_tokens if capacity == wanted else capacity)
-            self._resize(index, max(held[index], rows * (kv.fixed + capacity * kv.per_token)), tokens)
+            nbytes = max(held[index], rows * (kv.fixed + capacity * kv.per_token))
+            self._devices.resize_kv(index, self._reservations[index], nbytes, tokens)
 
     def count(self, cache: Cache | None) -> None:
         """After a forward: the bytes that are really held.
@@ -638,7 +638,8 @@ class KvRoom:
             return
         for index, nbytes in enumerate(self._held(cache)):
             if nbytes != self._reservations[index].nbytes:
-                self._resize(index, nbytes, cache.get_seq_length() if cache is not None else 0)
+                tokens = cache.get_seq_length() if cache is not None else 0
+                self._devices.resize_kv(index, self._reservations[index], nbytes, tokens)
 
     def release(self) -> None:
         """The cache is gone: its memory is the experts' again."""
@@ -651,12 +652,10 @@ class KvRoom:
     def _spare_tokens(self, index: int, tokens: int, rows: int) -> int:
         """Of more tokens than so many there is room for, those that leave as much to the steps' activations."""
         assert self._devices is not None
-        kv, experts, use = self._devices.kv[index], self._devices.experts, self._devices.devices[index].memory.use()
+        kv = self._devices.kv[index]
         if not kv.per_token:
             return self._most_tokens
-        there = use.total - use.used + self._reservations[index].nbytes
-        there += sum(cache.nbytes for cache in experts.caches[index])
-        there += sum(each.nbytes for each in experts.activations[index : index + 1])
+        there = self._devices.spare(index) + self._reservations[index].nbytes
         return max(0, there - rows * (kv.fixed + tokens * kv.per_token)) // (2 * rows * kv.per_token)
 
     def _bound(self, cache: Cache | None, index: int, most_tokens: int) -> None:
@@ -672,27 +671,6 @@ class KvRoom:
         for layer, nbytes in enumerate(cache_layer_bytes(cache)):
             held[self._devices.layers.of_cache_layer(layer)] += nbytes
         return held
-
-    def _resize(self, index: int, nbytes: int, tokens: int) -> None:
-        reservation = self._reservations[index]
-        assert self._devices is not None
-        try:
-            reservation.resize(nbytes)
-            return
-        except DeviceMemoryError as error:
-            short = error.asked - error.free + self._devices.devices[index].memory.excess
-            experts = self._devices.experts
-            if experts.give_back(index, short) < short and index < len(experts.activations):
-                experts.activations[index].shrink()  # what earlier steps needed: no step is under way
-        try:
-            reservation.resize(nbytes)
-        except DeviceMemoryError as error:
-            raise EngineError(
-                ErrorCode.NOT_ENOUGH_MEMORY,
-                f"A context of {tokens:,} tokens needs another {rounded_up(error.asked)} of "
-                f"{self._devices.devices[index].name}, which has {rounded_down(error.free)} left: start a new chat, "
-                "allow it more with --vram, or use --device cpu.",
-            ) from None
 
 
 def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
-from engine.kernels.native.paged_attention import KvType, PagedLayer, Piece, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.head_drafter import HeadDrafter
+from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
@@ -51,16 +52,21 @@ def packs_mixers(loaded: LoadedModel) -> bool:
 def has_pages(loaded: LoadedModel) -> bool:
     """Whether sequences of a model are computed over pages only, as far as these can hold what its layers keep."""
     return (
-        loaded.devices is None
-        and loaded.stream is None  # to see what attends, its layers would have to be read
+        loaded.stream is None  # to see what attends, its layers would have to be read
         and loaded.device.type == "cpu"
+        and loaded.graph_device is None
         and not getattr(loaded.model.config, "is_encoder_decoder", False)
         and exact_tokens(loaded.model) >= loaded.context_tokens
     )
 
 
+def keeps_latents(model: Any) -> bool:
+    """Whether attention keeps what its keys and values are made of."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
 class PagedSteps:
-    """Of one model on the CPU.
+    """Of one model.
 
     Attributes:
         chunk_tokens: how much of a prompt is computed at once.
@@ -74,10 +80,12 @@ class PagedSteps:
     def __init__(self, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> None:
         self._model, self._attending = loaded.model, attending
         self.is_native = _are_native(loaded)
-        self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._step = StepModel(loaded.model, loaded.context_tokens, has_card=loaded.devices is not None)
         self._caches, self._most_tokens = caches, loaded.context_tokens
         self._threads = torch.get_num_threads()
         self.chunk_tokens = loaded.chunk_tokens
+        self._device, self._has_card = loaded.device, loaded.devices is not None
+        self._pieces, self._set_aside = PromptPieces(loaded), ExitStack()
         self.guesses = loaded.speculates
         self._head = draft_head_of(loaded.model) if loaded.speculates else None
 
@@ -127,6 +135,18 @@ class PagedSteps:
         """Tokens that `write` computes together now."""
         return MOST_ROWS if self.is_native and self._step.rows_of(MOST_ROWS) is not None else 1
 
+    def at_once(self, left: int) -> int:
+        """How many of the tokens that are left of a prompt to read next; on a card, memory for them is set aside."""
+        self._set_aside.close()
+        return min(left, self._set_aside.enter_context(self._pieces.of(left, self.chunk_tokens)))
+
+    def reads_less(self, tokens: int) -> bool:
+        """After a piece of a prompt for which a card had no memory: from now on they are shorter, if they can be."""
+        if tokens <= PAGE_TOKENS or not self._has_card:
+            return False
+        self.chunk_tokens = min(self.chunk_tokens, max(PAGE_TOKENS, tokens // 2))
+        return True
+
     def read(
         self,
         ids: Sequence[int],
@@ -151,10 +171,10 @@ class PagedSteps:
         if len(ids) == 1 and start and given is None:
             return self.write(ids, [piece], [position])
         watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
-        with self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
+        with self._set_aside, self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
             if RECORDER.on:
                 RECORDER.forward()
-            tokens = torch.tensor([list(ids)]) if given is None else torch.empty(0)
+            tokens = torch.tensor([list(ids)], device=self._device) if given is None else torch.empty(0)
             logits, _ = self._step(tokens, self._caches.of(piece), position, given)
         if RECORDER.on:
             RECORDER.head()
@@ -184,7 +204,8 @@ class PagedSteps:
                 own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
                 with self._attending(Pieces([own])) if self._attending is not None else nullcontext():
                     cache = self._caches.of(own, passes=passes)
-                    singles.append(self._step(torch.tensor([[token]]), cache, positions[0] + place)[0])
+                    tokens = torch.tensor([[token]], device=self._device)
+                    singles.append(self._step(tokens, cache, positions[0] + place)[0])
             logits = torch.cat(singles)
         if RECORDER.on:
             RECORDER.head()
@@ -203,8 +224,11 @@ class PagedSteps:
 
 def _are_native(loaded: LoadedModel) -> bool:
     """Whether native calls compute steps."""
+    layers = decoder_layers(loaded.model)
+    if loaded.devices is not None and any(_has_state(layer.__dict__.get("forward")) for layer in layers):
+        return False  # states in pages are those of the library then
     return loaded.kernels is not None and all(
-        knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in decoder_layers(loaded.model)
+        knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers
     )
 
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from engine.devices.memory_budget import MemoryCategory
 from engine.families.library import BLOCK_INDEX
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
@@ -29,6 +30,7 @@ from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.narrow import narrowed, widened
 from engine.runtime.kv.parts import parts_of_pages
+from engine.runtime.load.devices import ModelDevices
 
 
 class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -39,17 +41,26 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         window: as the library's `sliding_window`; 0 without one.
 
     Args:
+        pages: those of the sequence, int64, where the layer's are.
         passes: whether attention is computed over the pages, and writes to them: it is handed tokens as they are.
     """
 
     def __init__(
-        self, paged: PagedLayer, struct: PagesStruct, window: int, piece: Piece, *, passes: bool = False
+        self,
+        paged: PagedLayer,
+        struct: PagesStruct,
+        window: int,
+        piece: Piece,
+        pages: torch.Tensor,
+        *,
+        passes: bool = False,
     ) -> None:
         super().__init__()
         self._passes = passes
         self.struct, self.window, self.sliding_window = struct, window, window
         self.is_sliding = bool(window)
         self._paged, self._piece = paged, piece
+        self._pages = pages
         self.cumulative_length = piece.held
 
     def take(self, tokens: int) -> Pieces | None:
@@ -72,8 +83,8 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         after = self.cumulative_length = held + key_states.shape[-2]
         if self._passes:
             return key_states, value_states
-        numbers = torch.arange(held, after)
-        pages, rows = self._piece.pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
+        numbers = torch.arange(held, after, device=self._pages.device)
+        pages, rows = self._pages[numbers // PAGE_TOKENS], numbers % PAGE_TOKENS
         paged = self._paged
         for states, part, scales in (
             (key_states, paged.keys, paged.key_scales),
@@ -96,7 +107,7 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     ) -> torch.Tensor:
         """[1, H, end - first, D]."""
         begin = first // PAGE_TOKENS
-        pages = self._piece.pages[begin : -(-end // PAGE_TOKENS)].long()
+        pages = self._pages[begin : -(-end // PAGE_TOKENS)]
         rows = slice(first - begin * PAGE_TOKENS, end - begin * PAGE_TOKENS)
         # By pages, which lie together; indexing another view would copy all pages that there are.
         stored = part.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, rows]
@@ -118,8 +129,8 @@ class PagedIndexedLayer(PagedCacheLayer):
 
     indexer_position_ids = None
 
-    def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece) -> None:
-        super().__init__(paged, struct, 0, piece)
+    def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece, pages: torch.Tensor) -> None:
+        super().__init__(paged, struct, 0, piece, pages)
         self._indexed = piece.held
 
     def update(
@@ -134,8 +145,8 @@ class PagedIndexedLayer(PagedCacheLayer):
         index, held = self._paged.index, self._indexed
         assert index is not None
         self._indexed = held + states.shape[1]
-        numbers = torch.arange(held, self._indexed)
-        index[self._piece.pages[numbers // PAGE_TOKENS].long(), 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
+        numbers = torch.arange(held, self._indexed, device=index.device)
+        index[self._pages[numbers // PAGE_TOKENS], 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
         return self._read(index, None, 0, self._indexed, index.dtype)[0]
 
     def update_index(self, states: torch.Tensor) -> torch.Tensor:
@@ -192,10 +203,7 @@ class PagedCaches:
 
     def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int]) -> None:
         self.layers, self.windows = layers, windows
-        self.structs = [
-            paged.held() if isinstance(paged, StatePages) else paged.held(window)
-            for paged, window in zip(layers, windows, strict=True)
-        ]
+        self._point()
         self._states = [paged for paged in layers if isinstance(paged, StatePages) and paged.page_bytes]
 
     @classmethod
@@ -220,13 +228,32 @@ class PagedCaches:
                 and layer.is_initialized
                 and (layer.keys.dtype == kv_type.dtype or (is_narrow and not windows[-1]))
             ):
-                made.append(PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head))
+                place = layer.keys.device
+                made.append(PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head, place=place))
             elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
-                made.append(PagedLayer(_shape_of(layer), own, pages, by_head=by_head, index_dim=index))
+                place = layer.keys.device
+                made.append(PagedLayer(_shape_of(layer), own, pages, by_head=by_head, index_dim=index, place=place))
             else:
                 return None
         return cls(made, windows)
+
+    def _point(self) -> None:
+        self.structs = [
+            paged.held() if isinstance(paged, StatePages) else paged.held(window)
+            for paged, window in zip(self.layers, self.windows, strict=True)
+        ]
+
+    @property
+    def are_of_card(self) -> bool:
+        """Whether they lie in memory that the CPU does not read."""
+        return any(part.device.type != "cpu" for paged in self.layers for part in parts_of_pages(paged))
+
+    def resize(self, pages: int, states: int) -> None:
+        """So many pages and states from now on; the first ones hold what they held."""
+        for paged in self.layers:
+            paged.resize(pages if isinstance(paged, PagedLayer) else states)
+        self._point()
 
     @property
     def page_bytes(self) -> int:
@@ -261,13 +288,15 @@ class PagedCaches:
         """A sequence's, for a forward of its next tokens; see `PagedCacheLayer`."""
         if piece.state != piece.next_state:
             self.copy_state(piece.state, piece.next_state)
+        places = {paged.keys.device for paged in self.layers if isinstance(paged, PagedLayer)}
+        pages = {place: piece.pages.to(place, torch.int64) for place in places}
         cache = DynamicCache()
         cache.layers = [
             _state_layer(paged, piece)
             if isinstance(paged, StatePages)
-            else PagedCacheLayer(paged, struct, window, piece, passes=passes)
+            else PagedCacheLayer(paged, struct, window, piece, pages[paged.keys.device], passes=passes)
             if paged.index is None
-            else PagedIndexedLayer(paged, struct, piece)
+            else PagedIndexedLayer(paged, struct, piece, pages[paged.keys.device])
             for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
         ]
         return cache
@@ -298,6 +327,61 @@ class PagedCaches:
         """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
             paged.discard(pages)
+
+
+class PageRoom:
+    """What pages take of a model's devices: as many have memory there as are in use.
+
+    Args:
+        caches: of the pages, all of which there may ever be if the CPU reads them: memory comes as it is written to.
+        longest: pages of the longest context, which there is room for once experts have given way.
+    """
+
+    def __init__(self, devices: ModelDevices, caches: PagedCaches, longest: int) -> None:
+        self._devices, self._caches, self._longest = devices, caches, longest
+        self._page, self._state = ([0] * len(devices.devices) for _ in range(2))
+        for number, paged in enumerate(caches.layers):
+            of_what = self._state if isinstance(paged, StatePages) else self._page
+            of_what[devices.layers.of_cache_layer(number)] += paged.page_bytes
+        self._reservations = [device.memory.reserve(0, MemoryCategory.KV) for device in devices.devices]
+        self.pages = self.states = 0
+        """That have memory."""
+
+    @staticmethod
+    def most(devices: ModelDevices, page_bytes: int) -> int:
+        """Pages that there is memory for on all devices, half of which stays for experts."""
+        whole = sum(kv.per_token for kv in devices.kv)
+        found = [
+            devices.spare(index) * whole // (2 * page_bytes * kv.per_token)
+            for index, kv in enumerate(devices.kv)
+            if kv.per_token
+        ]
+        return min(found, default=0)
+
+    def resize(self, pages: int, states: int) -> None:
+        """Memory for so many, and for some more where there is enough.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
+        """
+        if pages > self.pages:
+            wanted = max(pages, min(2 * self.pages, max(self._longest, pages + pages // 8)))
+            more = [self._devices.spare(index) // (2 * each) for index, each in enumerate(self._page) if each]
+            pages = min(wanted, pages + min(more, default=0))
+        for index, reservation in enumerate(self._reservations):
+            nbytes = pages * self._page[index] + states * self._state[index]
+            self._devices.resize_kv(index, reservation, nbytes, pages * PAGE_TOKENS)
+        if self._caches.are_of_card:
+            self._caches.resize(pages, states)
+        fewer, self.pages, self.states = pages < self.pages, pages, states
+        if fewer:
+            self._devices.experts.take_back()
+
+    def release(self) -> None:
+        """The pages are gone: their memory is the experts' again."""
+        for reservation in self._reservations:
+            reservation.release()
+        self._devices.experts.take_back()
 
 
 def index_of(layer: Any) -> int | None:

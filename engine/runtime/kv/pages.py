@@ -6,8 +6,9 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 
 Prefix = bytes
@@ -42,6 +43,19 @@ class PageKind(NamedTuple):
     discard_states: Discard = _keep
 
 
+class Room(Protocol):
+    """Memory of pages and states.
+
+    Attributes:
+        pages, states: so many of the first have any.
+    """
+
+    pages: int
+    states: int
+
+    def resize(self, pages: int, states: int) -> None: ...
+
+
 class PagePool:
     """Pages 0 to `capacity` - 1.
 
@@ -57,10 +71,13 @@ class PagePool:
         beside: how many pages' memory a row takes for what it has beside its pages, without which nobody can go on from
             these: they are not shared; `None` if pages are all that it has.
         state_weight: pages whose memory a state takes; 0 without any.
+        room: what gives memory to the first pages and states, where it does not come by itself.
     """
 
-    def __init__(self, capacity: int, beside: int | None = None, state_weight: int = 0) -> None:
-        self.capacity, self.state_weight = capacity, state_weight
+    def __init__(
+        self, capacity: int, beside: int | None = None, state_weight: int = 0, room: Room | None = None
+    ) -> None:
+        self.capacity, self.state_weight, self._room = capacity, state_weight, room
         self.beside, self.shares = beside or 2 * state_weight, beside is None
         self.states = capacity // state_weight if state_weight else 0
         """How many states there can be."""
@@ -133,10 +150,14 @@ class PagePool:
         self._reserved -= pages
 
     def take(self, kind: PageKind = PageKind()) -> int:  # noqa: B008 - it cannot be changed
-        """Takes a page out of a reservation."""
+        """Takes a page out of a reservation.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: a device has none for it.
+        """
         assert self._reserved > 0
-        self._reserved -= 1
         page = self._free_page()
+        self._reserved -= 1
         self._holders[page] = 1
         if self.touched.get(page, kind.discard) != kind.discard:
             self.discard([page])
@@ -150,12 +171,28 @@ class PagePool:
                 return page
             self._free_states.append(-1 - page)
             _discard(self.touched_states, [-1 - page])
+        room = self._room
+        if room is not None and (wanted := self._free[-1] + 1) > room.pages:
+            try:
+                room.resize(wanted, room.states)
+            except EngineError:
+                if not self.idle:
+                    raise
+                while (page := self._oldest_idle()) < 0:
+                    self._free_states.append(-1 - page)
+                return page
         return self._free.pop()
+
+    def fit(self) -> None:
+        """Gives up what the last pages and states have of memory, if none of them holds anything and they are many."""
+        if self._room is not None:
+            pages, states = (max(held, default=-1) + 1 for held in (self.touched, self.touched_states))
+            if 2 * pages < self._room.pages or states < self._room.states:
+                self._room.resize(pages, states)
 
     def take_state(self, kind: PageKind) -> int:
         """Takes a state out of a reservation of its weight."""
         assert self._reserved >= self.state_weight
-        self._reserved -= self.state_weight
         pages = list[int]()
         while not self._free_states or self.filled + self.state_weight > self.capacity:
             page = self._oldest_idle()
@@ -165,6 +202,9 @@ class PagePool:
             else:
                 self._free_states.append(-1 - page)
         self.discard(pages)
+        if self._room is not None and (wanted := self._free_states[-1] + 1) > self._room.states:
+            self._room.resize(self._room.pages, wanted)
+        self._reserved -= self.state_weight
         state = self._free_states.pop()
         self._state_holders[state] = 1
         if self.touched_states.get(state, kind.discard_states) != kind.discard_states:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.experts.activations import Activations
@@ -229,6 +230,35 @@ class ModelDevices:
                 raise DeviceMemoryError(device.name, MemoryCategory.KV, least, max(left, 0))
             room = min(room, (left - kv.fixed) // kv.per_token) if kv.per_token else room
         return room
+
+    def spare(self, index: int) -> int:
+        """Bytes of a device that are free, or that experts and what steps needed would give up."""
+        use, experts = self.devices[index].memory.use(), self.experts
+        held = sum(cache.nbytes for cache in experts.caches[index])
+        return use.total - use.used + held + sum(each.nbytes for each in experts.activations[index : index + 1])
+
+    def resize_kv(self, index: int, reservation: Reservation, nbytes: int, tokens: int) -> None:
+        """Memory of a device for a context of so many tokens, from experts if need be; no step may be under way.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
+        """
+        try:
+            reservation.resize(nbytes)
+            return
+        except DeviceMemoryError as error:
+            short, experts = error.asked - error.free + self.devices[index].memory.excess, self.experts
+            if experts.give_back(index, short) < short and index < len(experts.activations):
+                experts.activations[index].shrink()  # what earlier steps needed
+        try:
+            reservation.resize(nbytes)
+        except DeviceMemoryError as error:
+            raise EngineError(
+                ErrorCode.NOT_ENOUGH_MEMORY,
+                f"A context of {tokens:,} tokens needs another {rounded_up(error.asked)} of "
+                f"{self.devices[index].name}, which has {rounded_down(error.free)} left: start a new chat, "
+                "allow it more with --vram, or use --device cpu.",
+            ) from None
 
     def shrink(self) -> bool:
         """After a device has run out of memory: gives up a quarter of the slots, for good if nobody holds the rest."""

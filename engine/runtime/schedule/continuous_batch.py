@@ -97,8 +97,8 @@ class ContinuousBatch(Lane):
             if exact:
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             pages = min(pages, most_pages or pages)
-            self.pool = PagePool(pages, model.pages_beside, state_weight)
-            model.allocate(pages, self.pool.states, by_head=exact)
+            model.allocate(pages, pages // state_weight if state_weight else 0, by_head=exact)
+            self.pool = PagePool(pages, model.pages_beside, state_weight, model.room)
             self.exact = model.exact_steps() if exact else None
             self._kind = PageKind(discard=model.discard, discard_states=model.discard_states)
         else:
@@ -356,7 +356,7 @@ class ContinuousBatch(Lane):
         work, self._work = self._work, []
         if any(each.is_piggybacked for each in work):
             self.piggybacked = _nobody
-        elif work and self._model.lighten():
+        elif work and (self._model.lighten() or self._reads_less(work)):
             pass
         elif len(work) > 1:
             self._most_rows = max(1, len(self.rows) // 2)
@@ -370,6 +370,10 @@ class ContinuousBatch(Lane):
             row = work[0].row
             self._leave(row).on_row(row.answer(error=_no_memory(row)))
         return bool(work)
+
+    def _reads_less(self, work: list[Work]) -> bool:
+        first, exact = work[0], self.exact
+        return exact is not None and first.is_exact and first.row.is_reading and exact.reads_less(first.tokens)
 
     def _end_sweep(self) -> None:
         """No row has advanced: what was computed of it is computed again."""
@@ -502,7 +506,7 @@ class ContinuousBatch(Lane):
         writing = [row for row in self.rows if not row.is_reading]
         most = exact.most_rows
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
-        most_read = min(exact.chunk_tokens, len(only.prompt) - only.held) if only is not None else 0
+        most_read = exact.at_once(len(only.prompt) - only.held) if only is not None else 0
         if only is not None and (tokens := self._up_to(only, most_read)):
             yield [Work(only, tokens, is_exact=True)]
         shared = [row for row in reading if row is not only and not row.request.repeats]
@@ -723,9 +727,12 @@ class ContinuousBatch(Lane):
             kept.ram_budget // self._model.page_bytes if kept is not None else 0,
         )
         held = self.pool.held + self.pool.held_states * self.pool.state_weight
+        if self._policy.on_device:  # room for a context is nobody else's
+            most = max(most, pages_for(self._model.context_tokens))
         too_many = self.pool.has_memory - held - most
         if too_many > 0:
             self.pool.give_back(too_many)
+        self.pool.fit()
 
     def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
         layout, states = BlockLayout.of_pages(caches.layers), row.states

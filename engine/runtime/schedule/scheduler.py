@@ -24,6 +24,7 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import FALLS
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
+from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
@@ -439,8 +440,7 @@ class Scheduler:
         if self._together is None and not self._apart:
             policy = replace(policy_for(self.loaded), ahead=AHEAD_TOKENS)
             try:
-                model = PackedModel(self.loaded, policy)
-                self._together = ContinuousBatch(model, policy, kept=self._kept, keeps=True, exact=True)
+                self._together = self._on_device(policy) or self._over_pages(policy)
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
@@ -448,6 +448,21 @@ class Scheduler:
             self._together.make_room = self._forget_what_is_over
             self._together.is_short = self._are_short
         return self._together
+
+    def _on_device(self, policy: BatchPolicy) -> ContinuousBatch | None:
+        """Over pages of the model's devices; None if these do not hold what its layers keep."""
+        if not self._are_exact or self.loaded.devices is None:
+            return None
+        with suppress(LookupError):
+            found = self._over_pages(replace(policy, on_device=True, schedule=HYBRID))
+            if found.exact is not None:
+                return found
+            found.free()
+        return None
+
+    def _over_pages(self, policy: BatchPolicy) -> ContinuousBatch:
+        model = PackedModel(self.loaded, policy)
+        return ContinuousBatch(model, policy, kept=self._kept, keeps=True, exact=True)
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[Lane, str]:
         """Where jobs are answered: over the pages of requests.
