@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -186,7 +187,7 @@ class PagedLayer:
     @property
     def page_bytes(self) -> int:
         """Of a page."""
-        index = self.index[:1].nbytes if self.index is not None else 0
+        index = math.prod(self.index.shape[1:]) * self.index.element_size() if self.index is not None else 0
         return self.shape.page_bytes(self.kv_type) + index
 
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
@@ -221,19 +222,19 @@ class StatePages:
 
     @classmethod
     def like(cls, recent: torch.Tensor | None, state: torch.Tensor | None, pages: int) -> StatePages:
-        """Pages of what a layer of the library holds of a sequence, [1, channels, taps] and [1, ...]; it may have one
-        of both, or nothing at all."""
+        """Pages of what a layer of the library holds of a sequence, [1, channels, taps] and [1, ...], where that is; it
+        may have one of both, or nothing at all.  In a card's memory there are none yet: see `resize`."""
         made = cls(0, 0, (0,), pages)
         if recent is not None:
-            made.recent = recent.new_empty(pages, *recent.shape[1:])
+            made.recent = recent.new_empty(pages if recent.device.type == "cpu" else 0, *recent.shape[1:])
         if state is not None:
-            made.states = state.new_empty(pages, *state.shape[1:])
+            made.states = state.new_empty(pages if state.device.type == "cpu" else 0, *state.shape[1:])
         return made
 
     @property
     def page_bytes(self) -> int:
         """Of a sequence's state."""
-        return sum(part[:1].numel() * part.element_size() for part in (self.recent, self.states))
+        return sum(math.prod(part.shape[1:]) * part.element_size() for part in (self.recent, self.states))
 
     def clear(self, page: int) -> None:
         """Makes a page that of no tokens."""

@@ -24,14 +24,15 @@ from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
+from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
-from engine.runtime.decode.paged_steps import PagedSteps, has_pages, keeps_latents, packs_mixers
+from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.paged_cache import PagedCaches, PageRoom
+from engine.runtime.kv.paged_cache import PagedCaches, PageRoom, keeps_latents
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
@@ -161,6 +162,11 @@ class PackedModel:
             self.pages = PageRoom.most(loaded.devices, self.page_bytes)
         self.room: PageRoom | None = None
         """What pages take of devices, if they lie there."""
+        self.logits_place = loaded.device if policy.on_device else torch.device("cpu")
+        """Where a sweep's are."""
+        self._attention = dict[torch.device, PagedAttention]()
+        self._placed: tuple[Pieces, PlacedRows] | None = None
+        self._generation = 0
 
     def _opened_pipeline(self) -> DevicePipeline | None:
         """None where experts are computed as in a chat; where some of them come over a link, it is said why."""
@@ -186,6 +192,7 @@ class PackedModel:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
             is_over_pages = self._loaded.kernels is not None and (self.mixers is None or self.mixers.attends_over_pages)
+            is_over_pages = is_over_pages and not self.caches.are_of_card
             self._exact = PagedSteps.of(self._loaded, self.caches, self._attending if is_over_pages else None)
         return self._exact
 
@@ -332,7 +339,7 @@ class PackedModel:
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
                 own = [piece for _row, piece in pieces]
-                is_swept = len(own) > 1 and not self._exact.is_native
+                is_swept = len(own) > 1 and not self._exact.is_native and self._exact.most_rows == 1
                 logits = (self._beams if is_swept else self._exact.write)(ids, own, positions)
         begin = 0
         for each in work if heard else ():
@@ -351,7 +358,10 @@ class PackedModel:
             recording = (
                 self.mixers.record_pieces([[token] for token in ids], positions, own)
                 if self.mixers is not None
-                else self._layers.record(torch.tensor([ids]), torch.tensor([positions]))
+                else self._layers.record(
+                    torch.tensor([ids], device=self._loaded.device),
+                    torch.tensor([positions], device=self._loaded.device),
+                )
             )
         batch = _MicroBatch(own, recording, recording.hidden, list(range(len(ids))))
         for index in range(len(self._layers)):
@@ -410,14 +420,32 @@ class PackedModel:
 
     @contextmanager
     def _where_pages_are(self) -> Iterator[None]:
-        """Without a schedule attention is computed in RAM, unless some of the pages are on the device."""
-        pipeline = self._pipeline
+        """Without a schedule attention is computed in RAM, unless pages, or some of them, are on the device."""
+        pipeline, caches = self._pipeline, self.caches
         if pipeline is not None and pipeline.keeps_pages:
             self._states.elsewhere = pipeline.attend_now
+        elif self.mixers is None and caches is not None and caches.are_of_card:
+            if self._generation != caches.generation:
+                self._generation = caches.generation
+                self._states.attend_over(caches)
+            self._states.elsewhere = self._attend_there
         try:
             yield
         finally:
             self._states.elsewhere = None
+
+    def _attend_there(
+        self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention over pages in a device's memory, see `PagedStates.elsewhere`."""
+        pieces, place = self._states.pieces, queries.device
+        assert pieces is not None
+        if self._placed is None or self._placed[0] is not pieces:
+            self._placed = pieces, PlacedRows(pieces)
+        attention = self._attention.setdefault(place, PagedAttention(place, None))
+        states = (each[0].transpose(0, 1).contiguous() for each in (queries, keys, values))
+        layer, terms = self._states.layer_of(module)[0], self._states.terms_of(module)
+        return attention.attend(layer, terms, self._placed[1], *states)[None]
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -429,6 +457,8 @@ class PackedModel:
 
     def close(self) -> None:
         """Releases the device memory that sweeps use, and what rows left.  Safe to call twice."""
+        if self._exact is not None:
+            self._exact.close()
         if self.room is not None:
             self.room.release()
         if self.mixers is not None:
@@ -532,7 +562,7 @@ class PackedModel:
         if not hidden.shape[1]:
             return torch.empty(0)
         with self._attending(None):
-            logits = (self._native or self._layers).logits(hidden).cpu()
+            logits = (self._native or self._layers).logits(hidden).to(self.logits_place)
         # Micro-batches are not in row order.
         order = [each for part in parts for each in part if each.wants_logits]
         wanted = [each for each in work if each.wants_logits]

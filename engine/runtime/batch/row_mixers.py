@@ -115,7 +115,7 @@ class RowMixers(DecoderLayers):
         self._states = states
         with torch.inference_mode():
             try:
-                may_attend = loaded.kernels is not None and not has_index(loaded.model)
+                may_attend = loaded.kernels is not None and loaded.device.type == "cpu" and not has_index(loaded.model)
                 with paged(states, configs_of(loaded.model)) if may_attend else nullcontext():
                     self._mixers, self._read = self._probe()
             except LookupError:  # it attends in another way

@@ -17,11 +17,9 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.decode.drafter import Drafter
 from engine.runtime.decode.generation import BeamModel, ProgressCallback, Reading, ReusedCallback, ignore_reused
-from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
-from engine.runtime.decode.tabled_attention import tabled_attention
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import from_cache, into_cache
@@ -49,8 +47,8 @@ SNAPSHOT_TOKENS = 16
 """How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
 prefix of a prompt asked again, or followed by another turn, lie but a few tokens that the chat template added."""
 
-_CAPTURED, _DRAFTS = "A captured step", "The layer that drafts"
-"""What gives way where pictures are read."""
+_DRAFTS = "The layer that drafts"
+"""Gives way where pictures are read."""
 _FEWEST_APART = 8 * BLOCK_TOKENS
 """Between two snapshots in the middle of a prompt."""
 _MOST_SNAPSHOTS = 8
@@ -77,13 +75,6 @@ class KvSession:
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._device = loaded.device
         self._devices = loaded.devices
-        captures = loaded.graph_device
-        self.graphs: GraphedSteps | None = None
-        if captures is not None:
-            places = [device.torch_device for device in loaded.devices.devices] if loaded.devices is not None else []
-            tabled = tabled_attention(loaded.model, places, loaded.context_tokens)
-            tokens = loaded.devices.experts.tokens if loaded.devices is not None else None
-            self.graphs = GraphedSteps(self._step, captures, tabled, tokens)
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
         head = draft_head_of(loaded.model) if guesses and loaded.speculates else None
@@ -131,7 +122,6 @@ class KvSession:
         """Offers all that is held to those who come later, until it is needed for something else."""
         cache, kept = self.cache, self._kept
         if cache is not None and kept is not None:
-            self._leave_graphs()
             layout = BlockLayout.of_cache(cache, len(self._ids))
             if layout is not None:
                 kept.offer(self, self._ids, layout, from_cache(cache, layout), self.chat)
@@ -146,8 +136,6 @@ class KvSession:
         """Frees the cache."""
         if self._kept is not None:
             self._kept.withdraw(self)
-        if self.graphs is not None:
-            self.graphs.forget()
         if self._drafter is not None:
             self._drafter.clear()
         self._cache = None
@@ -183,7 +171,6 @@ class KvSession:
             RequestCancelled: asked for between two chunks; what was computed so far serves the next prompt.
         """
         self._beam_room.release()
-        self._leave_graphs()
         restart_angles(self._model)
         self.layout = self._sight.layout(prompt) if self._sight is not None else None
         self._say_falls()
@@ -238,14 +225,10 @@ class KvSession:
     def _say_falls(self) -> None:
         """What cannot be done behind pictures gives way, and says so."""
         drafter = self._drafter
-        for what, is_there, instead in (
-            (_CAPTURED, self.graphs is not None and bool(self._shift), "single launches"),
-            (_DRAFTS, drafter is not None and self.layout is not None, "tokens one by one"),
-        ):
-            if is_there:
-                FALLS.say(what, instead, "it knows no positions behind pictures")
-            else:
-                FALLS.is_over(what)
+        if drafter is not None and self.layout is not None:
+            FALLS.say(_DRAFTS, "tokens one by one", "it knows no positions behind pictures")
+        else:
+            FALLS.is_over(_DRAFTS)
         if drafter is not None and self.layout is not None:
             drafter.clear()
 
@@ -258,13 +241,11 @@ class KvSession:
         """Whether `several` computes so many tokens now, and `take_back` forgets them exactly.
 
         Each comes out as from `step`, bit by bit where the native kernels compute the step; the library, which does so
-        for models with a draft head, may sum in another order.  None does where steps are captured: on a card a further
-        token is worth a third to two thirds of a step (`docs/step-time.md`), which guesses rarely are.
+        for models with a draft head, may sum in another order.
         """
         after = len(self._ids) + tokens
         return (
-            self.graphs is None
-            and after <= min(self._context_tokens, self._exact)
+            after <= min(self._context_tokens, self._exact)
             and not self._crosses(len(self._ids), after)
             and (self._step.takes(tokens, self._cache) or self._sweeps(tokens))
         )
@@ -334,7 +315,6 @@ class KvSession:
         """`width` sequences that start with what is held; this cache stays as it is."""
         assert self._cache is not None
         assert self._whole
-        self._leave_graphs()
         room = self._beam_room
         return BeamCache(self._step, self._cache, len(self._ids), width, self._device, room, self._shift)
 
@@ -344,14 +324,9 @@ class KvSession:
         self._room.make(self._cache, held + len(ids))
         try:
             with self._listening():
-                captured = self.graphs if len(ids) == 1 and not self._shift else None
-                again = captured.step(tokens, self._cache, held) if captured is not None else None
-                if again is not None:
-                    logits = again
-                else:
-                    layout = self.layout
-                    given = layout.given(held, ids, self._model) if layout is not None else None
-                    logits, self._cache = self._step(tokens, self._cache, self._position(held), given)
+                layout = self.layout
+                given = layout.given(held, ids, self._model) if layout is not None else None
+                logits, self._cache = self._step(tokens, self._cache, self._position(held), given)
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 raise
@@ -379,10 +354,6 @@ class KvSession:
         self._fitting_tokens = max(PAGE_TOKENS, tokens // 2)
         self._chunk_tokens = min(self._chunk_tokens, self._fitting_tokens)
         return True
-
-    def _leave_graphs(self) -> None:
-        if self.graphs is not None:
-            self.graphs.leave()
 
     def _compute_again(self, ids: list[int]) -> torch.Tensor:
         """With the experts in less memory than before; logits after the last of `ids`."""

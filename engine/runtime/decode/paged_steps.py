@@ -11,11 +11,14 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
+from engine.kernels.gpu.attention_proof import attention_of
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
+from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
+from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
@@ -53,16 +56,10 @@ def has_pages(loaded: LoadedModel) -> bool:
     """Whether sequences of a model are computed over pages only, as far as these can hold what its layers keep."""
     return (
         loaded.stream is None  # to see what attends, its layers would have to be read
-        and loaded.device.type == "cpu"
-        and loaded.graph_device is None
+        and loaded.device.type != "mps"  # which shares the memory of the CPU, and has no kernel that attends over pages
         and not getattr(loaded.model.config, "is_encoder_decoder", False)
         and exact_tokens(loaded.model) >= loaded.context_tokens
     )
-
-
-def keeps_latents(model: Any) -> bool:
-    """Whether attention keeps what its keys and values are made of."""
-    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
 
 
 class PagedSteps:
@@ -87,6 +84,21 @@ class PagedSteps:
         self._device, self._has_card = loaded.device, loaded.devices is not None
         self._pieces, self._set_aside = PromptPieces(loaded), ExitStack()
         self.guesses = loaded.speculates
+        self.graphs: GraphedSteps | None = None
+        """What repeats steps on a card."""
+        if loaded.graph_device is not None and loaded.devices is not None:
+            places = {device.torch_device: attention_of(device.torch_device) for device in loaded.devices.devices}
+            kernels = {place: kernel for place, kernel in places.items() if kernel is not None}
+            self.graphs = GraphedSteps(
+                self._step,
+                loaded.graph_device,
+                caches,
+                loaded.context_tokens,
+                TabledAttention(loaded.model, kernels if len(kernels) == len(places) else {}, loaded.context_tokens),
+                self._one_by_one,
+                takes_rows=family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows,
+                tokens=loaded.devices.experts.tokens,
+            )
         self._head = draft_head_of(loaded.model) if loaded.speculates else None
 
     @staticmethod
@@ -133,7 +145,15 @@ class PagedSteps:
     @property
     def most_rows(self) -> int:
         """Tokens that `write` computes together now."""
+        if self.graphs is not None:
+            return self.graphs.most
         return MOST_ROWS if self.is_native and self._step.rows_of(MOST_ROWS) is not None else 1
+
+    def close(self) -> None:
+        """Frees what is held for steps that are repeated."""
+        self._set_aside.close()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def at_once(self, left: int) -> int:
         """How many of the tokens that are left of a prompt to read next; on a card, memory for them is set aside."""
@@ -196,20 +216,26 @@ class PagedSteps:
         step = self._step.rows_of(len(ids)) if self.is_native else None
         if step is not None:
             logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
+        elif self.graphs is not None and (repeated := self.graphs.step(ids, places, pieces)) is not None:
+            logits = repeated
         else:  # the library computes, or somebody listens to layers
-            (piece,) = pieces
-            singles, state, passes = list[torch.Tensor](), piece.state, self._attending is not None
-            for place, token in enumerate(ids):
+            logits = self._one_by_one(ids, pieces, positions)
+        if RECORDER.on:
+            RECORDER.head()
+        return logits
+
+    def _one_by_one(self, ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
+        singles, passes, left = list[torch.Tensor](), self._attending is not None, iter(ids)
+        for piece, position in zip(pieces, positions, strict=True):
+            state = piece.state
+            for place in range(piece.tokens):
                 held = piece.held + place
                 own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
                 with self._attending(Pieces([own])) if self._attending is not None else nullcontext():
                     cache = self._caches.of(own, passes=passes)
-                    tokens = torch.tensor([[token]], device=self._device)
-                    singles.append(self._step(tokens, cache, positions[0] + place)[0])
-            logits = torch.cat(singles)
-        if RECORDER.on:
-            RECORDER.head()
-        return logits
+                    token = torch.tensor([[next(left)]], device=self._device)
+                    singles.append(self._step(token, cache, position + place)[0])
+        return torch.cat(singles)
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:
@@ -227,6 +253,8 @@ def _are_native(loaded: LoadedModel) -> bool:
     layers = decoder_layers(loaded.model)
     if loaded.devices is not None and any(_has_state(layer.__dict__.get("forward")) for layer in layers):
         return False  # states in pages are those of the library then
+    if loaded.device.type != "cpu" or loaded.graph_device is not None:
+        return False
     return loaded.kernels is not None and all(
         knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers
     )

@@ -88,6 +88,11 @@ class StepModel:
         self._angles_grow = "dynamic" in kinds_by_length(model) and context_tokens > trained
 
     @property
+    def model(self) -> Any:
+        """The library's."""
+        return self._model
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the model's own operators compute in; logits may be in float32 all the same."""
         dtype: torch.dtype = self._model.dtype
@@ -133,12 +138,7 @@ class StepModel:
         end = start + count
         if end > self._positions.shape[1]:
             self._positions = self._lay_out(2 * end)
-        extra: dict[str, Any] = {"logits_to_keep": count} if self._last_only else {}
-        if self._wants_positions:
-            extra["position_ids"] = self._positions[:, start:end]
-        output = self._model(input_ids=tokens, cache=cache, use_cache=True, return_dict=True, **extra)
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return self._all_logits(tokens, self._positions[:, start:end], cache)
 
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
@@ -179,6 +179,21 @@ class StepModel:
         return self._of_library(
             {"input_ids": tokens, "position_ids": positions} if self._wants_positions else {"input_ids": tokens}, cache
         )
+
+    def rows_at(self, positions: torch.Tensor, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Logits [q, V] after each of tokens [1, q] at these positions, which may be of several sequences."""
+        count = tokens.shape[1]
+        if count == 1:
+            return self.at(positions, tokens, cache)[0]
+        return self._all_logits(tokens, positions, cache)
+
+    def _all_logits(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+        extra: dict[str, Any] = {"logits_to_keep": tokens.shape[1]} if self._last_only else {}
+        if self._wants_positions:
+            extra["position_ids"] = positions
+        output = self._model(input_ids=tokens, cache=cache, use_cache=True, return_dict=True, **extra)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def _of_library(self, given: Mapping[str, Any], cache: Cache | None) -> tuple[torch.Tensor, Cache]:
         with self._last_row_only():

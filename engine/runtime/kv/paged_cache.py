@@ -203,13 +203,17 @@ class PagedCaches:
 
     def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int]) -> None:
         self.layers, self.windows = layers, windows
+        self.generation = 0
+        """Another one whenever they get other memory."""
         self._point()
         self._states = [paged for paged in layers if isinstance(paged, StatePages) and paged.page_bytes]
 
     @classmethod
     def like(cls, cache: Any, kv_type: KvType, pages: int, states: int, *, by_head: bool = False) -> PagedCaches | None:
-        """So many pages of what the library's cache has of its layers, of which it has read a token; None if pages
-        cannot hold all of that.
+        """So many pages of what the library's cache has of its layers, of which it has read a token, where these are;
+        None if pages cannot hold all of that.
+
+        In a card's memory there are none yet: see `resize`.
 
         Args:
             kv_type: of keys and values.
@@ -228,12 +232,10 @@ class PagedCaches:
                 and layer.is_initialized
                 and (layer.keys.dtype == kv_type.dtype or (is_narrow and not windows[-1]))
             ):
-                place = layer.keys.device
-                made.append(PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head, place=place))
+                made.append(_pages_like(layer, kv_type, pages, by_head=by_head))
             elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
-                place = layer.keys.device
-                made.append(PagedLayer(_shape_of(layer), own, pages, by_head=by_head, index_dim=index, place=place))
+                made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
             else:
                 return None
         return cls(made, windows)
@@ -253,6 +255,7 @@ class PagedCaches:
         """So many pages and states from now on; the first ones hold what they held."""
         for paged in self.layers:
             paged.resize(pages if isinstance(paged, PagedLayer) else states)
+        self.generation += 1
         self._point()
 
     @property
@@ -367,7 +370,7 @@ class PageRoom:
         if pages > self.pages:
             wanted = max(pages, min(2 * self.pages, max(self._longest, pages + pages // 8)))
             more = [self._devices.spare(index) // (2 * each) for index, each in enumerate(self._page) if each]
-            pages = min(wanted, pages + min(more, default=0))
+            pages = min(wanted, pages + max(0, min(more, default=0)))
         for index, reservation in enumerate(self._reservations):
             nbytes = pages * self._page[index] + states * self._state[index]
             self._devices.resize_kv(index, reservation, nbytes, pages * PAGE_TOKENS)
@@ -400,9 +403,21 @@ def has_index(model: Any) -> bool:
     return cache is not None and any(index_of(layer) is not None for layer in cache.layers)
 
 
+def keeps_latents(model: Any) -> bool:
+    """Whether attention keeps what its keys and values are made of."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
 def _shape_of(layer: Any) -> KvShape:
     heads = layer.keys.shape[1]
     return KvShape(heads, heads, layer.keys.shape[-1], layer.values.shape[-1])
+
+
+def _pages_like(layer: Any, kv_type: KvType, pages: int, *, by_head: bool, index_dim: int = 0) -> PagedLayer:
+    place = layer.keys.device
+    if place.type == "cpu":
+        return PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head, index_dim=index_dim)
+    return PagedLayer(_shape_of(layer), kv_type, 0, index_dim=index_dim, place=place)
 
 
 def _state_layer(paged: StatePages, piece: Piece) -> Any:

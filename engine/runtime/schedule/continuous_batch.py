@@ -425,7 +425,7 @@ class ContinuousBatch(Lane):
         self._drop_written()
         try:
             with of_one():
-                is_cancelled, sequence = new.request.cancelled(), new.begin()
+                is_cancelled, sequence = new.request.cancelled(), new.begin(device=self._model.logits_place)
         except SequenceError as error:
             source.on_row(new.ended(error))
             return True
