@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.runtime.decode.graphs import GraphedSteps
-from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.graphs import GraphedSteps, GraphStep
 from engine.runtime.loaded_model import LoadedModel
-from tests.engine.on_devices import BEAMS, PROMPT, answer, chatting, opened, reference
-from tests.engine.single_streams import Alone
+from tests.engine.on_devices import BEAMS, PROMPT, Chats, answer, chatting, opened, reference
 
 FAMILIES = (
     "mixtral",
@@ -23,12 +21,19 @@ FAMILIES = (
 )
 
 
-def graphs_of(session: Alone) -> GraphedSteps:
-    """Of a session that repeats its steps."""
-    kv = session._session
-    assert isinstance(kv, KvSession)
-    assert kv.graphs is not None
-    return kv.graphs
+def graphs_of(session: Chats) -> GraphedSteps:
+    """What repeats steps."""
+    exact = session.batch.exact
+    assert exact is not None
+    assert exact.graphs is not None
+    return exact.graphs
+
+
+def step_of(graphs: GraphedSteps, rows: int = 1) -> GraphStep:
+    """The captured step of so many tokens."""
+    step = graphs._kinds[rows].step
+    assert step is not None
+    return step
 
 
 def check_conversation(family: str, folder: Path, **config: Any) -> LoadedModel:

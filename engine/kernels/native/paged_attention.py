@@ -120,7 +120,7 @@ class PagedLayer:
         index_dim: int = 0,
         place: torch.device | None = None,
     ) -> None:
-        self.shape, self.kv_type, self.by_head = shape, kv_type, by_head
+        self.shape, self.kv_type, self.by_head, self.place = shape, kv_type, by_head, place
 
         def empty(*rest: int, heads: int = shape.kv_heads, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             if by_head:
@@ -161,7 +161,7 @@ class PagedLayer:
         assert not self.by_head
         for name in ("keys", "values", "key_scales", "value_scales", "index"):
             if (part := getattr(self, name)) is not None:
-                setattr(self, name, _resized(part, pages))
+                setattr(self, name, _resized(part, pages, self.place))
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
@@ -248,7 +248,7 @@ class StatePages:
 
     def resize(self, pages: int) -> None:
         """See `PagedLayer.resize`."""
-        self.recent, self.states = _resized(self.recent, pages), _resized(self.states, pages)
+        self.recent, self.states = (_resized(part, pages, part.device) for part in (self.recent, self.states))
 
     def discard(self, pages: Sequence[int]) -> None:
         """See `PagedLayer.discard`."""
@@ -261,9 +261,10 @@ class StatePages:
         return PagesStruct(self.recent.data_ptr(), self.states.data_ptr())
 
 
-def _resized(part: torch.Tensor, pages: int) -> torch.Tensor:
-    resized, kept = part.new_empty(pages, *part.shape[1:]), min(pages, len(part))
-    resized[:kept] = part[:kept]
+def _resized(part: torch.Tensor, pages: int, place: torch.device | None) -> torch.Tensor:
+    resized = torch.empty(pages, *part.shape[1:], dtype=part.dtype, device=place)
+    if kept := min(pages, len(part)):
+        resized[:kept] = part[:kept]
     return resized
 
 

@@ -107,7 +107,7 @@ class RowMixers(DecoderLayers):
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
-        if loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
+        if not may_have_pages and loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
             raise LookupError("this model's layers are on several devices")
         self._loaded = loaded
         self._caches: PagedCaches | None = None

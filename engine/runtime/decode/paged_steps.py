@@ -11,14 +11,13 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
-from engine.kernels.gpu.attention_proof import attention_of
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
-from engine.runtime.decode.tabled_attention import TabledAttention
+from engine.runtime.decode.tabled_attention import attention_over_pages
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
@@ -87,14 +86,13 @@ class PagedSteps:
         self.graphs: GraphedSteps | None = None
         """What repeats steps on a card."""
         if loaded.graph_device is not None and loaded.devices is not None:
-            places = {device.torch_device: attention_of(device.torch_device) for device in loaded.devices.devices}
-            kernels = {place: kernel for place, kernel in places.items() if kernel is not None}
+            places = [device.torch_device for device in loaded.devices.devices]
             self.graphs = GraphedSteps(
                 self._step,
                 loaded.graph_device,
                 caches,
                 loaded.context_tokens,
-                TabledAttention(loaded.model, kernels if len(kernels) == len(places) else {}, loaded.context_tokens),
+                attention_over_pages(loaded.model, places, loaded.context_tokens),
                 self._one_by_one,
                 takes_rows=family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows,
                 tokens=loaded.devices.experts.tokens,

@@ -6,7 +6,7 @@ when a step is computed for the first time; later steps ask for the same masks i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.kernels.gpu.attention_proof import ProvenAttention
-from engine.kernels.native.paged_attention import AttentionTerms
+from engine.kernels.gpu.attention_proof import ProvenAttention, attention_of
+from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms
 from engine.runtime.decoder_layers import stays
 from engine.runtime.kv.tabled import RowsCache, RowsLayer, gathered_pages
 from engine.runtime.kv.window_masks import attending_by, configs_of, window_of
@@ -41,11 +41,12 @@ class TabledAttention:
         self._terms: dict[int, AttentionTerms] = {}
         self._windows: list[int] = []
         self._masks: list[torch.Tensor] = []
+        self._seen = dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]]()
 
     @contextmanager
     def over(self, cache: RowsCache) -> Iterator[None]:
         """Within it the model attends over this cache."""
-        self._cache, self._masks = cache, []
+        self._cache, self._masks, self._seen = cache, [], {}
         cache.window_of = self._window_of
         _active.append(self)
         try:
@@ -95,7 +96,8 @@ class TabledAttention:
         kernel = self.kernels.get(queries.device)
         if kernel is None:
             layer.store(keys, values)
-            return _attended(layer, self._cache.pages, terms, queries)[None]
+            seen = self._seen_of(self._cache.pages * PAGE_TOKENS, layer.held, terms.window)
+            return _attended(layer, self._cache.pages, terms, queries, *seen)[None]
         are_stored = layer.rows > 1  # tokens of one sequence see each other
         if are_stored:
             layer.store(keys, values)
@@ -109,12 +111,23 @@ class TabledAttention:
         assert self._cache is not None
         if terms.sinks is not None or terms.softcap:
             raise LookupError("it attends to nothing, or has a limit")
-        seen = _seen(keys.shape[2], self._cache.first.held.to(keys.device), terms.window)
+        seen, _ = self._seen_of(keys.shape[2], self._cache.held_on(keys.device), terms.window)
         is_grouped = queries.shape[1] != keys.shape[1]
         found = scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen[:, None, None], scale=terms.scale, enable_gqa=is_grouped
         )
         return found.transpose(1, 2)
+
+    def _seen_of(self, tokens: int, held: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, tokens]: what those behind `held` [rows] others see of so many, and what they do not; the same for all
+        layers of a step."""
+        if (held.device, window) not in self._seen:
+            places = torch.arange(tokens, device=held.device)
+            seen = places <= held[:, None]
+            if window:
+                seen &= places > held[:, None] - window
+            self._seen[held.device, window] = seen, ~seen
+        return self._seen[held.device, window]
 
     def _terms_of(self, keys: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> AttentionTerms:
         window = self._window_of(mask)
@@ -133,29 +146,42 @@ class TabledAttention:
         return window
 
 
-def _seen(tokens: int, held: torch.Tensor, window: int) -> torch.Tensor:
-    """[rows, tokens]: what those behind `held` [rows] others see of so many."""
-    places = torch.arange(tokens, device=held.device)
-    seen = places <= held[:, None]
-    return seen & (places > held[:, None] - window) if window else seen
+def attention_over_pages(model: Any, places: Iterable[torch.device], context_tokens: int) -> TabledAttention:
+    """That of a model on these devices: by kernels, if all of them have one."""
+    found = {place: attention_of(place) for place in places}
+    kernels = {place: kernel for place, kernel in found.items() if kernel is not None}
+    return TabledAttention(model, kernels if len(kernels) == len(found) else {}, context_tokens)
 
 
-def _attended(layer: RowsLayer, pages: int, terms: AttentionTerms, queries: torch.Tensor) -> torch.Tensor:
+def _attended(
+    layer: RowsLayer,
+    pages: int,
+    terms: AttentionTerms,
+    queries: torch.Tensor,
+    seen: torch.Tensor,
+    unseen: torch.Tensor,
+) -> torch.Tensor:
     """[rows, heads, dim] of tokens that are in their pages -> [rows, heads, value_dim]."""
-    keys, values = gathered_pages(layer.paged, layer.pages(pages), torch.float32)
-    seen = _seen(keys.shape[2], layer.held, terms.window)[:, None]
+    keys, values = gathered_pages(layer.paged, layer.pages(pages), queries.dtype)
+    # What nobody sees may be anything, also no number, which a share of zero would not take away.
+    keys, values = (part.masked_fill(unseen[:, None, :, None], 0) for part in (keys, values))
+    is_grouped = queries.shape[1] != keys.shape[1]
+    if terms.sinks is None and not terms.softcap:
+        mask = seen[:, None, None]
+        found = scaled_dot_product_attention(
+            queries[:, :, None], keys, values, attn_mask=mask, scale=terms.scale, enable_gqa=is_grouped
+        )
+        return found[:, :, 0]
     grouped = queries.float().view(layer.rows, keys.shape[1], -1, queries.shape[2])  # [rows, kv_heads, group, dim]
-    scores = terms.scale * (grouped @ keys.transpose(2, 3))
+    scores = terms.scale * (grouped @ keys.float().transpose(2, 3))
     if terms.softcap:
         scores = terms.softcap * torch.tanh(scores / terms.softcap)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
     if terms.sinks is not None:  # attending to nothing
         sinks = terms.sinks.view(1, *grouped.shape[1:3], 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), 3)
-    # What nobody sees may be anything, also no number, which a share of zero would not take away.
     shares = scores.softmax(3)[..., : keys.shape[2]]
-    found: torch.Tensor = shares @ values.masked_fill(~seen[..., None], 0)
-    return found.flatten(1, 2).to(queries.dtype)
+    return (shares @ values.float()).flatten(1, 2).to(queries.dtype)
 
 
 _active: list[TabledAttention] = []
