@@ -365,7 +365,7 @@ class GraphedSteps:
             self._forget_step(before)
         found, why = None, "its steps come out differently when keys lie in a fixed place"
         try:
-            rounded = -(-pages // GATHERED_PAGES) * GATHERED_PAGES
+            rounded = min(-(-pages // GATHERED_PAGES) * GATHERED_PAGES, places.most_pages)
             cache = RowsCache(self._caches, places, len(ids), rounded, gathers=self._gathers)
             found = self._forward(cache)
         except (EngineError, torch.OutOfMemoryError):

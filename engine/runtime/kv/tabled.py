@@ -93,6 +93,8 @@ class RowPlaces:
             layers = [paged for paged in (caches.layers[number] for number in numbers) if isinstance(paged, PagedLayer)]
             self._places.append(places := _Places(layers, most, pages))
             self._of_layer.update({number: (places, at) for at, number in enumerate(numbers)})
+        self.most_pages = pages
+        """Of a sequence."""
         self._known = torch.full((most, pages), -1)
 
     @property
