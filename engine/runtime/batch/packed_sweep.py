@@ -244,16 +244,20 @@ class PackedModel:
             while any(device.memory.excess for device in devices.devices) and self.lighten():
                 pass
 
-    def lighten(self) -> bool:
+    def lighten(self, *, is_exact: bool = False) -> bool:
         """After a sweep for which a device had no memory: the next one computes fewer tokens at once, beside fewer
-        experts, and at last without whole layers of them.  Whether there was anything of that to be done."""
+        experts, and at last without whole layers of them.  Whether there was anything of that to be done.
+
+        Args:
+            is_exact: whether the sweep was of `PagedSteps`, which read as much at once as they are told.
+        """
         devices = self._loaded.devices
         if devices is None:
             return False
         for device in devices.devices:
             device.recover()
         freed = sum(each.shrink() for each in devices.experts.activations)
-        tokens = max(PAGE_TOKENS, self._micro_batch_tokens // 2)
+        tokens = self._micro_batch_tokens if is_exact else max(PAGE_TOKENS, self._micro_batch_tokens // 2)
         is_less = devices.shrink() or tokens < self._micro_batch_tokens
         self._micro_batch_tokens = tokens
         if not is_less and self._pipeline is not None and self._pipeline.keeps_pages:

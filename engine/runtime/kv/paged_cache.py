@@ -350,6 +350,11 @@ class PageRoom:
         self.pages = self.states = 0
         """That have memory."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of all devices."""
+        return sum(reservation.nbytes for reservation in self._reservations)
+
     @staticmethod
     def most(devices: ModelDevices, page_bytes: int) -> int:
         """Pages that there is memory for on all devices, half of which stays for experts."""

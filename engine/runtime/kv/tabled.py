@@ -272,7 +272,10 @@ class RowsCache(Cache):  # type: ignore[misc]
 
     def held_on(self, place: torch.device) -> torch.Tensor:
         """Tokens before each, int64 [rows], on a device that has layers."""
-        return next(each.held for each in self.layers if isinstance(each, RowsLayer) and each.held.device == place)
+        found: torch.Tensor = next(
+            each.held for each in self.layers if isinstance(each, RowsLayer) and each.held.device == place
+        )
+        return found
 
     def latents(self, layer: int, mask: torch.Tensor | None) -> LatentContext:
         """Of a layer that keeps latents.

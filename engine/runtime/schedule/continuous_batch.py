@@ -301,7 +301,8 @@ class ContinuousBatch(Lane):
     @property
     def held_bytes(self) -> int:
         """Bytes of the pages that rows hold now, or have left to be shared."""
-        return self.pool.filled * self._model.page_bytes
+        room = self._model.room
+        return room.nbytes if room is not None else self.pool.filled * self._model.page_bytes
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -343,20 +344,20 @@ class ContinuousBatch(Lane):
                 raise
             for row in [each.row for each in self._work if each.is_certain and each.row.state is not None]:
                 self._put_aside(row)  # its state may be anything
-            if not self._lighten():
+            if not self._lighten(error):
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, _TAKEN) from None
             return False
         self._sweep_s += clock.now() - begun_s
         return True
 
-    def _lighten(self) -> bool:
+    def _lighten(self, error: BaseException) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
         experts, with fewer rows or less of a prompt; one that is too much by itself ends, unless others hold the
         memory.  Whether there was anything to be done."""
         work, self._work = self._work, []
         if any(each.is_piggybacked for each in work):
             self.piggybacked = _nobody
-        elif work and (self._model.lighten() or self._reads_less(work)):
+        elif work and (self._model.lighten(is_exact=work[0].is_exact) or self._reads_less(work)):
             pass
         elif len(work) > 1:
             self._most_rows = max(1, len(self.rows) // 2)
@@ -368,7 +369,8 @@ class ContinuousBatch(Lane):
             return False
         elif work:
             row = work[0].row
-            self._leave(row).on_row(row.answer(error=_no_memory(row)))
+            said = error if isinstance(error, EngineError) else _no_memory(row)
+            self._leave(row).on_row(row.answer(error=said))
         return bool(work)
 
     def _reads_less(self, work: list[Work]) -> bool:

@@ -111,8 +111,9 @@ class Scheduler:
         self._are_exact = PagedSteps.are_likely(loaded)
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
-        if self._are_exact:
-            self._shared()  # now, and not before somebody's first token
+        if self._are_exact:  # now, and not before somebody's first token
+            with suppress(torch.OutOfMemoryError):  # of a card: the first request says what is wrong, or there is again
+                self._shared()
 
     @property
     def is_busy(self) -> bool:
