@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+DAY = int(os.environ.get("SWITCHYARD_TEST_DAY", "0"))
+"""Values that take turns do so by this: always 0 in CI, elsewhere another one each day."""
 
 
 def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 1) -> list[dict[str, Any]]:
@@ -47,13 +51,15 @@ def any_two(values: Mapping[str, Sequence[Any]], indirect: Sequence[str] = ()) -
 def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3, first: int = 0) -> list[Any]:
     """Parameters of which those named and every third are tried by default, the others with `-m exhaustive`.
 
+    Which of them are tried changes by day, but for CI.
+
     Args:
         first: tests of the same values begin with another one each, so that one of them tries each value.
     """
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=[] if number % every == first or value in always else [pytest.mark.exhaustive],
+            marks=[] if (number - first - DAY) % every == 0 or value in always else [pytest.mark.exhaustive],
         )
         for number, value in enumerate(values)
     ]
@@ -62,9 +68,8 @@ def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3, fi
 def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
     """Where a test has several lists of parameters, its fixtures' among them, marks most combinations as exhaustive.
 
-    Of two lists each value is tried by default, of more lists the longest two with each other.  `any_two` is for tests
-    of which any two values matter, `every_combination` marks those of which all do, such as kernels that are code of
-    their own for every type on every processor.
+    `any_two` is for tests of which any two values matter, `every_combination` marks those of which all do, such as
+    kernels that are code of their own for every type on every processor.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -72,16 +77,30 @@ def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
         if is_default and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in tests.values():
-        if combinations[0].get_closest_marker("every_combination") is not None:
-            continue
-        names = zip(*(combination.callspec._idlist for combination in combinations), strict=True)
-        lists = [[list(dict.fromkeys(column)).index(name) for name in column] for column in names]
-        longest, *others = sorted(lists, key=lambda places: -max(places))
-        second = others.pop(0) if len(others) > 1 else [0] * len(combinations)
-        for number, combination in enumerate(combinations):
-            for turn, places in enumerate(others, 1):
-                if places[number] != (longest[number] + turn * second[number]) % (max(places) + 1):
+        if combinations[0].get_closest_marker("every_combination") is None:
+            few = few_of_product([combination.callspec.indices for combination in combinations])
+            for combination, is_one in zip(combinations, few, strict=True):
+                if not is_one:
                     combination.add_marker(pytest.mark.exhaustive)
+
+
+def few_of_product(combinations: Sequence[Mapping[str, int]], day: int = DAY) -> list[bool]:
+    """Which are tried by default, of combinations that say of each parameter which of its values it has.
+
+    Of two lists each value is tried, of more lists the longest two with each other.  Parameters that always change
+    together are one list.
+    """
+    columns = {tuple(combination[name] for combination in combinations): None for name in combinations[0]}
+    lists = [[sorted(set(column)).index(place) for place in column] for column in columns]
+    longest, *others = sorted(lists, key=lambda places: -max(places))
+    second = others.pop(0) if len(others) > 1 else [0] * len(combinations)
+    return [
+        all(
+            places[number] == (longest[number] + turn * (second[number] + day)) % (max(places) + 1)
+            for turn, places in enumerate(others, 1)
+        )
+        for number in range(len(combinations))
+    ]
 
 
 def _name(value: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import ipaddress
 import os
@@ -37,6 +38,9 @@ tempfile.tempdir = os.environ["TMPDIR"] = _TEMPORARY
 # A script's background command starts with interrupts ignored, and so would every program that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Where values of parameters take turns, it is one day's turn in all workers, whenever they begin.
+os.environ.setdefault("SWITCHYARD_TEST_DAY", "0" if os.environ.get("CI") else str(datetime.date.today().toordinal()))
 
 # What fixtures of a wider scope than a test write; each test has a folder of its own.
 os.environ["SWITCHYARD_HOME"] = os.path.join(_TEMPORARY, "home")
@@ -188,5 +192,5 @@ def same_torch_for_every_test(leak_check: None) -> None:
     """Seed and thread count of torch are global: a test may set them, the next one does not inherit them."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` also keeps a stack for cards, of every call
         torch.set_num_threads(1)
