@@ -48,14 +48,16 @@ def any_two(values: Mapping[str, Sequence[Any]], indirect: Sequence[str] = ()) -
     return pytest.mark.parametrize(list(values), combinations, indirect=list(indirect), ids=_name)
 
 
-def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3, first: int = 0) -> list[Any]:
-    """Parameters of which those named and every third are tried by default, the others with `-m exhaustive`.
+def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 6, first: int = 0) -> list[Any]:
+    """Parameters of which those named and every sixth are tried by default, the others with `-m exhaustive`.
 
     Which of them are tried changes by day, but for CI.
 
     Args:
         first: tests of the same values begin with another one each, so that one of them tries each value.
     """
+    values = list(values)
+    every = min(every, len(values))
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
@@ -78,28 +80,37 @@ def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in tests.values():
         if combinations[0].get_closest_marker("every_combination") is None:
-            few = few_of_product([combination.callspec.indices for combination in combinations])
-            for combination, is_one in zip(combinations, few, strict=True):
+            columns = list(zip(*map(_values_by_list, combinations), strict=True))
+            for combination, is_one in zip(combinations, few_of_product(columns), strict=True):
                 if not is_one:
                     combination.add_marker(pytest.mark.exhaustive)
 
 
-def few_of_product(combinations: Sequence[Mapping[str, int]], day: int = DAY) -> list[bool]:
-    """Which are tried by default, of combinations that say of each parameter which of its values it has.
+def _values_by_list(test: pytest.Function) -> list[tuple[int, ...]]:
+    """Of each list of parameters, by which of its values the test is called."""
+    left = {name: id(value) for name, value in test.callspec.params.items()}
+    found = []
+    for mark in test.iter_markers("parametrize"):
+        names = mark.kwargs.get("argnames", mark.args[0] if mark.args else "")
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        found.append(tuple(left.pop(name) for name in names if name in left))
+    return found + [(value,) for value in left.values()]  # of fixtures
 
-    Of two lists each value is tried, of more lists the longest two with each other.  Parameters that always change
-    together are one list.
+
+def few_of_product(columns: Sequence[Sequence[Any]], day: int = DAY) -> list[bool]:
+    """Which combinations are tried by default, given of each list of parameters which value each combination has.
+
+    Of two lists each value is tried, of more lists the longest two with each other.
     """
-    columns = {tuple(combination[name] for combination in combinations): None for name in combinations[0]}
-    lists = [[sorted(set(column)).index(place) for place in column] for column in columns]
+    lists = [[list(dict.fromkeys(column)).index(value) for value in column] for column in columns]
     longest, *others = sorted(lists, key=lambda places: -max(places))
-    second = others.pop(0) if len(others) > 1 else [0] * len(combinations)
+    second = others.pop(0) if len(others) > 1 else [0] * len(longest)
     return [
         all(
             places[number] == (longest[number] + turn * (second[number] + day)) % (max(places) + 1)
             for turn, places in enumerate(others, 1)
         )
-        for number in range(len(combinations))
+        for number in range(len(longest))
     ]
 
 

@@ -84,7 +84,7 @@ SUMMING: dict[str, dict[str, int]] = {"jamba": {}, "minimax": {}}
 
 
 @pytest.mark.parametrize(
-    ("family", "place"), some(itertools.product([*CHOOSING, *SUMMING], ["cpu", "disk", "card"]), every=4)
+    ("family", "place"), some(itertools.product([*CHOOSING, *SUMMING], ["cpu", "disk", "card"]), every=8)
 )
 def test_rows_of_models_that_choose_or_sum_up_are_the_librarys(family: str, place: str, tmp_path: Path) -> None:
     def spread(model: torch.nn.Module) -> None:

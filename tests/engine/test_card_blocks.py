@@ -67,7 +67,7 @@ def test_the_proof_that_a_card_is_asked_for(types: str) -> None:
             ("relu2 without gate", "Q4_K"),
             *((kind, COMPILED[at % len(COMPILED)]) for at, kind in enumerate(KINDS) if "without" not in kind),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_every_kind_of_expert(kind: str, types: str) -> None:

@@ -174,7 +174,7 @@ def test_a_router_with_a_correction_is_one_launch(
             # Its norms subtract the mean.
             ("phimoe", {"products": 4, "rotary": 1, "attention": 1, "router": 1}, 4),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_sums_with_a_multiple_and_routers_of_their_own(

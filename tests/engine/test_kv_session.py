@@ -25,7 +25,7 @@ def logits_after(session: KvSession, prompt: list[int]) -> torch.Tensor:
         return drained(session.read(prompt, ignore_progress, never_cancelled))[0]
 
 
-@pytest.mark.parametrize("family", some(sorted(FAMILIES), first=2))
+@pytest.mark.parametrize("family", some(sorted(FAMILIES), first=3))
 def test_pieces_and_reuse_are_exact(family: str) -> None:
     loaded = tiny_loaded(family)
 

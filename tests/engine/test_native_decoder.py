@@ -202,7 +202,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options"), some(WHOLE, every=2))
+@pytest.mark.parametrize(("family", "options"), some(WHOLE, every=4))
 def test_dense_layers_are_in_the_call_of_a_whole_model(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def read(layers: Layers, seed: int) -> None:
             (5.0, 200.0, 300.0),
             (5.0, 1000.0, 100.0),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_neither_way_alone_is_faster(call_us: float, link_us: float, cpu_us: float) -> None:

@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=some(FAMILIES, every=2))
+@pytest.fixture(scope="module", params=some(FAMILIES, every=4))
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder = tmp_path_factory.mktemp(request.param)
     path = tiny_checkpoint(request.param, folder, dtype=torch.bfloat16, **FAMILIES[request.param])

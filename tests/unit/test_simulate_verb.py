@@ -104,7 +104,7 @@ def test_recorded_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "trace" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workload", some(["64x8x16", "32x8"], every=2))
+@pytest.mark.parametrize("workload", some(["64x8x16", "32x8"], every=4))
 def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, table = tmp_path / "timeline.json", tmp_path / "timeline.csv"
     for file in (path, table):
