@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,8 @@ def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 6, fi
 def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
     """Where a test has several lists of parameters, its fixtures' among them, marks most combinations as exhaustive.
 
+    Of what is left of a test with `takes_turns(n)` every nth is tried, which ones depends on its name and the day.
+
     `any_two` is for tests of which any two values matter, `every_combination` marks those of which all do, such as
     kernels that are code of their own for every type on every processor.
     """
@@ -79,11 +82,16 @@ def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
         if is_default and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in tests.values():
+        few = combinations
         if combinations[0].get_closest_marker("every_combination") is None:
             columns = list(zip(*map(_values_by_list, combinations), strict=True))
-            for combination, is_one in zip(combinations, few_of_product(columns), strict=True):
-                if not is_one:
-                    combination.add_marker(pytest.mark.exhaustive)
+            few = list(itertools.compress(combinations, few_of_product(columns)))
+        if (turns := combinations[0].get_closest_marker("takes_turns")) is not None:
+            every = min(turns.args[0], len(few))
+            few = few[(zlib.crc32(combinations[0].originalname.encode()) + DAY) % every :: every]
+        for combination in combinations:
+            if combination not in few:
+                combination.add_marker(pytest.mark.exhaustive)
 
 
 def _values_by_list(test: pytest.Function) -> list[tuple[int, ...]]:

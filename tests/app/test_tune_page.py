@@ -175,6 +175,7 @@ def test_a_run_to_its_end(scene: Scene) -> None:
     assert not page.tuning.is_running
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("stage", ["waiting", "probing", "measuring", "planning", "loading", "timing", "restoring"])
 def test_cancelled_at_any_step(scene: Scene, stage: str) -> None:
     page = scene.page

@@ -39,6 +39,7 @@ def _alone(loaded: LoadedModel) -> dict[int, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     "family",
     [
@@ -83,6 +84,7 @@ SUMMING: dict[str, dict[str, int]] = {"jamba": {}, "minimax": {}}
 """Families of which we compute such layers ourselves as sum up what they have read."""
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("family", "place"), some(itertools.product([*CHOOSING, *SUMMING], ["cpu", "disk", "card"]), every=8)
 )

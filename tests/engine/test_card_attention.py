@@ -149,6 +149,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=str)
 def test_tokens_are_those_of_transformers(
     family: str, config: dict[str, Any], tmp_path: Path, on_emulated_cards: EmulatedCudaCard

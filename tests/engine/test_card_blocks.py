@@ -52,6 +52,7 @@ def test_unpacked_blocks_have_the_same_bits_as_the_reference(kind: BlockType, st
     assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("types", COMPILED)
 def test_the_proof_that_a_card_is_asked_for(types: str) -> None:
     gate, up = GGML[types.split()[0]], GGML[types.split()[-1]]

@@ -128,6 +128,7 @@ def test_quantised_experts_come_from_disk_as_they_are(
             torch.testing.assert_close(step, other, rtol=0, atol=2e-2)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", some(FAMILIES, ["dbrx"], every=4))
 def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(family, tmp_path / family)

@@ -37,6 +37,7 @@ Q4_0 = GGMLQuantizationType.Q4_0
 PROMPT_IDS = torch.tensor([[1, 5, 77, 200, 31, 8, 9]])
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", some(CASES, first=1))
 def test_logits_and_tokens_are_llama_cpps(name: str, tmp_path: Path) -> None:
     file, wanted = unpacked(name, tmp_path)
@@ -190,6 +191,7 @@ def test_metadata_that_make_no_sense_are_one_error(name: str, changes: dict[str,
     assert caught.value.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", some(CASES))
 def test_files_that_lie_are_read_or_refused(name: str, tmp_path: Path) -> None:
     """Each key in turn is missing, of another kind, or out of bounds."""
@@ -235,6 +237,7 @@ def test_architectures_that_cannot_run_are_refused_with_the_reason(name: str, tm
     assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
+@pytest.mark.takes_turns(8)
 @pytest.mark.parametrize("name", CASES)
 def test_a_tensor_too_many_is_refused(name: str, tmp_path: Path) -> None:
     read = read_gguf(unpacked(name, tmp_path)[0])
@@ -252,6 +255,7 @@ def test_factors_beside_the_weights_are_refused_by_name(factor: str, tmp_path: P
     assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", ["gpt-oss", "granitemoe", "qwen35moe", "deepseek3", "llama4", "phi3"])
 def test_quantised_tensors_are_rearranged_alike(name: str, tmp_path: Path) -> None:
     file, _ = unpacked(name, tmp_path)

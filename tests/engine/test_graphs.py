@@ -38,6 +38,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 CONFIGS: list[dict[str, Any]] = [{}, {"cache_slots": 4}, {"cache_slots": 4, "misses": "fetch"}]
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("family", "config"), [(family, CONFIGS[number % 3]) for number, family in enumerate(FAMILIES)], ids=str
 )

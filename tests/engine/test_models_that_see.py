@@ -152,6 +152,7 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
     return [list(answers[row].token_ids) for row in range(len(rows))]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", some(SEEING, every=4))
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
@@ -224,6 +225,7 @@ def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tens
 _DENSE = ("gemma3", "glm46v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     "family", some((each for each in SEEING if each not in _DENSE), ("qwen3_vl_moe", "step3p7"), every=16)
 )
@@ -349,6 +351,7 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
     assert answers[0] == answers[1]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", some([*SIGHTS, "llama4 large"], every=4, first=1))
 def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
     vision = {"patch_size": 16} if family.startswith("qwen3") else {}
@@ -451,6 +454,7 @@ def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
     projector._looked_at.cache_clear()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", some(MMPROJ, ("deepseek3", "minimax-m3", "step35"), every=4, first=1))
 def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
     """Written by llama.cpp's converter: rows are transformers' of the same tower, and nearly llama.cpp's."""

@@ -285,7 +285,7 @@ def test_a_processor_that_is_soonest_alone_is_left_alone() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=15, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.differing_executors])
 def test_each_way_computes_the_same_whatever_the_layer_before_has_left(data: st.DataObject) -> None:
     with open_clocked(card(5.0, 100.0, 100.0), is_fixed=True) as device:
         layers = Layers(device, slots=data.draw(st.integers(1, 6)), staging=data.draw(st.integers(1, 8)))

@@ -104,8 +104,9 @@ def test_optimised_int4_is_never_worse_than_min_max(seed: int, shift: float, spr
         assert optimised.sum() < 0.98 * plain.sum()
 
 
+@pytest.mark.takes_turns(3)
 @every_format
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(shape=SHAPES, pairing=PAIRINGS, seed=st.integers(0, 2**31))
 def test_native_code_reads_and_makes_the_same(
     kernels: NativeKernels, tiled: TiledFormat, shape: tuple[int, int], pairing: Pairing, seed: int

@@ -228,7 +228,7 @@ def test_another_program_takes_the_ram_and_gives_it_back() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_what_is_left_to_others_ends_above_the_reserve(data: st.DataObject) -> None:
     """Whatever others take, the cache makes room for it as far as it has any."""
     mib = 2**20

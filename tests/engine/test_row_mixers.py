@@ -132,6 +132,7 @@ def test_chats_and_the_rows_of_a_file_are_as_alone(loaded: LoadedModel) -> None:
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
 
 
+@pytest.mark.takes_turns(4)
 def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     common = random_prompt(80)
     rows = [
@@ -149,6 +150,7 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     assert all(64 <= tokens <= 86 for tokens in shared[1:])  # of pages, whole ones or those with a state
 
 
+@pytest.mark.takes_turns(4)
 def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) -> None:
     executor, answers = BatchExecutor(loaded, POLICY), list[GenerationResult]()
     first = BatchRequest(0, ids=tuple(random_prompt(50)), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
@@ -168,7 +170,7 @@ class _Row:
         self.prompt, self.held = prompt, 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=12),
     st.integers(1, 40),

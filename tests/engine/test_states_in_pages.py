@@ -109,6 +109,7 @@ def close(scheduler: Scheduler) -> None:
     scheduler.close()
 
 
+@pytest.mark.takes_turns(3)
 def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
     scheduler, prompt = Scheduler(loaded), random_prompt(70)
     (result,) = ask(scheduler, prompt, tokens=40, chat="")
@@ -123,7 +124,8 @@ def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
 _SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 3, 9]), st.integers(0, 12))
 
 
-@settings(max_examples=3, deadline=None)
+@pytest.mark.takes_turns(3)
+@settings(max_examples=2, deadline=None)
 @given(company=st.lists(_SHAPES, min_size=2, max_size=5), spare=st.integers(0, 30), tries=st.booleans())
 def test_an_answer_in_company_is_what_it_is_alone(
     loaded: LoadedModel, company: list[tuple[int, int, int, int]], spare: int, tries: bool
@@ -179,6 +181,7 @@ def searched(loaded: LoadedModel, prompt: Sequence[int], beams: int, most: int) 
         return drained(over(copies, search, copies.first.device)).ids
 
 
+@pytest.mark.takes_turns(3)
 def test_guesses_change_nothing_and_what_did_not_come_true_leaves_no_trace(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +227,7 @@ class Foreseeing:
         return Guess(tuple(ids), (0.9,) * len(ids), (0,) * len(ids))
 
 
+@pytest.mark.takes_turns(3)
 def test_beams_go_on_from_states_of_others(loaded: LoadedModel) -> None:
     for beams in (3, 9):  # more than one step takes
         scheduler, prompt = Scheduler(loaded), random_prompt(45)
@@ -233,6 +237,7 @@ def test_beams_go_on_from_states_of_others(loaded: LoadedModel) -> None:
         close(scheduler)
 
 
+@pytest.mark.takes_turns(3)
 def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     """Where an answer ended, shortly before it began, or far back in a long prompt."""
     loaded.kept = kept = KeptPrefixes(ROOT, 2**26)
@@ -299,6 +304,7 @@ def test_a_chat_goes_on_after_a_restart(
     loaded.kept = None
 
 
+@pytest.mark.takes_turns(3)
 def test_room_in_ram_is_needed_for_others(loaded: LoadedModel) -> None:
     """What pages lose is kept in RAM, as far as there is any for it."""
     for room in (0, 2**26):
@@ -314,6 +320,7 @@ def test_room_in_ram_is_needed_for_others(loaded: LoadedModel) -> None:
     loaded.kept = None
 
 
+@pytest.mark.takes_turns(3)
 def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     common, answers = random_prompt(80), dict[int, GenerationResult]()
     rows = [
@@ -332,6 +339,7 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     assert all(64 <= tokens <= 96 for tokens in shared[1:])
 
 
+@pytest.mark.takes_turns(3)
 def test_chats_beside_rows_of_a_file_take_part_in_their_sweeps(loaded: LoadedModel) -> None:
     scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
     lane_of(scheduler)._prices = Eager()

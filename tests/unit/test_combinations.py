@@ -48,6 +48,11 @@ class Examples:
     def test_product(self, first: str, with_first: int, second: str, third: int) -> None:
         pass
 
+    @pytest.mark.takes_turns(4)
+    @pytest.mark.parametrize("first", range(10))
+    def test_in_turn(self, first: int) -> None:
+        pass
+
     @pytest.mark.every_combination
     @pytest.mark.parametrize("first", [1, 2])
     @pytest.mark.parametrize("second", [1, 2])
@@ -55,12 +60,24 @@ class Examples:
         pass
 
 
-def test_items_of_products_are_marked(request: pytest.FixtureRequest) -> None:
+def few_of_examples(request: pytest.FixtureRequest) -> list[str]:
     tests = pytest.Class.from_parent(request.node.parent, name="Examples").collect()
     mark_most_of_products(tests)
-    few = [test.name for test in tests if test.get_closest_marker("exhaustive") is None]
+    return [test.name for test in tests if test.get_closest_marker("exhaustive") is None]
+
+
+def test_items_of_products_are_marked(request: pytest.FixtureRequest) -> None:
+    few = few_of_examples(request)
     assert len([name for name in few if "product" in name]) == 3 * 3  # of three lists the longest two with each other
     assert len([name for name in few if "all" in name]) == 4
+
+
+def test_each_combination_has_its_turn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    for day in range(4):
+        monkeypatch.setattr("tests.combinations.DAY", day)
+        seen += (name for name in few_of_examples(request) if "in_turn" in name)
+    assert sorted(seen) == [f"test_in_turn[{number}]" for number in range(10)]
 
 
 @given(SIZES)
