@@ -52,7 +52,11 @@ def _tool(name: str, description: str = "") -> dict[str, Any]:
 
 def _called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the good server's tools say."""
-    said = {"add": str(sum(arguments.values())), "weather": f"It is sunny in {arguments.get('city')}."}.get(name, "")
+    said = ""
+    if name == "add":
+        said = str(arguments["a"] + arguments["b"])
+    elif name == "weather":
+        said = f"It is sunny in {arguments['city']}."
     return {"content": [{"type": "text", "text": said}], "isError": name == "fails"}
 
 
