@@ -196,6 +196,7 @@ def test_cancelled_at_any_step(scene: Scene, stage: str) -> None:
     assert len(scene.engine.tunings) == 2
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("stage", ["waiting", "measuring", "timing"])
 def test_the_engine_dies_in_the_middle(scene: Scene, stage: str) -> None:
     scene.start()

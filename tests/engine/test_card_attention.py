@@ -42,6 +42,7 @@ def kernel(multiprocessors: int = 8) -> tuple[CudaAttention, EmulatedCudaCard]:
     return CudaAttention(card), card
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize(
     ("kv_type", "shape", "states"),
     [

@@ -61,6 +61,7 @@ def test_the_proof_that_a_card_is_asked_for(types: str) -> None:
     assert not prove_blocks(CPU, wrong, gate, up)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("kind", "types"),
     some(
@@ -165,6 +166,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
     return found
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("family", "architecture", "types", "slots"),
     [

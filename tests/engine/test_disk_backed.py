@@ -149,6 +149,7 @@ def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, mon
             assert model.disk_backed.counters.misses
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("policy", some(["auto", "lfru", "lru"], every=4))
 def test_what_is_in_ram_does_not_change_an_answer(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")

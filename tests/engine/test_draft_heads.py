@@ -246,6 +246,7 @@ def _answers_stay_the_same(loaded: LoadedModel, vocabulary: int = 300) -> None:
     assert by_head.guessed_tokens > 0
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("case", "raised"), some([("glm4-moe", 0), ("deepseek3", 0), ("qwen3next", 1), ("qwen35moe", 1)], every=4)
 )

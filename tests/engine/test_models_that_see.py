@@ -438,6 +438,7 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", some(MMPROJ, every=6))
 def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

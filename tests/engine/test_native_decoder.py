@@ -109,6 +109,7 @@ def _astray(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
         library.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chosen", ["all", "by the correction"])
 def test_minimax_m2_goes_astray_where_its_router_wavers_only(
     chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def assert_as_in_torch(
         torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("kv_type", list(KvType))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(

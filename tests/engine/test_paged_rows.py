@@ -102,6 +102,7 @@ def test_rows_of_any_lengths_over_gathered_pages(
     compared(rows, terms, kv_type, seed)
 
 
+@pytest.mark.takes_turns(2)
 @needs_compiler
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_any_lengths_by_the_kernel(card: EmulatedCudaCard, seed: int) -> None:

@@ -98,6 +98,7 @@ def read(layers: Layers, seed: int) -> None:
         layers.check(layer, routing(generator, TOKENS, 3))
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("call_us", "link_us", "cpu_us"),
     some(

@@ -150,6 +150,7 @@ def test_a_weight_that_is_no_number_is_not_hidden(kernels: NativeKernels, tiled:
         assert finite.sum() == 4 * 64 - 32
 
 
+@pytest.mark.takes_turns(5)
 @every_format
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e-45, 1e6, 1e16])
 def test_no_weight_is_too_small_or_too_large(kernels: NativeKernels, tiled: TiledFormat, value: float) -> None:

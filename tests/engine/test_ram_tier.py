@@ -23,6 +23,7 @@ from tests.engine.made_up_records import LARGE, SMALL, disk_of, flip, place_of, 
 from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, arrived, make_tier
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
     """Every record that is there is the right one, damaged ones are told, and nobody waits for ever."""

@@ -75,6 +75,7 @@ def _alone(loaded: LoadedModel, asked: BatchRequest) -> tuple[int, ...]:
     return Alone(loaded).generate_from_ids(asked.ids, asked.sampling, end_ids=NO_END).token_ids
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("loaded", some(FAMILIES, every=4), indirect=True)
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: LoadedModel, seed: int) -> None:
@@ -102,6 +103,7 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("loaded", some(FAMILIES, every=4, first=1), indirect=True)
 def test_chats_and_the_rows_of_a_file_are_as_alone(loaded: LoadedModel) -> None:
     chance = random.Random(3)

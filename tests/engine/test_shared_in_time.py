@@ -161,6 +161,7 @@ def test_batches_take_as_long_as_planned(cards: int, gain: float, folder: Path) 
     assert several == pytest.approx(planned_s(shape, CGOPIPE, cards), rel=0.15)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "cards", "gain"),
     some([(KLOTSKI, 2, 1.7), (KLOTSKI, 4, 2.4), (S4, 4, 2.4), (S4, 2, 1.6)], every=4),

@@ -266,6 +266,7 @@ def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     loaded.kept = None
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("damage", ["none", "state", "every state", "block"])
 def test_a_chat_goes_on_after_a_restart(
     loaded: LoadedModel, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
@@ -361,6 +362,7 @@ def test_chats_beside_rows_of_a_file_take_part_in_their_sweeps(loaded: LoadedMod
     close(scheduler)
 
 
+@pytest.mark.takes_turns(3)
 def test_a_step_without_memory_loses_no_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that it has half written are read again."""
     scheduler, own, calls = Scheduler(loaded), PagedSteps.write, 0
