@@ -42,6 +42,7 @@ def _product(blocks: Blocks, x: torch.Tensor, kernels: NativeKernels) -> torch.T
     return QuantisedLinear(module, blocks, kernels)(x)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.every_combination
 @every_type
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)

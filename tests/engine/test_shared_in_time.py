@@ -216,6 +216,7 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
     return np.stack([*seen[:-1], seen[-2]], 1).astype(np.int16)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("cards", "misses", "sharing", "slots"),
     some(
