@@ -307,7 +307,6 @@ def change_config(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
 
 
-@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("change", [change_time, change_weights, change_config])
 def test_another_source_makes_another_file(change: Callable[[Path], None], mixtral: Path, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"

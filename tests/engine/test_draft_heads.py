@@ -78,7 +78,6 @@ def _read(session: KvSession, ids: Sequence[int]) -> None:
     drained(session.read(ids, lambda _done, _total: None, lambda: False))
 
 
-@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     "family",
     [

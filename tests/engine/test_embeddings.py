@@ -121,7 +121,6 @@ def _expected(folder: Path, pooling: str) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("pooling", ["cls_token", "mean_tokens", "lasttoken"])
 @pytest.mark.parametrize("kind", list(_KINDS))
 def test_vectors_are_the_librarys(kind: str, pooling: str, tmp_path: Path) -> None:

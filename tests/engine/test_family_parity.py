@@ -27,7 +27,6 @@ _ROUNDED = 4e-3
 """Between two results in bf16, each of which may be half as far from float32."""
 
 
-@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", some(FAMILIES, USUAL))
 def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tmp_path: Path) -> None:
     tiny_checkpoint(family, tmp_path)

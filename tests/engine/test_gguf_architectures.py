@@ -37,7 +37,6 @@ Q4_0 = GGMLQuantizationType.Q4_0
 PROMPT_IDS = torch.tensor([[1, 5, 77, 200, 31, 8, 9]])
 
 
-@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", some(CASES, first=1))
 def test_logits_and_tokens_are_llama_cpps(name: str, tmp_path: Path) -> None:
     file, wanted = unpacked(name, tmp_path)
@@ -255,7 +254,6 @@ def test_factors_beside_the_weights_are_refused_by_name(factor: str, tmp_path: P
     assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
 
 
-@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", ["gpt-oss", "granitemoe", "qwen35moe", "deepseek3", "llama4", "phi3"])
 def test_quantised_tensors_are_rearranged_alike(name: str, tmp_path: Path) -> None:
     file, _ = unpacked(name, tmp_path)

@@ -152,7 +152,6 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
     return [list(answers[row].token_ids) for row in range(len(rows))]
 
 
-@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", some(SEEING, every=4))
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
@@ -351,8 +350,7 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
     assert answers[0] == answers[1]
 
 
-@pytest.mark.takes_turns(2)
-@pytest.mark.parametrize("family", some([*SIGHTS, "llama4 large"], every=4, first=1))
+@pytest.mark.parametrize("family", some([*SIGHTS, "llama4 large"], every=2, first=1))
 def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
     vision = {"patch_size": 16} if family.startswith("qwen3") else {}
     family, _, large = family.partition(" ")

@@ -82,7 +82,6 @@ def test_there_is_room_for_the_longest_request_whatever_others_are_left(
         assert (end.token_ids, end.finish_reason) == (expected.token_ids, expected.finish_reason)
 
 
-@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("how", ["many rows", "long prompts", "one request"])
 def test_a_sweep_without_memory_is_tried_again_with_less(
     mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch, how: str

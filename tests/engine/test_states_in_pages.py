@@ -52,7 +52,10 @@ from tests.engine.test_scheduler import Copies
 from tests.engine.test_speculation import Eager
 from tests.engine.tiny_families import tiny_checkpoint
 
-pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+pytestmark = [
+    pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here"),
+    pytest.mark.takes_turns(3),
+]
 
 NATIVE = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear")
 FAMILIES = [
@@ -109,7 +112,6 @@ def close(scheduler: Scheduler) -> None:
     scheduler.close()
 
 
-@pytest.mark.takes_turns(3)
 def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
     scheduler, prompt = Scheduler(loaded), random_prompt(70)
     (result,) = ask(scheduler, prompt, tokens=40, chat="")
@@ -124,7 +126,6 @@ def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
 _SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 3, 9]), st.integers(0, 12))
 
 
-@pytest.mark.takes_turns(3)
 @settings(max_examples=2, deadline=None)
 @given(company=st.lists(_SHAPES, min_size=2, max_size=5), spare=st.integers(0, 30), tries=st.booleans())
 def test_an_answer_in_company_is_what_it_is_alone(
@@ -181,7 +182,6 @@ def searched(loaded: LoadedModel, prompt: Sequence[int], beams: int, most: int) 
         return drained(over(copies, search, copies.first.device)).ids
 
 
-@pytest.mark.takes_turns(3)
 def test_guesses_change_nothing_and_what_did_not_come_true_leaves_no_trace(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +227,6 @@ class Foreseeing:
         return Guess(tuple(ids), (0.9,) * len(ids), (0,) * len(ids))
 
 
-@pytest.mark.takes_turns(3)
 def test_beams_go_on_from_states_of_others(loaded: LoadedModel) -> None:
     for beams in (3, 9):  # more than one step takes
         scheduler, prompt = Scheduler(loaded), random_prompt(45)
@@ -237,7 +236,6 @@ def test_beams_go_on_from_states_of_others(loaded: LoadedModel) -> None:
         close(scheduler)
 
 
-@pytest.mark.takes_turns(3)
 def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     """Where an answer ended, shortly before it began, or far back in a long prompt."""
     loaded.kept = kept = KeptPrefixes(ROOT, 2**26)
@@ -266,7 +264,7 @@ def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     loaded.kept = None
 
 
-@pytest.mark.takes_turns(3)
+@pytest.mark.takes_turns(1)
 @pytest.mark.parametrize("damage", ["none", "state", "every state", "block"])
 def test_a_chat_goes_on_after_a_restart(
     loaded: LoadedModel, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +303,6 @@ def test_a_chat_goes_on_after_a_restart(
     loaded.kept = None
 
 
-@pytest.mark.takes_turns(3)
 def test_room_in_ram_is_needed_for_others(loaded: LoadedModel) -> None:
     """What pages lose is kept in RAM, as far as there is any for it."""
     for room in (0, 2**26):
@@ -321,7 +318,6 @@ def test_room_in_ram_is_needed_for_others(loaded: LoadedModel) -> None:
     loaded.kept = None
 
 
-@pytest.mark.takes_turns(3)
 def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     common, answers = random_prompt(80), dict[int, GenerationResult]()
     rows = [
@@ -340,7 +336,6 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     assert all(64 <= tokens <= 96 for tokens in shared[1:])
 
 
-@pytest.mark.takes_turns(3)
 def test_chats_beside_rows_of_a_file_take_part_in_their_sweeps(loaded: LoadedModel) -> None:
     scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
     lane_of(scheduler)._prices = Eager()
@@ -362,7 +357,6 @@ def test_chats_beside_rows_of_a_file_take_part_in_their_sweeps(loaded: LoadedMod
     close(scheduler)
 
 
-@pytest.mark.takes_turns(3)
 def test_a_step_without_memory_loses_no_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that it has half written are read again."""
     scheduler, own, calls = Scheduler(loaded), PagedSteps.write, 0
