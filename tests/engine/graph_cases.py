@@ -7,7 +7,8 @@ from typing import Any
 
 from engine.runtime.decode.graphs import GraphedSteps, GraphStep
 from engine.runtime.loaded_model import LoadedModel
-from tests.engine.on_devices import BEAMS, PROMPT, Chats, answer, chatting, opened, reference
+from tests.engine.loaded_tiny import random_prompt
+from tests.engine.on_devices import BEAMS, NEW_TOKENS, PROMPT, Chats, answer, chatting, opened, reference
 
 FAMILIES = (
     "mixtral",
@@ -37,7 +38,7 @@ def step_of(graphs: GraphedSteps, rows: int = 1) -> GraphStep:
 
 
 def check_conversation(family: str, folder: Path, **config: Any) -> LoadedModel:
-    """Two turns, beams between them, and the first again."""
+    """Two turns, beams between them, the first again, and several at once."""
     expected = reference(family, folder)
     with opened(expected.folder, **config) as model, chatting(model) as session:
         assert model.devices is not None, model.info.device_note
@@ -52,5 +53,9 @@ def check_conversation(family: str, folder: Path, **config: Any) -> LoadedModel:
         assert graphs.counters.replays > before
         assert list(answer(session, PROMPT, beams=BEAMS).token_ids) == expected.beams
         assert list(answer(session, PROMPT).token_ids) == expected.first
+        prompts = [PROMPT, expected.second_prompt, random_prompt(20, seed=1)]
+        alone = [answer(session, prompt).token_ids for prompt in prompts]
+        assert session.together(prompts, NEW_TOKENS) == alone
         assert graphs.counters.eager == 0
+        assert max(graphs._kinds) > 1 or graphs.most == 1
     return model

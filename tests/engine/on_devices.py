@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from engine.runtime.load import binding as device_binding
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
@@ -136,6 +136,17 @@ class Chats:
     def generate_from_ids(self, ids: Sequence[int], sampling: SamplingParams, **options: Any) -> GenerationResult:
         """Continues a prompt given as tokens."""
         return self.scheduler.answer(BatchRequest(0, ids=tuple(ids), sampling=sampling, **options))
+
+    def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[int, ...]]:
+        """The tokens of answers to several prompts at the same time."""
+        ends = dict[int, Outcome]()
+        for number, prompt in enumerate(prompts):
+            request = BatchRequest(0, ids=tuple(prompt), sampling=SamplingParams(max_tokens=tokens), end_ids=NO_END)
+            self.scheduler.submit(request, partial(ends.__setitem__, number))
+        self.scheduler.serve()
+        found = [ends[number] for number in range(len(prompts))]
+        assert all(isinstance(end, GenerationResult) for end in found), found
+        return [end.token_ids for end in found if isinstance(end, GenerationResult)]
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def kernel(multiprocessors: int = 8) -> tuple[CudaAttention, EmulatedCudaCard]:
     return CudaAttention(card), card
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize(
     ("kv_type", "shape", "states"),
     [
@@ -149,6 +150,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=str)
 def test_tokens_are_those_of_transformers(
     family: str, config: dict[str, Any], tmp_path: Path, on_emulated_cards: EmulatedCudaCard
@@ -158,10 +160,12 @@ def test_tokens_are_those_of_transformers(
         assert list(answer(session, PROMPT).token_ids) == expected.first
         assert list(answer(session, expected.second_prompt).token_ids) == expected.second
         assert list(answer(session, PROMPT).token_ids) == expected.first
+        assert session.together([expected.second_prompt, PROMPT], 12) == [(*expected.second,), (*expected.first,)]
         graphs = graphs_of(session)
         assert graphs.refused is None
         assert graphs._attention.kernels
         assert graphs.counters.replays > 20
+        assert max(graphs._kinds) > 1
     launched = {each.entry for each, _ in on_emulated_cards.launched}
     assert launched == {"attention_kernel"}
 

@@ -24,6 +24,7 @@ from engine.kernels.quantise import quantise
 from engine.runtime.decode import tabled_attention
 from engine.runtime.load.binding import speed_up_on_cards
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
+from tests.engine.graph_cases import graphs_of
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
 from tests.engine.tiny_families import tiny_model
 
@@ -40,7 +41,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: LatentF
     return torch.stack(turned, -1).flatten(-2) if form.makes_pairs else torch.cat(turned, -1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     dtype=st.sampled_from(DTYPES),
     kv_type=st.sampled_from([KvType.BF16, KvType.FP16, KvType.FP32]),
@@ -150,6 +151,7 @@ def replaced(model: Any) -> int:
     return sum(isinstance(module.__dict__.get("forward"), CardLatents) for module in model.modules())
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
 def test_tokens_are_those_of_transformers(
     family: str, tmp_path: Path, card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +162,8 @@ def test_tokens_are_those_of_transformers(
         assert replaced(model.model) > 0
         card.launched.clear()
         assert list(answer(session, PROMPT).token_ids) == expected.first
+        assert session.together([expected.second_prompt, PROMPT], 12) == [(*expected.second,), (*expected.first,)]
+        assert max(graphs_of(session)._kinds) > 1
         sources = {kernel.source for kernel, _ in card.launched}
         assert {"latent_queries.cu", "latent_attention.cu", "latent_values.cu"} <= sources
         assert "attention.cu" not in sources
