@@ -351,6 +351,11 @@ class PageRoom:
         """That have memory."""
 
     @property
+    def name(self) -> str:
+        """Of the devices, for messages."""
+        return ", ".join(device.name for device in self._devices.devices)
+
+    @property
     def nbytes(self) -> int:
         """Of all devices."""
         return sum(reservation.nbytes for reservation in self._reservations)

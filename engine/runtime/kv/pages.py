@@ -183,12 +183,16 @@ class PagePool:
                 return page
         return self._free.pop()
 
-    def fit(self) -> None:
-        """Gives up what the last pages and states have of memory, if none of them holds anything and they are many."""
-        if self._room is not None:
-            pages, states = (max(held, default=-1) + 1 for held in (self.touched, self.touched_states))
-            if 2 * pages < self._room.pages or states < self._room.states:
-                self._room.resize(pages, states)
+    def fit(self, *, spare: int = 0) -> bool:
+        """Gives up the memory of the last pages and states that hold nothing, if these are more than `spare`; whether
+        there was any."""
+        if self._room is None:
+            return False
+        pages, states = (max(held, default=-1) + 1 for held in (self.touched, self.touched_states))
+        if pages + spare >= self._room.pages and states >= self._room.states:
+            return False
+        self._room.resize(pages, states)
+        return True
 
     def take_state(self, kind: PageKind) -> int:
         """Takes a state out of a reservation of its weight."""

@@ -357,7 +357,7 @@ class ContinuousBatch(Lane):
         work, self._work = self._work, []
         if any(each.is_piggybacked for each in work):
             self.piggybacked = _nobody
-        elif work and (self._model.lighten(is_exact=work[0].is_exact) or self._reads_less(work)):
+        elif work and (self.pool.fit() or self._model.lighten(is_exact=work[0].is_exact) or self._reads_less(work)):
             pass
         elif len(work) > 1:
             self._most_rows = max(1, len(self.rows) // 2)
@@ -369,13 +369,22 @@ class ContinuousBatch(Lane):
             return False
         elif work:
             row = work[0].row
-            said = error if isinstance(error, EngineError) else _no_memory(row)
+            said = error if isinstance(error, EngineError) else self._no_memory(row)
             self._leave(row).on_row(row.answer(error=said))
         return bool(work)
 
     def _reads_less(self, work: list[Work]) -> bool:
         first, exact = work[0], self.exact
         return exact is not None and first.is_exact and first.row.is_reading and exact.reads_less(first.tokens)
+
+    def _no_memory(self, row: PagedRow) -> EngineError:
+        tokens, room = len(row.prompt) + len(row.sequence.ids), self._model.room
+        where, option = ("", "--ram") if room is None else (f" on {room.name}", "--vram")
+        return EngineError(
+            ErrorCode.NOT_ENOUGH_MEMORY,
+            f"There is not enough memory{where} for {tokens:,} tokens of context: shorten the prompt, close other "
+            f"programs or allow more memory with {option}.",
+        )
 
     def _end_sweep(self) -> None:
         """No row has advanced: what was computed of it is computed again."""
@@ -478,7 +487,7 @@ class ContinuousBatch(Lane):
         """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
         if self.pool.held or self.pool.elsewhere():
             return False
-        self._leave(row).on_row(row.answer(error=_no_memory(row)))
+        self._leave(row).on_row(row.answer(error=self._no_memory(row)))
         return True
 
     def _make_room(self) -> None:
@@ -734,7 +743,7 @@ class ContinuousBatch(Lane):
         too_many = self.pool.has_memory - held - most
         if too_many > 0:
             self.pool.give_back(too_many)
-        self.pool.fit()
+        self.pool.fit(spare=self.pool.has_memory)
 
     def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
         layout, states = BlockLayout.of_pages(caches.layers), row.states
@@ -810,14 +819,6 @@ def _choose(row: PagedRow, logits: torch.Tensor) -> int:
 
 def _is_memory(error: BaseException) -> bool:
     return is_out_of_memory(error) or (isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY)
-
-
-def _no_memory(row: PagedRow) -> EngineError:
-    return EngineError(
-        ErrorCode.NOT_ENOUGH_MEMORY,
-        f"There is not enough memory for {len(row.prompt) + len(row.sequence.ids):,} tokens of context: shorten the "
-        "prompt, close other programs or allow more memory with --ram.",
-    )
 
 
 def _too_long(new: PreparedRow, pages: int) -> EngineError:
