@@ -250,6 +250,8 @@ class GraphedSteps:
         # To a mask a ring of the last tokens is not a chunk that begins again from time to time.
         chunked = "attention in chunks" if model.attends_in_chunks else model.why_not_repeated
         self.counters = GraphCounters()
+        self.was_repeated = False
+        """Whether the last step was: others take longer than such steps do."""
         self.refused: str | None = None
         if chunked:
             self._refuse(chunked)
@@ -268,7 +270,8 @@ class GraphedSteps:
         Raises:
             EngineError: experts could not be computed; what the step was to write is of no use then.
         """
-        places, rows = self._opened(), len(ids)
+        places, rows, replays = self._opened(), len(ids), self.counters.replays
+        self.was_repeated = False
         if places is None or rows > self.most or not all(piece.held for piece in pieces):
             self.counters.eager += 1
             return None
@@ -277,6 +280,7 @@ class GraphedSteps:
         if kind is None or not self._is_current(kind, pages):
             return self._warm_up(places, pages, ids, positions, pieces)
         repeated = self._by_itself(kind) if rows == 1 and self._runs_tokens else self._dispatched(kind)
+        self.was_repeated = self.counters.replays > replays
         return repeated.clone() if repeated is not None else None
 
     @property

@@ -147,6 +147,11 @@ class PagedSteps:
             return self.graphs.most
         return MOST_ROWS if self.is_native and self._step.rows_of(MOST_ROWS) is not None else 1
 
+    @property
+    def was_usual(self) -> bool:
+        """Whether the last step took what such steps take: none is captured while it is computed."""
+        return self.graphs is None or self.graphs.refused is not None or self.graphs.was_repeated
+
     def close(self) -> None:
         """Frees what is held for steps that are repeated."""
         self._set_aside.close()

@@ -652,7 +652,7 @@ class ContinuousBatch(Lane):
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
-        if tokens <= MOST_ROWS:  # else they were several steps
+        if tokens <= MOST_ROWS and (self.exact is None or self.exact.was_usual):  # else they were several steps
             self._prices.took(tokens, self._sweep_s)
         for each in work:
             row, guess, of_row, lag = each.row, each.guess, logits[at : at + each.tokens], each.row.lag
