@@ -57,7 +57,7 @@ from tests import leaks  # noqa: E402
 from tests.combinations import mark_most_of_products  # noqa: E402
 
 # Neither asserts on a clock: on a busy machine examples take as long as they take.
-_UNHURRIED = hypothesis_settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+_UNHURRIED = hypothesis_settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.register_profile("local", _UNHURRIED)
 hypothesis_settings.register_profile("ci", _UNHURRIED, derandomize=True, database=None)
 hypothesis_settings.load_profile("ci" if os.environ.get("CI") else "local")
