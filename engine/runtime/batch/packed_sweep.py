@@ -32,9 +32,10 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.paged_cache import PagedCaches, PageRoom, keeps_latents
+from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
+from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
 from engine.runtime.schedule.row import PagedRow

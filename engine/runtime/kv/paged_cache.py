@@ -15,7 +15,6 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from engine.devices.memory_budget import MemoryCategory
 from engine.families.library import BLOCK_INDEX
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
@@ -30,7 +29,6 @@ from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.narrow import narrowed, widened
 from engine.runtime.kv.parts import parts_of_pages
-from engine.runtime.load.devices import ModelDevices
 
 
 class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -330,71 +328,6 @@ class PagedCaches:
         """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
             paged.discard(pages)
-
-
-class PageRoom:
-    """What pages take of a model's devices: as many have memory there as are in use.
-
-    Args:
-        caches: of the pages, all of which there may ever be if the CPU reads them: memory comes as it is written to.
-        longest: pages of the longest context, which there is room for once experts have given way.
-    """
-
-    def __init__(self, devices: ModelDevices, caches: PagedCaches, longest: int) -> None:
-        self._devices, self._caches, self._longest = devices, caches, longest
-        self._page, self._state = ([0] * len(devices.devices) for _ in range(2))
-        for number, paged in enumerate(caches.layers):
-            of_what = self._state if isinstance(paged, StatePages) else self._page
-            of_what[devices.layers.of_cache_layer(number)] += paged.page_bytes
-        self._reservations = [device.memory.reserve(0, MemoryCategory.KV) for device in devices.devices]
-        self.pages = self.states = 0
-        """That have memory."""
-
-    @property
-    def name(self) -> str:
-        """Of the devices, for messages."""
-        return ", ".join(device.name for device in self._devices.devices)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all devices."""
-        return sum(reservation.nbytes for reservation in self._reservations)
-
-    @staticmethod
-    def most(devices: ModelDevices, page_bytes: int) -> int:
-        """Pages that there is memory for on all devices, half of which stays for experts."""
-        whole = sum(kv.per_token for kv in devices.kv)
-        found = [
-            devices.spare(index) * whole // (2 * page_bytes * kv.per_token)
-            for index, kv in enumerate(devices.kv)
-            if kv.per_token
-        ]
-        return min(found, default=0)
-
-    def resize(self, pages: int, states: int) -> None:
-        """Memory for so many, and for some more where there is enough.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
-        """
-        if pages > self.pages:
-            wanted = max(pages, min(2 * self.pages, max(self._longest, pages + pages // 8)))
-            more = [self._devices.spare(index) // (2 * each) for index, each in enumerate(self._page) if each]
-            pages = min(wanted, pages + max(0, min(more, default=0)))
-        for index, reservation in enumerate(self._reservations):
-            nbytes = pages * self._page[index] + states * self._state[index]
-            self._devices.resize_kv(index, reservation, nbytes, pages * PAGE_TOKENS)
-        if self._caches.are_of_card:
-            self._caches.resize(pages, states)
-        fewer, self.pages, self.states = pages < self.pages, pages, states
-        if fewer:
-            self._devices.experts.take_back()
-
-    def release(self) -> None:
-        """The pages are gone: their memory is the experts' again."""
-        for reservation in self._reservations:
-            reservation.release()
-        self._devices.experts.take_back()
 
 
 def index_of(layer: Any) -> int | None:
