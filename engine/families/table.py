@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.families.family import (
     BESIDE_THE_LAYERS,
     FILLS_IN,
@@ -32,6 +34,25 @@ from engine.families.replies import (
 )
 
 _TWO_HALVES_CLAMPED = ClampedGate("halves", "swiglu_limit")
+_GRANITE: dict[str, Any] = {
+    "block": "MoE",
+    # A softmax over the chosen logits, as gpt-oss'.
+    "router": Router(normalise=True, bf16_shares=True),
+    "mlp": "block_sparse_moe",
+    "shared": "shared_mlp",
+    "mlp_parts": ("input_linear", "output_linear"),
+    "mlp_activation": "activation",
+    "has_multiples": True,
+}
+_LFM: dict[str, Any] = {
+    "mlp": "feed_forward",
+    "mlp_parts": ("w1", "w3", "w2"),
+    "mlp_activation": "",
+    "norms": ("operator_norm", "ffn_norm"),
+    "last_norm": "embedding_norm",
+    "head_norms": ("q_layernorm", "k_layernorm"),
+    "output": "out_proj",
+}
 
 TABLE: dict[str, Family] = {
     "afmoe": Family(packs_rows=True),
@@ -156,14 +177,22 @@ TABLE: dict[str, Family] = {
         fast_path=fast_path("GptOss", "MLP", Router(bias="bias", normalise=True, bf16_shares=True), angles="once"),
         gate=ClampedGate("alternating", "limit", "alpha"),
     ),
-    "granite": Family(replies=GRANITE),
-    "granite_swa": Family(replies=GRANITE),
-    "granitemoe": Family(replies=GRANITE, packs_rows=True),
-    "granitemoe_swa": Family(replies=GRANITE, packs_rows=True),
-    # Granite 4.0: Mamba-2 and attention, with experts or dense.
-    "granitemoehybrid": Family(replies=GRANITE),
+    "granite": Family(replies=GRANITE, fast_path=fast_path("Granite", has_multiples=True)),
+    "granite_swa": Family(replies=GRANITE, fast_path=fast_path("GraniteSWA", has_multiples=True)),
+    "granitemoe": Family(replies=GRANITE, packs_rows=True, fast_path=fast_path("GraniteMoe", **_GRANITE)),
+    "granitemoe_swa": Family(replies=GRANITE, packs_rows=True, fast_path=fast_path("GraniteMoeSWA", **_GRANITE)),
+    # Granite 4.0: Mamba-2 and attention, with experts or dense; most rotate nothing.
+    "granitemoehybrid": Family(
+        replies=GRANITE,
+        fast_path=fast_path(
+            "GraniteMoeHybrid",
+            **_GRANITE,
+            delta="GraniteMoeHybridMambaLayer",
+            rotates=lambda attention: attention.config.position_embedding_type == "rope",
+        ),
+    ),
     # Granite, MoE with shared experts.
-    "granitemoeshared": Family(replies=GRANITE, packs_rows=True),
+    "granitemoeshared": Family(replies=GRANITE, packs_rows=True, fast_path=fast_path("GraniteMoeShared", **_GRANITE)),
     "grove_moe": Family(own=True, packs_rows=True),
     "hunyuan_v1_moe": Family(
         packs_rows=True,
@@ -212,9 +241,24 @@ TABLE: dict[str, Family] = {
     ),
     "kolibri1": Family(packs_rows=True),
     "laguna": Family(packs_rows=True),
-    "lfm2": Family(replies=LFM),
-    # LFM2-MoE: short convolutions and attention.
-    "lfm2_moe": Family(replies=LFM),
+    # Short convolutions and attention.
+    "lfm2": Family(replies=LFM, fast_path=fast_path("Lfm2", **_LFM, delta="Lfm2ShortConv")),
+    "lfm2_moe": Family(
+        replies=LFM,
+        fast_path=fast_path(
+            "Lfm2Moe",
+            "SparseMoeBlock",
+            Router(
+                scoring="sigmoid",
+                correction="expert_bias",
+                normalise="norm_topk_prob",
+                bf16_shares=True,
+                scale="routed_scaling_factor",
+            ),
+            **_LFM,
+            delta="Lfm2MoeShortConv",
+        ),
+    ),
     # Also LLaDA-MoE.
     "llada": Family(types=("llada", "lladamoe"), own=True, refused=FILLS_IN),
     "llama": Family(replies=LLAMA, packs_rows=True, fast_path=fast_path("Llama"), mlx_experts={}),

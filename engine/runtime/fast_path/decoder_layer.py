@@ -98,7 +98,7 @@ class SingleTokenLayer:
         self._routes_apart = False
         path = fast_path_of(layer, "layer")
         assert path is not None
-        self._passes_choice, self._is_given_angles = path.passes_choice, path.angles != "none"
+        self._passes_choice, self._is_given_angles = path.passes_choice, path.angles != "none" and attention.rotated > 0
         RECORDER.layers.name(attention.address, number, lanes.ATTENTION)
         if sparse is not None and sparse.tokens is None:
             RECORDER.layers.name(sparse.address, number, lanes.EXPERTS if sparse.has_experts else lanes.DENSE)

@@ -13,7 +13,7 @@ from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct, BlockIndexStruct
 from engine.runtime.fast_path.angles import Angles, type_of
 from engine.runtime.fast_path.native_attention import Claim, NativeAttention, holds_index
-from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
+from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, multiple_of, offset_of
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
@@ -55,7 +55,7 @@ class GroupedAttention(NativeAttention):
         inputs = [linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         return (
             read_alike(inputs)  # the same vector
-            and all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+            and all(map(is_readable, _projections(attention)))
             and all(is_plain(norm.weight) for norm in (*norms, first))
             and all(epsilon_of(norm) == epsilon_of(first) for norm in norms)
             and (getattr(attention, "sinks", None) is None or is_plain(attention.sinks))
@@ -65,6 +65,8 @@ class GroupedAttention(NativeAttention):
 
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
         """The cosines and sines of so many tokens; `None` if they are of another number."""
+        if positions is None and not self.rotated:
+            return Angles.none()
         cos, sin = positions
         if self._angles and cos.numel() != tokens * self._angles:
             return None
@@ -100,6 +102,10 @@ def _fast_path(attention: Any) -> FastPath:
     path = fast_path_of(attention, "attention")
     assert path is not None
     return path
+
+
+def _projections(attention: Any) -> tuple[Any, ...]:
+    return attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, _fast_path(attention).output)
 
 
 def _head_norms(attention: Any) -> tuple[Any, ...]:
@@ -156,7 +162,7 @@ def attention_struct(layer: Any) -> AttentionStruct:
     """The weights of a decoder layer's attention, of a kind that `GroupedAttention` knows; it points into them."""
     attention = layer.self_attn
     path, norms = _fast_path(attention), LayerNorms.of(layer)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    projections = _projections(attention)
     return AttentionStruct(
         norms.before_attention.weight.data_ptr(),
         *(norm.weight.data_ptr() if norm is not None else None for norm in _head_norms(attention)),
@@ -176,4 +182,6 @@ def attention_struct(layer: Any) -> AttentionStruct:
         _NEIGHBOURS if path.rotates_neighbours else _HALVES,
         offset_of(norms.before_attention),
         path.gates_heads,
+        None,
+        multiple_of(layer),
     )

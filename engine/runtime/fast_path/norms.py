@@ -38,8 +38,26 @@ def offset_of(norm: Any) -> float:
     return path.norm_offset if path is not None else 0.0
 
 
+def multiple_of(layer: Any) -> float:
+    """What attention and the MLP of a layer of a known kind add is multiplied by it."""
+    path = fast_path_of(layer, "layer")
+    return float(layer.residual_multiplier) if path is not None and path.has_multiples else 1.0
+
+
+def mlp_of(layer: Any) -> tuple[Any, Any]:
+    """The sparse block or dense MLP of a layer of a known kind, and what every token goes to besides; `None` for what
+    it has not."""
+    path = fast_path_of(layer, "layer")
+    assert path is not None
+    return getattr(layer, path.mlp, None), getattr(layer, path.shared, None) if path.shared else None
+
+
 def add_mlp(layer: Any, norms: LayerNorms, hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states after attention -> those after the layer, computed by the library's modules."""
-    result = layer.mlp(norms.before_mlp(hidden))
-    own: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return torch.add(hidden, own if norms.after_mlp is None else norms.after_mlp(own))
+    normed = norms.before_mlp(hidden)
+    found = [part(normed) for part in mlp_of(layer) if part is not None]
+    own, *others = (result[0] if isinstance(result, tuple) else result for result in found)
+    for other in others:
+        own = own + other
+    own = own if norms.after_mlp is None else norms.after_mlp(own)
+    return torch.add(hidden, own, alpha=multiple_of(layer))

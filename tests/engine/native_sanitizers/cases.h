@@ -415,21 +415,27 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.kernel = static_cast<int32_t>(draw(random, 1, 5));
     layer.epsilon = layer.out_epsilon = 1e-6f;
     layer.norm_offset = static_cast<float>(coin(random));
-    const int64_t hidden = layer.hidden, heads = layer.value_heads, values = heads * layer.value_dim;
-    const int32_t kind = static_cast<int32_t>(draw(random, 0, 2));  // 2: decays of each key, matrices of each part
+    layer.multiple = coin(random) ? 0.5f : 0.0f;
+    // 2: decays of each key, matrices of each part; 3: a state space; 4: a convolution
+    const int32_t kind = static_cast<int32_t>(draw(random, 0, 4));
     const bool together = kind == 0;
     if (kind == 2) layer.key_heads = layer.value_heads, layer.decays_keys = layer.gates_once = 1;
+    if (kind == 3) layer.rule = SWITCHYARD_STATE_SPACE;
+    if (kind == 4) layer.rule = SWITCHYARD_CONVOLUTION, layer.key_heads = layer.value_heads, layer.key_dim = 0;
+    const int64_t hidden = layer.hidden, heads = layer.value_heads, values = heads * layer.value_dim;
     const int64_t keys = int64_t{layer.key_heads} * layer.key_dim, channels = 2 * keys + values, inner = draw(random, 1, 50);
-    const OwnMatrix mixed(pool, random, together ? channels + values : kind == 1 ? channels : keys, hidden, format, SWITCHYARD_PLAIN);
-    const OwnMatrix k(pool, random, keys, hidden, format, SWITCHYARD_PLAIN), v(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
+    const int64_t mixed_rows[] = {channels + values, channels, keys, channels + values + heads, 3 * values};
+    const OwnMatrix mixed(pool, random, mixed_rows[kind], hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, std::max<int64_t>(keys, 1), hidden, format, SWITCHYARD_PLAIN), v(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix first(pool, random, inner, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix later_z(pool, random, values, inner, format, SWITCHYARD_PLAIN);
-    const OwnMatrix later_a(pool, random, keys, inner, format, SWITCHYARD_PLAIN);
+    const OwnMatrix later_a(pool, random, std::max<int64_t>(keys, 1), inner, format, SWITCHYARD_PLAIN);
     const OwnMatrix z(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix b(pool, random, together ? 2 * heads : heads, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix a(pool, random, heads, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix o(pool, random, hidden, values, format, SWITCHYARD_PLAIN);
-    layer.mixed = mixed.matrix, layer.b = b.matrix, layer.o = o.matrix;
+    layer.mixed = mixed.matrix, layer.o = o.matrix;
+    if (kind < 3) layer.b = b.matrix;
     if (kind == 1) layer.z = z.matrix, layer.a = a.matrix;
     if (kind == 2) {
         layer.k = k.matrix, layer.v = v.matrix, layer.z_first = layer.a_first = first.matrix;
@@ -437,7 +443,10 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     const auto norm = draw_row(random, hidden);
     const auto taps = draw_floats(random, channels * layer.kernel);
-    const auto out_norm = draw_row(random, layer.value_dim);
+    const auto out_norm = draw_row(random, values);
+    const auto tap_bias = draw_floats(random, channels), skip = draw_floats(random, heads);
+    if (coin(random)) layer.tap_bias = tap_bias.data();
+    layer.skip = skip.data();
     auto rate = draw_floats(random, heads);
     const auto rate_bias = draw_floats(random, std::max(heads, keys));
     for (float &each : rate) each = -std::fabs(each);

@@ -150,6 +150,7 @@ void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &weight = step.layer->o;
     const uint16_t *bias = step.layer->o_bias;
     const bool is_normed = step.layer->after_norm != nullptr;
+    const float multiple = step.layer->multiple != 0 ? step.layer->multiple : 1.0f;
     for (int64_t block = begin; block < end; ++block) {
         float dots[kDecodeTokens * kTileRows];
         block_dot(step.kernels, weight, block, step.attended_x, step.all.data(), step.tokens, dots);
@@ -162,7 +163,7 @@ void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
                 if (is_normed)
                     step.joined[at + i] = value;
                 else
-                    step.out[at + i] = step.hidden[at + i] + value;
+                    step.out[at + i] = step.hidden[at + i] + multiple * value;
             }
         }
     }

@@ -205,6 +205,7 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     for (int32_t token = 0; token < tokens; ++token) step.routing[token].resize(layer.count);
     step.out = out;
     step.call.begin(&layer, tokens, hidden, out);
+    if (block->multiple != 0) step.call.multiple = block->multiple;
     if (block->after_norm) {
         step.joined.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
         step.call.sums = step.joined.data();

@@ -113,6 +113,7 @@ typedef struct {
     float norm_offset;           // added to the weights of its norms
     int32_t shared_activation;   // as of SwitchyardExperts, and its limit and alpha
     float shared_limit, shared_alpha;
+    float multiple;              // of what is added to hidden, where it has no norm; 0: as it is
 } SwitchyardSparseBlock;
 
 // Chooses the blocks of tokens that each key-value head of grouped attention sees, where a sequence has more of them: the last
@@ -144,6 +145,7 @@ typedef struct {
     float norm_offset;         // added to the weights of its norms
     int32_t is_gated;          // whether what a head gives is multiplied by the sigmoid of its gates
     const SwitchyardBlockIndex *index;  // or null
+    float multiple;            // of what is added to hidden, where it has no norm; 0: as it is
 } SwitchyardAttention;
 
 // Chooses the tokens that latent attention sees, where a sequence has more of them: those with the highest scores.  A key's score
@@ -178,6 +180,9 @@ typedef struct {
     const SwitchyardIndex *index;  // or null; needs q_a
 } SwitchyardLatentAttention;
 
+// What becomes of short convolutions of hidden states: see SwitchyardDelta.
+enum { SWITCHYARD_DELTA_RULE = 0, SWITCHYARD_STATE_SPACE = 1, SWITCHYARD_CONVOLUTION = 2 };
+
 // A gated delta net of the Qwen3-Next kind: hidden + o(norm(delta rule of short convolutions) * gate(z)) of norm(hidden).  All
 // matrices are plain; those of hidden states read alike, and so do z and a where they are of something else.  A key head serves
 // `value_heads / key_heads` value heads in a row.
@@ -202,6 +207,16 @@ typedef struct {
     int32_t decays_keys;       // whether each of a state's rows decays by itself: a has [key_heads * key_dim], and as many heads
                                // are of values (Kimi Team 2025, "Kimi Linear", section 3)
     int32_t gates_once;        // whether gate(z) is sigmoid(z), and not z * sigmoid(z)
+    // SWITCHYARD_STATE_SPACE: Mamba 2 (Dao and Gu 2024, "Transformers are SSMs", section 7).  mixed, the only matrix beside o, has
+    // z, values, keys, queries and a; channels are values, keys and queries.  A state of [value_dim, key_dim] takes in
+    // softplus(a + rate_bias) of value times key.  out_norm [value_heads * value_dim] is one of each key head's values together,
+    // and comes after the gate.
+    // SWITCHYARD_CONVOLUTION: LFM2's.  mixed has gates before and after the convolution, and values: those of as many heads are all
+    // channels, and no state is held but what the convolution read last.
+    int32_t rule;
+    float multiple;            // of what is added to hidden; 0: as it is
+    const float *tap_bias;     // [channels], or null
+    const float *skip;         // of a state space: [value_heads], what is added of each value
 } SwitchyardDelta;
 
 // Incremented whenever a signature or a struct above changes: a library with another number is not used.
