@@ -120,6 +120,8 @@ class FastPath:
         indexes: how an index that chooses the tokens of attention rotates, if some layers have one; that of grouped
             attention chooses blocks of them.
         passes_choice: whether layers also give what their index has chosen, which the next one is given.
+        experts_beside: whether a layer's router and experts are its own, beside an MLP, with norms of their own, and
+            what it gives is multiplied (Gemma 4).
         has_multiples: whether embeddings, what layers add, and logits are multiplied (Granite).
         unless: of the configuration: if one of these is set, the model does something else besides.
     """
@@ -150,6 +152,7 @@ class FastPath:
     gates_heads: bool = False
     indexes: Literal["", "halves", "neighbours"] = ""
     passes_choice: bool = False
+    experts_beside: bool = False
     has_multiples: bool = False
     unless: tuple[str, ...] = ("clip_qkv",)
 

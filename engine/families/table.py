@@ -138,12 +138,27 @@ TABLE: dict[str, Family] = {
             norms=("input_layernorm", "pre_feedforward_layernorm"),
             after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
             norm_offset=1.0,
-            unless=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+            unless=("attn_logit_softcapping", "use_bidirectional_attention"),
         ),
     ),
     "gemma3n": Family(types=("gemma3n_text",), replies=GEMMA),
     # Gemma 4, without what reads pictures and sound.
-    "gemma4": Family(types=("gemma4_text",), replies=GEMMA),
+    "gemma4": Family(
+        types=("gemma4_text",),
+        replies=GEMMA,
+        fast_path=fast_path(
+            "Gemma4Text",
+            "DecoderLayer",
+            Router(weight="proj.weight", normalise=True),
+            model="Gemma4ForCausalLM",
+            angles_by_type=True,
+            norms=("input_layernorm", "pre_feedforward_layernorm"),
+            after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            experts_beside=True,
+            # The small ones have embeddings for each layer, and layers that read what others keep.
+            unless=("hidden_size_per_layer_input", "num_kv_shared_layers"),
+        ),
+    ),
     "gemma4_assistant": Family(refused="only drafts tokens for a Gemma 4 model: open that model instead"),
     "glm4_moe": Family(
         replies=HERMES,

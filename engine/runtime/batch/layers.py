@@ -204,7 +204,9 @@ class NativeRows:
             for index in range(len(layers) if not apart else 0)
             if knows_layer(layers[index]) and GroupedAttention.can_step(layers[index])
         }
-        self._attention = {index: struct for index, struct in grouped.items() if not struct.is_gated}
+        self._attention = {
+            index: struct for index, struct in grouped.items() if not (struct.is_gated or struct.norms_values)
+        }
         self._delta = {} if apart else _delta_nets(layers)
         self._latent = {} if apart else _latent_rows(layers, states, len(self._delta))
         self._states_of: dict[int, StatePages] = {}

@@ -221,6 +221,7 @@ class TokenStep:
         self._embed, self._norm, self._head = inner.embed_tokens, _last_norm(model), model.lm_head
         self._multiple: float = inner.embedding_multiplier if path.has_multiples else 1.0
         self._divisor: float = model.config.logits_scaling if path.has_multiples else 1.0
+        self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         rotary = getattr(inner, "rotary_emb", getattr(inner, "pos_emb", None))
@@ -302,18 +303,20 @@ class TokenStep:
         whole = None if self._norm._forward_hooks else self._whole
         logits = whole.rows(hidden, held, pieces, angles) if whole is not None else None
         if logits is not None:
-            return self._divided(logits)
+            return self._ended(logits)
         for layer, pages in zip(self._layers, held, strict=True):
             hidden = layer.rows(hidden, pages, pieces, angles[layer.attention.type])
-        return self._divided(product(self._head, one_by_one(self._norm, hidden))[0])
+        return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])
 
     def _begun(self, rows: torch.Tensor) -> torch.Tensor:
         """An embedding's rows as what layers take."""
         hidden = rows.float()
         return hidden if self._multiple == 1 else hidden * self._multiple
 
-    def _divided(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._divisor == 1 else logits / self._divisor
+    def _ended(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model makes of its head's."""
+        logits = logits if self._divisor == 1 else logits / self._divisor
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
     def _through_layers(
         self, hidden: torch.Tensor, angles: dict[str, Any], position_ids: torch.Tensor, cache: Cache
@@ -321,7 +324,7 @@ class TokenStep:
         whole = None if self._norm._forward_hooks else self._whole  # somebody may listen to the last hidden states
         logits = whole.step(hidden, cache, angles) if whole is not None else None
         if logits is not None:
-            return self._divided(logits)
+            return self._ended(logits)
         first = True
         for layer in self._layers:
             its = angles[layer.attention.type]
@@ -340,4 +343,4 @@ class TokenStep:
                     position_embeddings=its,
                 )
             hidden, first = out, False
-        return self._divided(product(self._head, one_by_one(self._norm, hidden))[0])
+        return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])

@@ -268,9 +268,13 @@ class DeltaNet:
         if has_state and not held.is_recurrent_states_initialized[0]:
             return False
         recent = held.conv_states[0]
-        return recent.shape[0] == 1 and recent.shape[-1] == self._struct.kernel and all(
-            (of.dtype, of.device.type) == (torch.float32, "cpu") and of.is_contiguous()
-            for of in ((recent, held.recurrent_states[0]) if has_state else (recent,))
+        return (
+            recent.shape[0] == 1
+            and recent.shape[-1] == self._struct.kernel
+            and all(
+                (of.dtype, of.device.type) == (torch.float32, "cpu") and of.is_contiguous()
+                for of in ((recent, held.recurrent_states[0]) if has_state else (recent,))
+            )
         )
 
     def claim(self, tokens: int, cache: Any) -> Claim | None:
@@ -278,7 +282,7 @@ class DeltaNet:
         if not self.can_claim(tokens, cache):
             return None
         recent, states = self._states(cache)
-        return (address_of(recent), address_of(states), None, None, 0, int(KvType.BF16), None), 0
+        return (recent.data_ptr(), address_of(states) or 0, None, None, 0, int(KvType.BF16), None), 0
 
     def _states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         held = cache.layers[self._index]

@@ -14,6 +14,7 @@ import torch
 from engine.families import fast_path_of
 from engine.runtime.fast_path.norms import LayerNorms, multiple_of
 
+
 def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Hidden states [B, q, hidden] through the norm, attention and residual of a decoder layer -> [B, 1, hidden] of the
     last token.

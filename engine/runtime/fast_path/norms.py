@@ -44,6 +44,12 @@ def multiple_of(layer: Any) -> float:
     return float(layer.residual_multiplier) if path is not None and path.has_multiples else 1.0
 
 
+def has_experts_beside(layer: Any) -> bool:
+    """Whether a layer of a known kind has a router and experts of its own beside its MLP."""
+    path = fast_path_of(layer, "layer")
+    return path is not None and path.experts_beside and bool(layer.enable_moe_block)
+
+
 def mlp_of(layer: Any) -> tuple[Any, Any]:
     """The sparse block or dense MLP of a layer of a known kind, and what every token goes to besides; `None` for what
     it has not."""
@@ -59,5 +65,11 @@ def add_mlp(layer: Any, norms: LayerNorms, hidden: torch.Tensor) -> torch.Tensor
     own, *others = (result[0] if isinstance(result, tuple) else result for result in found)
     for other in others:
         own = own + other
+    if has_experts_beside(layer):
+        flat = hidden.flatten(0, -2)
+        _, shares, chosen = layer.router(flat)
+        routed = layer.experts(layer.pre_feedforward_layernorm_2(flat), chosen, shares).view_as(own)
+        own = layer.post_feedforward_layernorm_1(own) + layer.post_feedforward_layernorm_2(routed)
     own = own if norms.after_mlp is None else norms.after_mlp(own)
-    return torch.add(hidden, own, alpha=multiple_of(layer))
+    out = torch.add(hidden, own, alpha=multiple_of(layer))
+    return out if (scalar := getattr(layer, "layer_scalar", None)) is None else out * scalar

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,14 @@ from engine.kernels.native.structs import (
     RouterStruct,
     SparseBlockStruct,
 )
-from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, mlp_of, multiple_of, offset_of
+from engine.runtime.fast_path.norms import (
+    LayerNorms,
+    epsilon_of,
+    has_experts_beside,
+    mlp_of,
+    multiple_of,
+    offset_of,
+)
 
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 _SCORING = {"softmax": 0, "sigmoid": 1}
@@ -53,7 +60,7 @@ class SparseBlock:
     """
 
     def __init__(
-        self, struct: SparseBlockStruct, kernels: NativeKernels, experts: Any = None, held: torch.Tensor | None = None
+        self, struct: SparseBlockStruct, kernels: NativeKernels, experts: Any = None, held: tuple[Any, ...] = ()
     ) -> None:
         self.struct, self._experts, self._held = struct, experts, held
         self._bound = getattr(experts, BANK_LAYER, None)
@@ -69,6 +76,9 @@ class SparseBlock:
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
         """That of `layer`, of a known kind; `None` if its MLP is of none, or its experts are not computed natively."""
         (block, beside), norms = mlp_of(layer), LayerNorms.of(layer)
+        apart = _NormsBeside.of(layer) if has_experts_beside(layer) else None
+        if apart is not None:
+            block, beside = layer, block
         path = fast_path_of(block, "block")
         if path is None:
             dense = beside if block is None else block
@@ -77,7 +87,11 @@ class SparseBlock:
         bound = getattr(block.experts, BANK_LAYER, None)
         shared = beside if beside is not None else shared_expert_of(block)
         if (
-            not (_are_plain(norms) and _is_readable_router(attrgetter(path.router.weight)(router)))
+            not (
+                _are_plain(norms)
+                and (apart is None or apart.are_plain)
+                and _is_readable_router(attrgetter(path.router.weight)(router))
+            )
             or not (shared is None or _is_plain_mlp(shared, path))
             or bound is None
             or (experts := _experts(bound[1])) is None
@@ -90,15 +104,16 @@ class SparseBlock:
         correction = _correction(router, block, path.router)
         struct = SparseBlockStruct(
             norms.before_mlp.weight.data_ptr(),
-            _router(router, block, path.router, correction),
+            _router(router, block, path.router, correction, apart),
             of_experts,
             *(_matrices(shared, path) if shared is not None else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
             ctypes.addressof(card) if card is not None else None,
             *_rest(norms, shared, path),
-            multiple_of(layer),
+            *_multiples(layer),
+            *(apart.addresses if apart is not None else ()),
         )
-        return cls(struct, kernels, block.experts, correction)
+        return cls(struct, kernels, block.experts, (correction, apart))
 
     @classmethod
     def _of_dense(cls, layer: Any, mlp: Any, norms: LayerNorms, kernels: NativeKernels) -> SparseBlock | None:
@@ -114,7 +129,7 @@ class SparseBlock:
             None,
             None,
             *_rest(norms, mlp, path),
-            multiple_of(layer),
+            *_multiples(layer),
         )
         return cls(struct, kernels)
 
@@ -153,6 +168,40 @@ def _are_plain(norms: LayerNorms) -> bool:
     if not is_plain(before.weight):
         return False
     return after is None or (is_plain(after.weight) and epsilon_of(after) == epsilon_of(before))
+
+
+class _NormsBeside(NamedTuple):
+    """Of experts beside an MLP: theirs and the router's, and what their shares are multiplied by."""
+
+    before: Any
+    after: Any
+    after_mlp: Any
+    of_router: torch.Tensor
+    multiples: torch.Tensor
+
+    @classmethod
+    def of(cls, layer: Any) -> _NormsBeside:
+        router = layer.router
+        norms = (
+            layer.pre_feedforward_layernorm_2,
+            layer.post_feedforward_layernorm_2,
+            layer.post_feedforward_layernorm_1,
+        )
+        scales = router.scale.detach().float() * router.scalar_root_size, router.per_expert_scale.detach().float()
+        return cls(*norms, *(scale.contiguous() for scale in scales))
+
+    @property
+    def are_plain(self) -> bool:
+        return all(is_plain(norm.weight) for norm in self[:3])
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(norm.weight.data_ptr() for norm in self[:3])
+
+
+def _multiples(layer: Any) -> tuple[float, float]:
+    """Of what a layer's MLP adds, and of what the layer gives."""
+    return multiple_of(layer), float(getattr(layer, "layer_scalar", 0.0))
 
 
 def _rest(norms: LayerNorms, shared: Any, path: FastPath) -> tuple[Any, ...]:
@@ -215,7 +264,9 @@ def _correction(router: Any, block: Any, how: Router) -> torch.Tensor | None:
     return correction.detach().float().contiguous()
 
 
-def _router(router: Any, block: Any, how: Router, correction: torch.Tensor | None) -> RouterStruct:
+def _router(
+    router: Any, block: Any, how: Router, correction: torch.Tensor | None, apart: _NormsBeside | None
+) -> RouterStruct:
     groups = (1, 1)
     if how.groups is not None and (how.groups_if is None or getattr(router, how.groups_if[0]) == how.groups_if[1]):
         groups = (getattr(router, how.groups[0]), getattr(router, how.groups[1]))
@@ -225,7 +276,7 @@ def _router(router: Any, block: Any, how: Router, correction: torch.Tensor | Non
         weight.data_ptr(),
         address_of(getattr(router, how.bias)) if how.bias else None,
         address_of(correction),
-        router.top_k,
+        router.top_k if hasattr(router, "top_k") else router.config.top_k_experts,
         _SCORING[how.scoring],
         *groups,
         how.bf16_logits,
@@ -234,6 +285,7 @@ def _router(router: Any, block: Any, how: Router, correction: torch.Tensor | Non
         getattr(router if hasattr(router, how.scale) else block, how.scale) if how.scale else 1.0,
         weight.dtype == torch.float32,
         getattr(router, how.least) if how.least else 0.0,
+        *((apart.of_router.data_ptr(), apart.multiples.data_ptr()) if apart is not None else ()),
     )
 
 

@@ -89,6 +89,8 @@ typedef struct {
     float scale;                  // applied to the shares last
     int32_t is_exact;
     float least;                  // of what the chosen shares are divided by if they are made to sum to 1
+    const float *norm;            // [hidden] of an RMS norm of hidden states, which logits are of; null: of the block's norm
+    const float *multiples;       // [experts]: of the shares, last of all; or null
 } SwitchyardRouter;
 
 // Of a layer whose experts are on an emulated card as far as they have slots there; see switchyard_exchange.h.
@@ -114,6 +116,10 @@ typedef struct {
     int32_t shared_activation;   // as of SwitchyardExperts, and its limit and alpha
     float shared_limit, shared_alpha;
     float multiple;              // of what is added to hidden, where it has no norm; 0: as it is
+    float whole_multiple;        // of the whole result, where what is added has a norm; 0: as it is
+    // bf16 [hidden], or null: the experts' own norm of hidden states, and those of what they and the shared one give, which are
+    // there where `after_norm` is (Gemma 4).
+    const uint16_t *experts_norm, *experts_after, *shared_after;
 } SwitchyardSparseBlock;
 
 // Chooses the blocks of tokens that each key-value head of grouped attention sees, where a sequence has more of them: the last
@@ -134,7 +140,8 @@ typedef struct {
     const uint16_t *q_bias, *k_bias, *v_bias, *o_bias;  // bf16, or null
     const uint16_t *sinks;                              // bf16 [heads]: logits of attending to nothing, or null
     const uint16_t *after_norm;                         // bf16 [hidden], or null
-    SwitchyardMatrix q, k, v, o;                        // plain; where it is gated, q has each head's queries and then its gates
+    SwitchyardMatrix q, k, v, o;                        // plain; where it is gated, q has each head's queries and then its gates;
+                                                        // v without rows: values are what k gives
     float epsilon;
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
@@ -146,6 +153,7 @@ typedef struct {
     int32_t is_gated;          // whether what a head gives is multiplied by the sigmoid of its gates
     const SwitchyardBlockIndex *index;  // or null
     float multiple;            // of what is added to hidden, where it has no norm; 0: as it is
+    int32_t norms_values;      // whether each head's values go through an RMS norm without weights
 } SwitchyardAttention;
 
 // Chooses the tokens that latent attention sees, where a sequence has more of them: those with the highest scores.  A key's score
