@@ -96,10 +96,12 @@ class FastPath:
         delta: the gated delta net, Mamba 2 or short convolution that some layers have in place of attention; empty if
             none has.
         block: the sparse block in place of the MLP; empty for dense families.
+        mixer: of the layer: its attention.
         mlp: of the layer: the one or the other.
+        of_one_part: whether a layer is one of both, not one after the other.
         shared: of the layer: the expert that every token goes to besides, which is all where there is no block; empty
             if the block itself has it, or none.
-        mlp_parts: of an MLP: gate, up and down, or one for the first two.
+        mlp_parts: of an MLP: gate, which may be empty, up and down, or one for the first two.
         mlp_activation: of an MLP; empty: it is silu, and no attribute.
         router: of the sparse block.
         angles: how the model passes rotary angles to its layers: cosines and sines, each repeated for both halves of a
@@ -110,6 +112,7 @@ class FastPath:
         norms: of the layer: those before attention and before the MLP.
         after_norms: those of what attention and the MLP add, if there are any.
         norm_offset: added to the weights of all norms.
+        embedding: of the model.
         last_norm: of the model, before the head.
         head_norms: of queries and keys, where a model has any.
         head_norms_last: whether they come after the rotation.
@@ -131,7 +134,9 @@ class FastPath:
     attention: str
     delta: str = ""
     block: str = ""
+    mixer: str = "self_attn"
     mlp: str = "mlp"
+    of_one_part: bool = False
     shared: str = ""
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     mlp_activation: str = "act_fn"
@@ -144,6 +149,7 @@ class FastPath:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     after_norms: tuple[str, str] | None = None
     norm_offset: float = 0.0
+    embedding: str = "embed_tokens"
     last_norm: str = "norm"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     head_norms_last: bool = False

@@ -335,6 +335,25 @@ TABLE: dict[str, Family] = {
         mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
     "muse_spark": Family(types=("muse_spark_text",), packs_rows=True),
+    # Nemotron 3 Nano: Mamba 2, attention and experts, each a layer.
+    "nemotron_h": Family(
+        fast_path=fast_path(
+            "NemotronH",
+            "MoE",
+            GROUPED_SIGMOID,
+            layer="NemotronHBlock",
+            delta="NemotronHMamba2Mixer",
+            mixer="mixer",
+            mlp="mixer",
+            of_one_part=True,
+            mlp_parts=("", "up_proj", "down_proj"),
+            norms=("norm", "norm"),
+            embedding="embeddings",
+            last_norm="norm_f",
+            angles="none",
+            rotates=lambda _attention: False,
+        ),
+    ),
     "nemotron3_5_transcribe": Family(
         types=("nemo_speechlm",), refused="writes down speech, and Switchyard gives models text only"
     ),

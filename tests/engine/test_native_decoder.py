@@ -227,6 +227,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("granitemoehybrid", {**_MULTIPLES, **_SPACES, "position_embedding_type": "rope", "num_local_experts": 0}),
     ("lfm2", {}),
     ("lfm2_moe", {}),
+    ("nemotron_h", {"n_group": 2, "moe_shared_expert_intermediate_size": 72}),
 ]
 
 

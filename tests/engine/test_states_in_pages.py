@@ -54,7 +54,10 @@ from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
-NATIVE = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear", "lfm2_moe", "granitemoehybrid")
+NATIVE = (
+    *("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear"),
+    *("lfm2_moe", "granitemoehybrid", "nemotron_h"),
+)
 FAMILIES = [
     "qwen3_next",
     "qwen3_5_moe_text",
@@ -62,8 +65,8 @@ FAMILIES = [
     "kimi_linear",  # decays for each key, beside latents
     "lfm2_moe",  # short convolutions alone
     "granitemoehybrid",  # Mamba 2
-    "nemotron_h",  # from here on by the library: layers that keep nothing
-    "minimax",  # linear attention without convolutions
+    "nemotron_h",  # and layers that keep nothing
+    "minimax",  # from here on by the library: linear attention without convolutions
     *(
         pytest.param(family, marks=pytest.mark.exhaustive)
         for family in ("jamba", "bailing_hybrid", "lara_mini", "glm5_next_text")

@@ -26,8 +26,8 @@ from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.angles import Rotations
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.dense_rows import one_by_one, product
+from engine.runtime.fast_path.native_attention import NativeAttention
 from engine.runtime.fast_path.whole_model import WholeModel
 from engine.runtime.kv.reuse import kinds_by_length
 
@@ -202,8 +202,14 @@ def _last_layer(model: Any) -> SingleTokenLayer | None:
     if fast_path_of(model, "model") is None:
         return None
     layer = model.model.layers[-1].__dict__.get("forward")
-    is_attention = isinstance(layer, SingleTokenLayer) and not isinstance(layer.attention, DeltaNet)
+    is_attention = isinstance(layer, SingleTokenLayer) and isinstance(layer.attention, NativeAttention)
     return layer if is_attention else None
+
+
+def _embedding(model: Any) -> Any:
+    path = fast_path_of(model, "model")
+    assert path is not None
+    return getattr(model.model, path.embedding)
 
 
 def _last_norm(model: Any) -> Any:
@@ -218,7 +224,7 @@ class TokenStep:
     def __init__(self, model: Any) -> None:
         inner, path = model.model, fast_path_of(model, "model")
         assert path is not None
-        self._embed, self._norm, self._head = inner.embed_tokens, _last_norm(model), model.lm_head
+        self._embed, self._norm, self._head = _embedding(model), _last_norm(model), model.lm_head
         self._multiple: float = inner.embedding_multiplier if path.has_multiples else 1.0
         self._divisor: float = model.config.logits_scaling if path.has_multiples else 1.0
         self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
@@ -231,7 +237,7 @@ class TokenStep:
     @classmethod
     def of(cls, model: Any) -> TokenStep | None:
         """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
-        if fast_path_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
+        if fast_path_of(model, "model") is None or _embedding(model).weight.dtype != torch.bfloat16:
             return None
         layers = model.model.layers
         if not all(isinstance(layer.__dict__.get("forward"), SingleTokenLayer) for layer in layers):

@@ -22,12 +22,13 @@ from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
 from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp
 from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
-Attention = GroupedAttention | LatentAttention | DeltaNet
+Attention = GroupedAttention | LatentAttention | DeltaNet | NoAttention
 
 
 def knows_layer(layer: Any) -> bool:
@@ -61,7 +62,7 @@ def route_in_library(model: Any) -> None:
 
 
 def _attention_of(layer: Any) -> type[Attention] | None:
-    for kind in (GroupedAttention, LatentAttention, DeltaNet):
+    for kind in (GroupedAttention, LatentAttention, DeltaNet, NoAttention):
         if kind.can_step(layer):
             return kind
     return None
@@ -83,7 +84,7 @@ class SingleTokenLayer:
     def __init__(
         self,
         layer: Any,
-        attention: GroupedAttention | LatentAttention | DeltaNet,
+        attention: Attention,
         sparse: SparseBlock | None,
         number: int,
     ) -> None:

@@ -112,7 +112,7 @@ class _Parts(NamedTuple):
 
 def _net_of(layer: Any) -> Any:
     """The net of a decoder layer, of any kind; `None` if it has none."""
-    names = ("linear_attn", "mamba", "conv", "self_attn")
+    names = ("linear_attn", "mamba", "conv", "mixer", "self_attn")
     return next((net for name in names if (net := getattr(layer, name, None)) is not None), None)
 
 
@@ -351,6 +351,9 @@ def _compute_in_floats(parts: _Parts, dtype: torch.dtype) -> None:
 
 
 def _is_usual_space(net: Any) -> bool:
-    """Whether steps of any length are taken, and norms are of a key head's values."""
-    limits = getattr(net, "time_step_limit", (0.0, math.inf))
-    return tuple(limits) == (0.0, math.inf) and net.norm.group_size * net.n_groups == net.num_heads * net.head_dim
+    """Whether steps of any length are taken, and norms are of a key head's values.
+
+    Nemotron-H's are to be of 0.001 at least: the library sees to that in prompts alone, the model's makers do not.
+    """
+    least, most = getattr(net, "time_step_limit", (0.0, math.inf))
+    return least <= 0.001 and most == math.inf and net.norm.group_size * net.n_groups == net.num_heads * net.head_dim

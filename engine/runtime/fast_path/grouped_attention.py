@@ -13,7 +13,7 @@ from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct, BlockIndexStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles, type_of
 from engine.runtime.fast_path.native_attention import Claim, NativeAttention, holds_index
-from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, multiple_of, offset_of
+from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, mixer_of, multiple_of, offset_of
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
@@ -28,7 +28,7 @@ class GroupedAttention(NativeAttention):
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         super().__init__(kernels, kernels.attention_step)
-        attention = layer.self_attn
+        attention = mixer_of(layer)
         path = _fast_path(attention)
         self._struct = attention_struct(layer)
         index = _index(attention)
@@ -45,7 +45,7 @@ class GroupedAttention(NativeAttention):
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
-        attention: Any = getattr(layer, "self_attn", None)
+        attention = mixer_of(layer)
         path = fast_path_of(attention, "attention")
         if (
             path is None
@@ -168,7 +168,7 @@ def _index_struct(index: Any) -> BlockIndexStruct:
 
 def attention_struct(layer: Any) -> AttentionStruct:
     """The weights of a decoder layer's attention, of a kind that `GroupedAttention` knows; it points into them."""
-    attention = layer.self_attn
+    attention = mixer_of(layer)
     path, norms = _fast_path(attention), LayerNorms.of(layer)
     projections = _projections(attention)
     return AttentionStruct(

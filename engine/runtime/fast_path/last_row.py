@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.families import fast_path_of
-from engine.runtime.fast_path.norms import LayerNorms, multiple_of
+from engine.runtime.fast_path.norms import LayerNorms, mixer_of, multiple_of
 
 
 def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -24,8 +24,9 @@ def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]
         options: what the layer is given besides; its cache takes the keys and values of all tokens.
     """
     norms = LayerNorms.of(layer)
-    with _only_last_rows(layer.self_attn):
-        attended: torch.Tensor = layer.self_attn(hidden_states=norms.before_attention(hidden_states), **options)[0]
+    attention = mixer_of(layer)
+    with _only_last_rows(attention):
+        attended: torch.Tensor = attention(hidden_states=norms.before_attention(hidden_states), **options)[0]
     last = attended[:, -1:]
     last = last if norms.after_attention is None else norms.after_attention(last)
     return torch.add(hidden_states[:, -1:], last, alpha=multiple_of(layer))

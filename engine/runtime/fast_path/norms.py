@@ -55,13 +55,29 @@ def mlp_of(layer: Any) -> tuple[Any, Any]:
     it has not."""
     path = fast_path_of(layer, "layer")
     assert path is not None
+    if path.of_one_part and _is_mixer(layer.mixer):
+        return None, None
     return getattr(layer, path.mlp, None), getattr(layer, path.shared, None) if path.shared else None
+
+
+def mixer_of(layer: Any) -> Any:
+    """The attention of a layer, or what it has in place of it, if there is any under the name of its family's."""
+    path = fast_path_of(layer, "layer")
+    mixer = getattr(layer, path.mixer, None) if path is not None else None
+    return None if path is not None and path.of_one_part and not _is_mixer(mixer) else mixer
+
+
+def _is_mixer(part: Any) -> bool:
+    return fast_path_of(part, "attention") is not None or fast_path_of(part, "delta") is not None
 
 
 def add_mlp(layer: Any, norms: LayerNorms, hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states after attention -> those after the layer, computed by the library's modules."""
+    parts = [part for part in mlp_of(layer) if part is not None]
+    if not parts:
+        return hidden
     normed = norms.before_mlp(hidden)
-    found = [part(normed) for part in mlp_of(layer) if part is not None]
+    found = [part(normed) for part in parts]
     own, *others = (result[0] if isinstance(result, tuple) else result for result in found)
     for other in others:
         own = own + other

@@ -76,6 +76,8 @@ class SparseBlock:
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
         """That of `layer`, of a known kind; `None` if its MLP is of none, or its experts are not computed natively."""
         (block, beside), norms = mlp_of(layer), LayerNorms.of(layer)
+        if block is None and beside is None:
+            return cls(SparseBlockStruct(), kernels)  # the layer is attention alone
         apart = _NormsBeside.of(layer) if has_experts_beside(layer) else None
         if apart is not None:
             block, beside = layer, block
@@ -94,6 +96,7 @@ class SparseBlock:
             )
             or not (shared is None or _is_plain_mlp(shared, path))
             or bound is None
+            or not isinstance(getattr(block, "fc1_latent_proj", None), torch.nn.Identity | None)
             or (experts := _experts(bound[1])) is None
         ):
             return None
@@ -134,6 +137,11 @@ class SparseBlock:
         return cls(struct, kernels)
 
     @property
+    def is_there(self) -> bool:
+        """Whether the layer has one at all."""
+        return bool(self.struct.norm)
+
+    @property
     def has_experts(self) -> bool:
         """Whether it has any: a dense MLP has none."""
         return bool(self.struct.experts.count)
@@ -150,6 +158,8 @@ class SparseBlock:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         assert hidden_states.dtype == torch.float32
+        if not self.is_there:
+            return hidden_states
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         tokens, start = hidden_states.shape[1], hidden_states.data_ptr()
@@ -230,12 +240,14 @@ def _experts(kernel: Any) -> tuple[ExpertsStruct, CardExpertsStruct | None] | No
 
 def _mlp_parts(mlp: Any, path: FastPath) -> list[Any]:
     names = ("gate_up_proj", "down_proj") if hasattr(mlp, "gate_up_proj") else path.mlp_parts
-    return [getattr(mlp, name, None) for name in names]
+    return [getattr(mlp, name, None) for name in names if name]
 
 
 def _matrices(mlp: Any, path: FastPath) -> list[MatrixStruct | None]:
     *first, down = map(linear_struct, _mlp_parts(mlp, path))
-    if len(first) == 1:
+    if "" in path.mlp_parts:
+        first = [MatrixStruct(), *first]
+    elif len(first) == 1:
         halves = halves_of(first[0]) if first[0] is not None else None
         first = list(halves or (None, None))
     return [*first, down]
@@ -250,7 +262,7 @@ def _is_plain_mlp(mlp: Any, path: FastPath) -> bool:
         activation_of_mlp(mlp, path.mlp_activation) is not None
         and None not in structs
         and all(part.bias is None and is_readable(part) for part in parts)
-        and read_alike(structs[:2])  # the same vector
+        and read_alike(each for each in structs[:2] if each is None or each.rows)  # the same vector
     )
 
 

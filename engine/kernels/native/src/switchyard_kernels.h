@@ -106,7 +106,8 @@ typedef struct {
     const uint16_t *norm;  // bf16 [hidden]
     SwitchyardRouter router;
     SwitchyardExperts experts;
-    // down(activation(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.
+    // down(activation(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.  A gate without
+    // rows: down(activation(up(x))).
     SwitchyardMatrix shared_gate_proj, shared_up_proj, shared_down_proj;
     const uint16_t *shared_gate;  // bf16 [hidden], or null
     const SwitchyardCardExperts *card;  // or null; single tokens, between switchyard_exchange_start and _end
@@ -330,10 +331,10 @@ SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const Switchy
 // A decoder layer of attention and a sparse block, where its keys and values, or its states, are, and the next tokens as it
 // holds them.
 typedef struct {
-    const SwitchyardAttention *attention;  // one of the three, the others null
+    const SwitchyardAttention *attention;  // at most one of the three, the others null
     const SwitchyardLatentAttention *latent;
     const SwitchyardDelta *delta;
-    const SwitchyardSparseBlock *block;
+    const SwitchyardSparseBlock *block;  // or null
     SwitchyardPages held;
     const SwitchyardPiece *pieces;  // as many in all layers, each of the same tokens
     int64_t *chosen;
