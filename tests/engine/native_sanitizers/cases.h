@@ -100,12 +100,19 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     block.router.bf16_shares = coin(random);
     block.router.scale = 1.5f;
     if (coin(random)) block.router.least = 1e-12f;
+    const std::vector<float> router_norm = draw_floats(random, hidden), multiples(static_cast<size_t>(experts), 0.75f);
+    const auto before = draw_row(random, hidden);
     if (coin(random)) block.after_norm = after.data(), block.norm_offset = 1.0f;
+    block.multiple = coin(random) ? 0.25f : 0.0f, block.whole_multiple = coin(random) ? 1.5f : 0.0f;
+    if (coin(random)) block.router.norm = router_norm.data(), block.router.multiples = multiples.data();
+    if (coin(random)) block.experts_norm = before.data();
     block.shared_activation = static_cast<int32_t>(draw(random, 0, 5));
     block.shared_limit = coin(random) ? 0.25f : std::numeric_limits<float>::infinity(), block.shared_alpha = 1.5f;
     if (coin(random)) {
         block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
         if (coin(random)) block.shared_gate = shared_gate.data();
+        if (block.after_norm && coin(random)) block.experts_after = after.data(), block.shared_after = before.data();
+        if (block.shared_activation != 5 && coin(random)) block.shared_gate_proj = {};
     }
     const auto top_k = static_cast<size_t>(block.router.top_k);
     std::vector<int64_t> chosen(static_cast<size_t>(few) * top_k);
@@ -235,6 +242,9 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     if (coin(random)) layer.q_bias = q_bias.data(), layer.k_bias = k_bias.data(), layer.v_bias = v_bias.data();
     if (coin(random)) layer.o_bias = o_bias.data();
     if (coin(random)) layer.sinks = sinks.data();
+    layer.multiple = coin(random) ? 0.25f : 0.0f;
+    layer.norms_values = coin(random);
+    if (coin(random)) layer.v = {};  // values are what keys are of
     // Sometimes long enough for threads to share a head's tokens.
     const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
     const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
@@ -280,7 +290,7 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     require(same(out, again), "attention depends on the number of threads, or on what is computed together");
     record("attention", in_bf16(out));
-    if (!layer.is_gated) try_attention_rows(pool, random, layer);
+    if (!layer.is_gated && !layer.norms_values && layer.v.rows) try_attention_rows(pool, random, layer);
 }
 
 void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
