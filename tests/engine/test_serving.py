@@ -19,7 +19,7 @@ import pytest
 
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
-from engine.protocol import Ask, ChatMessage, Failed, Finished, Served
+from engine.protocol import Ask, ChatMessage, Failed, Finished, Served, Token
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
@@ -27,7 +27,7 @@ from engine.serving import door
 from engine.serving.link import BrokerLink, EngineLink
 from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
-from engine.serving.service import LibraryModels, Service, gathered
+from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
@@ -570,7 +570,7 @@ def test_each_interface_says_in_its_own_words_that_a_key_is_wrong() -> None:
 
 
 def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.serving.streams.PING_S", 0.02)
+    monkeypatch.setattr("engine.serving.answers.PING_S", 0.02)
     broker = ScriptedBroker(ends=False)
     server = Server(Service(broker, made_up_models()), Address(port=0))
     url, pings = f"http://127.0.0.1:{server.start()}", 0
@@ -838,28 +838,17 @@ def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) ->
 
 
 def test_of_several_answers_the_first_failure_ends_the_others() -> None:
-    ended = list[str]()
+    broker = ScriptedBroker(ends=False)
 
-    async def fails() -> str:
-        raise EngineError(ErrorCode.BUSY, "no")
+    async def together() -> None:
+        ask = Ask(Path("m"))
+        async for index, event in Service(broker, made_up_models()).events(ask, ask):
+            if index == 1 and isinstance(event, Token):
+                broker.tickets[0].tell(Failed("", ErrorCode.BUSY, "no"))
 
-    async def goes_on() -> str:
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            ended.append("cancelled")
-        return ""
-
-    with pytest.raises(EngineError):
-        asyncio.run(_together(fails(), goes_on()))
-    assert ended == ["cancelled"]
-
-
-async def _together(*works: Any) -> None:
-    try:
-        await gathered(works)
-    finally:
-        assert len(asyncio.all_tasks()) == 1
+    with pytest.raises(EngineError, match="no"):
+        asyncio.run(together())
+    assert all(ticket.is_cancelled() for ticket in broker.tickets)
 
 
 def test_an_encoder_reads_what_it_reads_in_a_chat() -> None:

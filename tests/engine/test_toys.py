@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import httpx2
 import pytest
@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from engine.batch_files.openai_requests import BadRequestError
 from engine.common.config import CachePolicy
 from engine.common.errors import EngineError
 from engine.experts.cache.policies import CANDIDATES, POLICIES, POLICY_NAMES, Key, Lru, Policy
@@ -59,8 +58,8 @@ def test_an_interface_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return [Route("/toys", toys, methods=["POST"])]
 
-    def error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
-        return PlainTextResponse(f"squeak: {error}", status or 400)
+    def error(error: EngineError, status: int) -> dict[str, Any]:
+        return {"squeak": error.message, "status": status}
 
     monkeypatch.setattr(server, "INTERFACES", [Interface(routes, error, "/toys"), *server.INTERFACES])
     app = make_app(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0))
@@ -72,7 +71,7 @@ def test_an_interface_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     answers = asyncio.run(ask())
     assert answers[0].text.endswith(" squeaks")
-    assert [answer.text[:8] for answer in answers[1:]] == ["squeak: "] * 2
+    assert [answer.json()["status"] for answer in answers[1:]] == [400, 404]
 
 
 def test_a_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
