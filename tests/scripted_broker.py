@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.protocol import Ask, Began, Finished, Token
-from engine.serving.asking import Event, State, Ticket
+from engine.serving.link import Event, State, Ticket
 
 
 class ScriptedBroker:

@@ -19,7 +19,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.protocol import Ask, Began, Finished, Progress, Token
-from engine.serving.asking import AnswerEvent
+from engine.serving.link import AnswerEvent
 from engine.serving.service import Offer, Service, while_connected
 
 PING_S = 10.0

@@ -36,9 +36,8 @@ from engine.protocol import (
     decode,
     encode,
 )
-from engine.serving.asking import Event, State, Ticket
 from engine.serving.engine_process import EngineProcess
-from engine.serving.link import EngineLink
+from engine.serving.link import EngineLink, Event, State, Ticket
 from engine.serving.service import LibraryModels
 
 _PATIENCE_S = 20.0
@@ -65,13 +64,13 @@ class BothEngines:
 
     def __init__(self, say: Callable[[Message], None]) -> None:
         self._say = say
-        self.window, self.beside = EngineLink(), EngineLink()
+        self.window = EngineLink()
         self.window.wake = no_engine
         self.window.on_model = lambda _model, _loading: self._notify()
+        self.beside = EngineProcess(EngineConfig(""), None, lambda: _log.warning("the engine stopped"))
         self.beside.on_model = self._on_beside
         self.beside.on_remark = lambda text: _log.info("%s", text)
-        self._engine = EngineProcess(self.beside, EngineConfig(""), None, lambda: _log.warning("the engine stopped"))
-        self._engine.on_gone = lambda: self._show("")
+        self.beside.on_gone = lambda: self._show("")
         self._changed = threading.Condition()
         self._rules = Rules("", is_loading=False, config=EngineConfig(""))
         self._shown = Beside("")
@@ -83,26 +82,25 @@ class BothEngines:
 
     def close(self) -> None:
         """Ends all answers, and the engine beside the window's."""
-        self._engine.expect_end()
+        self.beside.expect_end()
         self.window.close()
         self.beside.close()
-        self._engine.stop()
 
     # --- what the window says ---------------------------------------------------------------------
 
     def follow(self, rules: Rules) -> None:
         """From now on these hold; models that are loaded already keep how they are run."""
         before, self._rules = self._rules, rules
-        self._engine.set_rules(rules.config, rules.idle_s)
+        self.beside.set_rules(rules.config, rules.idle_s)
         if before.config != rules.config:
-            self._engine.let_go()
+            self.beside.let_go()
         elif before.idle_s != rules.idle_s and (model := self.beside.state.model) is not None:
             self.beside.release(model, -1 if rules.idle_s is None else rules.idle_s)
         self._notify()
 
     def free(self) -> None:
         """Makes room for the window, unless a program is being answered."""
-        self._engine.let_go()
+        self.beside.let_go()
 
     def windows_model(self) -> Path | None:
         """The one that the window has, after waiting for it if it is coming; None if it has none."""
@@ -209,7 +207,7 @@ class BothEngines:
         elif loading is not None:
             self._show(name_of(loading), is_loading=True)
         elif not self.beside.state.under_way:
-            self._engine.let_go()
+            self.beside.let_go()
 
     def _show(self, model: str, *, is_loading: bool = False) -> None:
         with self._changed:

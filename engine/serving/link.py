@@ -1,4 +1,4 @@
-"""The line between the HTTP server's process and the engine's: questions one way, what happens to them the other.
+"""Between the HTTP server's process and the engine's: requests one way, what happens to them the other.
 
 The HTTP server outlives the engine.  If the engine ends, however it does, each request under way is refused, and later
 ones wait for the next engine.  Only a process that was given the secret can connect.
@@ -14,10 +14,10 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -25,22 +25,104 @@ from engine.common.json_fields import fields_of
 from engine.protocol import (
     Ask,
     Asked,
+    Began,
     Cancel,
     Failed,
     Finished,
     Message,
     ModelIs,
     Prepare,
+    Progress,
     Release,
     Remark,
+    Token,
     decode,
     encode,
 )
-from engine.serving.asking import MOST_WAITING, Answerer, Event, State, Ticket, closing, too_many
 from engine.serving.link_folder import LinkFolder, forget_link
 
 _log = logging.getLogger(__name__)
 _NOTICES_S = 0.5
+MOST_WAITING = 1000
+AnswerEvent = Began | Token | Finished
+Event = AnswerEvent | Progress | Failed
+
+
+class Ticket:
+    """A request that was handed in.
+
+    Args:
+        on_cancel: called once when nobody waits for the answer any more, unless it has ended.
+    """
+
+    def __init__(
+        self, ask: Ask, on_event: Callable[[Event], None], on_cancel: Callable[[], None] | None = None
+    ) -> None:
+        self.ask, self._on_event, self._on_cancel = ask, on_event, on_cancel
+        self._is_cancelled = threading.Event()
+        self._is_over = False
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if not self._is_cancelled.is_set():
+            self._is_cancelled.set()
+            if self._on_cancel is not None and not self._is_over:
+                self._on_cancel()
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody does."""
+        return self._is_cancelled.is_set()
+
+    def tell(self, event: Event) -> None:
+        """Reports to the client, unless it has been told how it ended."""
+        if self._is_over:
+            return
+        self._is_over = isinstance(event, Finished | Failed)
+        self._on_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is going on now: the loaded model's path, requests being answered, and requests waiting."""
+
+    model: Path | None
+    under_way: int
+    waiting: int
+
+
+class Answerer(Protocol):
+    """Takes requests and reports to who asked: a broker in this process, or the line to one in another."""
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """Hands in a request.  `on_event` is called on another thread, last with `Finished` or `Failed`, exactly once.
+
+        Raises:
+            EngineError: `BUSY`, if too many wait.
+        """
+        ...
+
+    def prepare(self, model: Path) -> None:
+        """Has a model loaded before anybody asks for it; a failure is reported to who asks first."""
+        ...
+
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """Frees the model, if it is this one, once nobody has asked for it for so long; never, if that is negative."""
+        ...
+
+    @property
+    def state(self) -> State: ...
+
+
+def too_many() -> EngineError:
+    """Why a request is not taken."""
+    return EngineError(
+        ErrorCode.BUSY, f"The server takes no request now: {MOST_WAITING:,} requests are waiting; try again later."
+    )
+
+
+def closing() -> Failed:
+    """What who still waits is told at the end."""
+    return Failed("", ErrorCode.BUSY, "The server is closing: try again later.")
 
 
 class Line:
@@ -179,7 +261,7 @@ class EngineLink:
         if self.is_connected:
             self._send(Release(model, after_s))
 
-    def let_go(self) -> bool:
+    def _disconnected(self) -> bool:
         """Lets the engine end, unless it is answering; returns whether it does."""
         with self._lock:
             line = self._line

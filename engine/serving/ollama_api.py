@@ -29,8 +29,8 @@ from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.protocol import Ask, Began, Progress, Token
 from engine.serving.answers import Answer, JSONResponse, openai_tools, respond
-from engine.serving.asking import AnswerEvent
 from engine.serving.embeddings import Embedded, Text, read_texts
+from engine.serving.link import AnswerEvent
 from engine.serving.service import NO_TOOLS, Offer, Service, body_of, on_a_thread
 
 VERSION = "0.12.0"

@@ -36,8 +36,8 @@ from engine.common.installed import version
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.protocol import Ask, Began, Finished, NamedChances, NamedToken, Progress, Prompt, Token
 from engine.serving.answers import Answer, JSONResponse, Reply, event_line, openai_tools, respond, status_of
-from engine.serving.asking import AnswerEvent
 from engine.serving.embeddings import MOST_DIMENSIONS, read_texts
+from engine.serving.link import AnswerEvent
 from engine.serving.service import Service, body_of
 
 MOST_ANSWERS = 16

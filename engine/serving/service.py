@@ -28,8 +28,8 @@ from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import DEEPEST, parse_json, sayable
 from engine.protocol import Ask, Began, Failed, Finished, Outcome, Progress, Prompt
-from engine.serving.asking import Answerer, AnswerEvent, Event, Ticket
 from engine.serving.embeddings import Embedded, Embeddings, Text
+from engine.serving.link import Answerer, AnswerEvent, Event, Ticket
 
 MOST_BODY_BYTES = 32 * 2**20
 SLOWEST_BODY_S = 60.0

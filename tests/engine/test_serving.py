@@ -24,8 +24,8 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
 from engine.serving import door
+from engine.serving.broker import ModelBroker
 from engine.serving.link import BrokerLink, EngineLink
-from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
@@ -735,7 +735,7 @@ def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -
 
     def read(*given: Any) -> list[int]:
         closing.start()
-        _until(lambda: broker.broker.is_closed)
+        _until(lambda: broker.is_closed)
         return prompt(*given[:3], lambda: False)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
@@ -832,7 +832,7 @@ def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) ->
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             caller.sendall(head.encode() + body)
             _until(lambda: broker.state.waiting)
-        _until(lambda: broker.broker._waiting[0].is_cancelled())
+        _until(lambda: broker._waiting[0].is_cancelled())
     finally:
         server.stop()
 

@@ -28,8 +28,8 @@ from engine.protocol import Ask, Failed, Finished, Token
 from engine.runtime.schedule.live import LiveRows
 from engine.serving import door
 from engine.serving import server as server_module
+from engine.serving.broker import ModelBroker
 from engine.serving.certificate import own_certificate
-from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from engine.untrusted_text.child import _clearly_more

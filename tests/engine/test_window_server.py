@@ -20,11 +20,9 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.paths import models_dir
 from engine.protocol import Ask, Began, Beside, Failed, Finished, Progress, Rules, Token, Wants
 from engine.runtime.engine import Engine
-from engine.serving import streams
-from engine.serving.asking import Event, Ticket
+from engine.serving.broker import ModelBroker
 from engine.serving.front import BothEngines, WindowModels
-from engine.serving.link import BrokerLink
-from engine.serving.model_broker import ModelBroker
+from engine.serving.link import BrokerLink, Event, Ticket
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
@@ -133,7 +131,7 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
     refusal: EngineError | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "PING_S", 0.02)
+    monkeypatch.setattr("engine.serving.answers.PING_S", 0.02)
     broker = SlowBroker(refusal)
     server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
