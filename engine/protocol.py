@@ -50,7 +50,7 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 WAITS = "--waits"
 """The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.batch_files.job_watcher import PlacePace
+from engine.batch_files.job_watcher import Pace
 from engine.common.config import BatchJob, EngineConfig
 from engine.planner.batch_prediction import JobPrediction
 
@@ -56,28 +56,11 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """Progress of a job; see `engine.batch_files.job_watcher.Pace`.
-
-    Attributes:
-        total: total rows; -1 while unknown.
-        remaining_low_s, remaining_high_s: seconds until the end; -1 while unknown.
-        cut_off: completed rows whose answers ended at their limit of tokens; some may have failed for that.
-        blocked: why the job is blocked, as a sentence; empty if it is not.
-        under_way: rows that currently share each sweep over the weights.
-        places: where rows are answered, if not on this machine alone.
-    """
+    """Progress of a job; `blocked` says why it is, as a sentence, and is empty if it is not."""
 
     request_id: str
-    done: int
-    failed: int
-    total: int
-    tokens_per_s: float
-    remaining_low_s: float
-    remaining_high_s: float
-    blocked: str
-    under_way: int = 0
-    places: tuple[PlacePace, ...] = ()
-    cut_off: int = 0
+    pace: Pace
+    blocked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +159,7 @@ class BatchFinished:
 
     Attributes:
         finished: whether all rows are complete; otherwise the job was stopped and can be resumed.
-        done, failed, cut_off: rows completed in all runs of the job; see `BatchProgress`.
+        done, failed, cut_off: rows completed in all runs of the job; see `Pace`.
         written: rows in the output.
         tokens: generated in this run, in `seconds` of computing.
         note: a remark on how rows were run, or on the result's path if it differs from the requested one.

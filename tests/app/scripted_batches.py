@@ -12,7 +12,7 @@ from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_request import BatchRun
 from app.views.batch.page import BatchPage
-from engine.batch_files.job_watcher import PlacePace
+from engine.batch_files.job_watcher import Pace, PlacePace
 from engine.batch_files.messages import (
     BatchFinished,
     BatchPlanned,
@@ -65,9 +65,10 @@ class ScriptedBatches(ScriptedEngine):
         places: tuple[PlacePace, ...] = (),
     ) -> None:
         """Progress of a job, the latest one if not told; `left` are seconds, of which the upper end is twice as far."""
-        high = left * 2 if left >= 0 else -1.0
-        progress = BatchProgress(self.jobs[of].id, done, failed, total, rate, left, high, blocked, places=places)
-        self.jobs[of].deliver(replace(progress, cut_off=cut_off))
+        low, high = (left, left * 2) if left >= 0 else (None, None)
+        rows = total if total >= 0 else None
+        pace = Pace(done, failed, rows, rate, low, high, places=places, cut_off=cut_off)
+        self.jobs[of].deliver(BatchProgress(self.jobs[of].id, pace, blocked))
 
     def answer(self, *rows: BatchRow, sample: bool = False) -> None:
         run = (self.samples if sample else self.jobs)[-1]

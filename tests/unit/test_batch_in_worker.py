@@ -139,7 +139,7 @@ def test_jobs_run_beside_each_other(job: BatchJob) -> None:
         assert [row.row for row in shown] == list(range(6))
         assert all(len(row.answer) < 1000 for row in shown)
         assert [row.reasoning for row in shown] == [row.answer.upper() for row in shown]
-    assert _of(BatchProgress, process.sent)[0].total == -1
+    assert _of(BatchProgress, process.sent)[0].pace.total is None
     planned = BatchPlanned("one", 24, 3, "", 30, 10.0, 150.0, 450.0, 1.0, 2.0, "link", is_measured=False)
     assert planned in _of(BatchPlanned, process.sent)
 
@@ -204,4 +204,4 @@ def test_waiting_jobs_that_are_cancelled_end_at_once(job: BatchJob) -> None:
         process.requests.accept(request)
         process.requests.cancel(request.request_id)
         assert cancelled_event(request) in process.sent
-    assert not process.requests.window_waits
+    assert not process.requests.waits()
