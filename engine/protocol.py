@@ -365,13 +365,6 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Load it before anybody asks."""
-
-    model: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Release:
     """Free it once nobody has asked for it for so long; see `Answerer.release`."""
 
@@ -527,7 +520,7 @@ class NotListening:
     message: str
 
 
-LinkMessage = Asked | Prepare | Release | Began | ModelIs | Remark | ServeModels
+LinkMessage = Asked | Release | Began | ModelIs | Remark | ServeModels
 FrontMessage = Listen | Rules | FreeOthers | Listening | NotListening | Served | Beside | Wants
 Message = Command | Event | LinkMessage | FrontMessage
 _LINES = MessageLines((*get_args(Command), *get_args(Event), *get_args(LinkMessage), *get_args(FrontMessage)))

@@ -78,8 +78,6 @@ TELEMETRY_S = 0.5
 
 
 class Worker:
-    """Performs requests with one engine and reports what happens."""
-
     def __init__(
         self,
         requests: RequestQueue,
@@ -363,7 +361,6 @@ def _real_engine() -> Engine:
 
 
 def main() -> None:
-    """Entry of `python -m engine.worker [WAITS]`."""
     serve(_real_engine, at_once=WAITS not in sys.argv)
 
 

@@ -63,7 +63,6 @@ class BatchService:
 
     @property
     def are_running(self) -> bool:
-        """Whether any job has not ended yet."""
         return bool(self.threads.running)
 
     def settle(self, meanwhile: Callable[[], None]) -> None:
@@ -202,7 +201,6 @@ class JobEvents:
             self.rows_now()
 
     def ends(self) -> None:
-        """The job is over."""
         self.rows_now()
         self._log.ends()
 

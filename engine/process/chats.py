@@ -46,7 +46,6 @@ class ChatService:
         self._open: set[str] = set()
 
     def begin(self, request: Generate) -> None:
-        """Takes a request, which ends later."""
         name, told, reads = request.request_id, 0, False
         log = RequestLog()
 

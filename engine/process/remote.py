@@ -42,7 +42,6 @@ class RemoteChats:
         self._threads = RequestThreads(requests, "remote-chat", "asking another server")
 
     def begin(self, request: Generate) -> None:
-        """Takes a request with a `remote`, which ends later."""
         remote = request.remote
         assert remote is not None
         if self._requests.accept_elsewhere(request):

@@ -97,7 +97,6 @@ class RequestQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the window wants nothing any more."""
         return self._closed
 
     @property
@@ -146,7 +145,6 @@ class RequestQueue:
             self._changed.notify_all()
 
     def _drop(self, request: Request) -> None:
-        """Ends a waiting request, if it can be cancelled."""
         if (event := cancelled_event(request)) is not None:
             self._waiting.remove(request)
             self._end(event)
@@ -192,7 +190,6 @@ class RequestThreads:
 
     @property
     def running(self) -> list[threading.Thread]:
-        """Those that have not ended yet."""
         self._running = [thread for thread in self._running if thread.is_alive()]
         return self._running
 

@@ -79,7 +79,6 @@ class TelemetryService:
         self._report_is_asked = self._map_is_news = self._map_is_sent = False
 
     def watch(self, command: WatchTelemetry) -> None:
-        """Applies `command` from now on."""
         with self._changed:
             self._wanted = command
             if command.on and self._thread is None and not self._closed:
@@ -117,7 +116,6 @@ class TelemetryService:
             self._send(RequestPlace(number, place))
 
     def close(self) -> None:
-        """Ends the thread and the recording."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

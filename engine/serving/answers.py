@@ -43,7 +43,6 @@ Lines = AsyncGenerator[str, None]
 
 
 def status_of(error: EngineError) -> int:
-    """The HTTP status of an error."""
     return _STATUS.get(error.code, 500)
 
 
@@ -55,7 +54,6 @@ class JSONResponse(responses.JSONResponse):
 
 
 def event_line(data: Any, name: str = "") -> str:
-    """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json_text(data)}\n\n"
 

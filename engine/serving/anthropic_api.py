@@ -58,7 +58,6 @@ def error_body(error: EngineError, status: int) -> dict[str, Any]:
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this interface."""
     api = _Anthropic(service)
     return [
         Route("/v1/messages", api.messages, methods=["POST"]),

@@ -73,7 +73,6 @@ class RequestBroker:
         self.is_closed = False
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """See `Answerer`."""
         ticket = Ticket(ask, on_event)
         log = RequestLog()
         with self.changed:
@@ -88,11 +87,8 @@ class RequestBroker:
         self._on_waiting()
         return ticket
 
-    def prepare(self, _model: Path) -> None:
-        """See `Answerer`; nothing here: whoever has the engine's thread loads models."""
-
     def release(self, model: Path, after_s: float = 0) -> None:
-        """See `Answerer`; nothing here, either."""
+        """See `Answerer`; nothing here: whoever has the engine's thread frees models."""
 
     @property
     def state(self) -> State:
@@ -109,7 +105,6 @@ class RequestBroker:
         return first
 
     def is_wanted(self, model: Path) -> bool:
-        """Whether anybody still waits for this model."""
         with self.changed:
             return any(ticket.ask.model == model and not ticket.is_cancelled() for ticket in self._waiting)
 
@@ -396,17 +391,11 @@ class ModelBroker(RequestBroker):
     ) -> None:
         super().__init__(engine, chat=chat)
         self._load_model, self.idle_s, self._on_model = load, idle_s, on_model
-        self._wanted: Path | None = None
         self._released: tuple[Path, float] | None = None
         self._thread = threading.Thread(target=self._work, name="serving-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
-
-    def prepare(self, model: Path) -> None:
-        with self.changed:
-            self._wanted, self._released = model, None
-            self.changed.notify_all()
 
     def release(self, model: Path, after_s: float = 0) -> None:
         """See `Answerer`; it holds in the place of `idle_s` until the model is freed."""
@@ -425,10 +414,9 @@ class ModelBroker(RequestBroker):
 
     def _work(self) -> None:
         try:
-            while (wanted := self._awaited()) is not None:
-                model, is_prepared = wanted
+            while (model := self._awaited()) is not None:
                 try:
-                    self._make_ready(model, is_prepared=is_prepared)
+                    self._make_ready(model)
                     self.answer()
                 except BaseException as error:
                     self._failed(model, error)
@@ -437,33 +425,27 @@ class ModelBroker(RequestBroker):
             self.refuse(closing().error)
             self._free()
 
-    def _awaited(self) -> tuple[Path, bool] | None:
-        """The model that is wanted next, and whether it is to be loaded even if nobody asks for it any more.
-
-        Frees an unused one meanwhile.  None once the broker is closed.
-        """
+    def _awaited(self) -> Path | None:
+        """The model that is wanted next; None once the broker is closed.  Frees an unused one meanwhile."""
         while True:
             with self.changed:
                 is_unused = False
-                while not (self._waiting or self._wanted or self.is_closed or is_unused):
+                while not (self._waiting or self.is_closed or is_unused):
                     idle_s = None if self._model is None else self.idle_s
                     if self._released is not None and self._released[0] == self._model:
                         idle_s = self._released[1]
                     can_wait = idle_s is not None and 0 <= idle_s <= threading.TIMEOUT_MAX  # on Windows 49 days
                     is_unused = not self.changed.wait(idle_s if can_wait else None)
-                wanted, self._wanted = self._wanted, None
-            first = self.next_model or wanted
-            if self.is_closed:
-                return None
-            if first is not None:
-                return first, first == wanted
+            first = self.next_model
+            if self.is_closed or first is not None:
+                return None if self.is_closed else first
             if is_unused:
                 self._free()
 
-    def _make_ready(self, model: Path, *, is_prepared: bool) -> None:
+    def _make_ready(self, model: Path) -> None:
         if self._model != model or self._engine.info is None:
             self._free()
-            self._load_model(model, lambda: self.is_closed or not (is_prepared or self.is_wanted(model)))
+            self._load_model(model, lambda: self.is_closed or not self.is_wanted(model))
             self.model_is(model)
             self._on_model(model)
 

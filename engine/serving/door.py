@@ -138,7 +138,6 @@ class Door(uvicorn.Server):
         return sum(caller.is_answered for caller in self._callers) >= self._places - self._places // 16 - 1
 
     def left(self, caller: Caller) -> None:
-        """Its place is free."""
         self._callers.pop(caller, None)
 
     def answered(self, caller: Caller) -> None:
@@ -147,13 +146,11 @@ class Door(uvicorn.Server):
             self._callers[caller] = self._callers.pop(caller)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         await super().startup([])
         assert sockets is not None
         self._accepting = asyncio.create_task(self._accept(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         assert self._accepting is not None
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)

@@ -47,7 +47,6 @@ class Embedded:
     tokens: int
 
     def numbers(self) -> Iterator[list[float]]:
-        """Each vector."""
         for vector in self.vectors:
             yield [float(number) for number in memoryview(vector).cast("f")]
 
@@ -200,7 +199,6 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Entry of `python -m engine.serving.embeddings`."""
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints does not disturb the answers
     quiet_libraries()

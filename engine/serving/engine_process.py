@@ -117,7 +117,6 @@ class EngineProcess(EngineLink):
 
 
 def main() -> None:
-    """Entry of `python -m engine.serving.engine_process`."""
     order = decode(sys.stdin.buffer.readline())
     assert isinstance(order, ServeModels)
     quiet_libraries()

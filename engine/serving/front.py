@@ -76,12 +76,10 @@ class BothEngines:
         self._shown = Beside("")
 
     def start(self) -> None:
-        """Lets engines connect."""
         self.window.start()
         self.beside.start()
 
     def close(self) -> None:
-        """Ends all answers, and the engine beside the window's."""
         self.beside.expect_end()
         self.window.close()
         self.beside.close()
@@ -126,13 +124,7 @@ class BothEngines:
     # --- what programs ask ------------------------------------------------------------------------
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """See `Answerer`."""
         return self._asked(self._link_for(ask.model), ask, on_event)
-
-    def prepare(self, model: Path) -> None:
-        """See `Answerer`."""
-        if not self._is_windows(model):
-            self.beside.prepare(model)
 
     def release(self, model: Path, after_s: float = 0) -> None:
         """See `Answerer`; the window's user frees the window's."""
@@ -141,7 +133,6 @@ class BothEngines:
 
     @property
     def state(self) -> State:
-        """See `Answerer`."""
         ours, theirs = self.window.state, self.beside.state
         return State(ours.model, ours.under_way + theirs.under_way, ours.waiting + theirs.waiting)
 
@@ -235,7 +226,6 @@ class WindowModels:
         return own + [entry for entry in entries if entry.path != path]
 
     def find(self, name: str) -> tuple[str, Path]:
-        """See `Models`."""
         if name not in ("", "default"):
             for entry in self.listed():
                 if name in (entry.name, entry.path.name):
@@ -253,7 +243,6 @@ class WindowModels:
 
 
 def main() -> None:
-    """Entry of `python -m engine.serving.front`."""
     commands, events = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # whatever prints does not disturb the events
     writing = threading.Lock()

@@ -31,7 +31,6 @@ from engine.protocol import (
     Finished,
     Message,
     ModelIs,
-    Prepare,
     Progress,
     Release,
     Remark,
@@ -63,14 +62,12 @@ class Ticket:
         self._is_over = False
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more."""
         if not self._is_cancelled.is_set():
             self._is_cancelled.set()
             if self._on_cancel is not None and not self._is_over:
                 self._on_cancel()
 
     def is_cancelled(self) -> bool:
-        """Whether nobody does."""
         return self._is_cancelled.is_set()
 
     def tell(self, event: Event) -> None:
@@ -101,10 +98,6 @@ class Answerer(Protocol):
         """
         ...
 
-    def prepare(self, model: Path) -> None:
-        """Has a model loaded before anybody asks for it; a failure is reported to who asks first."""
-        ...
-
     def release(self, model: Path, after_s: float = 0) -> None:
         """Frees the model, if it is this one, once nobody has asked for it for so long; never, if that is negative."""
         ...
@@ -114,14 +107,12 @@ class Answerer(Protocol):
 
 
 def too_many() -> EngineError:
-    """Why a request is not taken."""
     return EngineError(
         ErrorCode.BUSY, f"The server takes no request now: {MOST_WAITING:,} requests are waiting; try again later."
     )
 
 
 def closing() -> Failed:
-    """What who still waits is told at the end."""
     return Failed("", ErrorCode.BUSY, "The server is closing: try again later.")
 
 
@@ -142,7 +133,6 @@ class Line:
         self._unsent.put(message)
 
     def close(self) -> None:
-        """Sends what is left, and ends; waits for both threads, but not for its own."""
         self._unsent.put(None)
         for thread in reversed(self._threads):
             if thread is not threading.current_thread() and thread.ident is not None:
@@ -210,12 +200,10 @@ class EngineLink:
         self._thread = threading.Thread(target=self._take_engines, name="engine-link", daemon=True)
 
     def start(self) -> None:
-        """Lets engines connect."""
         self._thread.start()
 
     @property
     def is_connected(self) -> bool:
-        """Whether an engine is there."""
         return self._line is not None
 
     def wait_for_engine(self, seconds: float) -> bool:
@@ -229,7 +217,6 @@ class EngineLink:
             return State(self._model, len(self._open), 0)
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """See `Answerer`."""
         with self._lock:
             if self._is_closed:
                 raise closing().error
@@ -250,14 +237,7 @@ class EngineLink:
                 raise
         return ticket
 
-    def prepare(self, model: Path) -> None:
-        """See `Answerer`."""
-        if not self.is_connected:
-            self.wake()
-        self._send(Prepare(model))
-
     def release(self, model: Path, after_s: float = 0) -> None:
-        """See `Answerer`."""
         if self.is_connected:
             self._send(Release(model, after_s))
 
@@ -280,7 +260,6 @@ class EngineLink:
             ticket.tell(Failed.of(error))
 
     def _forget_all(self) -> list[Ticket]:
-        """What nobody answers any more."""
         self._model = None
         self._unsent.clear()
         forgotten = list(self._open.values())
@@ -288,7 +267,6 @@ class EngineLink:
         return forgotten
 
     def close(self) -> None:
-        """Ends all answers and lets the engine go."""
         with self._lock:
             self._is_closed = True
         if self._thread.is_alive():
@@ -387,11 +365,9 @@ class BrokerLink:
         self._line.send(ModelIs(model, loading))
 
     def remark(self, text: str) -> None:
-        """Tells the server's user something."""
         self._line.send(Remark(text))
 
     def close(self) -> None:
-        """Hangs up."""
         self._line.close()
 
     def _lost(self) -> None:
@@ -405,8 +381,6 @@ class BrokerLink:
         elif isinstance(message, Cancel):
             if (ticket := self._tickets.get(message.request_id)) is not None:
                 ticket.cancel()
-        elif isinstance(message, Prepare):
-            self._broker.prepare(message.model)
         elif isinstance(message, Release):
             self._broker.release(message.model, message.after_s)
 

@@ -47,7 +47,6 @@ def error_body(error: EngineError, _status: int) -> dict[str, Any]:
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this interface."""
     api = _Ollama(service)
     return [
         Route("/", api.alive, methods=["GET", "HEAD"]),

@@ -54,7 +54,6 @@ def error_body(error: EngineError, status: int) -> dict[str, Any]:
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this interface."""
     api = _OpenAi(service)
     found = []
     for path, method, endpoint in (

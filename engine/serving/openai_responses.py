@@ -33,7 +33,6 @@ from engine.serving.service import Service, body_of
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this interface."""
     api, found = _Responses(service), list[Route]()
     for version in ("/v1", ""):
         found.append(Route(f"{version}/responses", api.create, methods=["POST"]))

@@ -39,7 +39,6 @@ class OtherPrograms:
     # --- the engine's thread ----------------------------------------------------------------------
 
     def open(self, engine: Engine) -> None:
-        """From now on programs may ask."""
         from engine.serving.broker import RequestBroker  # imports torch
 
         self.broker = RequestBroker(engine, self._requests.look_after_others)

@@ -62,7 +62,6 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -107,7 +106,6 @@ INTERFACES = [
 
 
 def _refusal(scope: Scope, error: EngineError, status: int) -> Response:
-    """The error, as the interface of the path writes it."""
     path = str(scope.get("path", ""))
     interface = next(each for each in INTERFACES if path.startswith(each.begins))
     return JSONResponse(interface.error_body(error, status), status)
@@ -307,7 +305,6 @@ class Server:
         return int(listener.getsockname()[1])
 
     def stop(self) -> None:
-        """Stops listening; answers under way break off."""
         if self._door is not None and self._thread is not None:
             self._door.should_exit = True
             self._thread.join()

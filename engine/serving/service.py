@@ -68,7 +68,6 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 
 def current_exchange() -> Exchange:
-    """That of the request which is being answered here."""
     return EXCHANGE.get() or Exchange()
 
 
@@ -102,7 +101,6 @@ class LibraryModels:
         self._listed_s = float("-inf")
 
     def listed(self) -> list[LibraryEntry]:
-        """See `Models`."""
         if time.monotonic() - self._listed_s > _LISTING_S:
             found = list_models()
             listed = [entry for entry in found if not entry.problem]
@@ -141,7 +139,6 @@ class Service:
         self.started_s = int(time.time())
 
     async def models(self) -> list[LibraryEntry]:
-        """The models that can be asked for by name."""
         return await on_a_thread(self._models.listed)
 
     async def path_of(self, name: Any) -> tuple[str, Path]:

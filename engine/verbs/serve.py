@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             ErrorCode.INVALID_REQUEST,
             "Only this machine can reach the server: --announce needs a --host such as 0.0.0.0 as well.",
         )
+    from engine.protocol import Ask
     from engine.remote.trust import fingerprint
     from engine.serving.engine_process import EngineProcess
     from engine.serving.server import Server
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         engine.start()
         announcer = None
         try:
-            engine.prepare(path)
+            engine.ask(Ask(path, text="", wants="length"), lambda _event: None)  # loads it before anybody asks
             announcer = _announced(args.announce, port, is_https=args.https)
             host = f"[{address.host}]" if ":" in address.host else address.host
             url = f"{'https' if args.https else 'http'}://{host}:{port}"
