@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.batch_files.job_watcher import Pace
 from engine.common.config import BatchJob, EngineConfig
+from engine.common.json_fields import OfRequest
 from engine.planner.batch_prediction import JobPrediction
 
 # --- commands -------------------------------------------------------------------------------------
@@ -20,7 +21,7 @@ class EndpointKey:
 
 
 @dataclass(frozen=True, slots=True)
-class StartBatch:
+class StartBatch(OfRequest):
     """Answer a file of rows with the loaded model.  Ends in `BatchFinished` (even if stopped) or `Failed`.
 
     Chats take priority; loading another model stops the job, which can be resumed.  A job that names endpoints is
@@ -31,21 +32,19 @@ class StartBatch:
         config: of the engine on each node, if a Ray cluster answers.
     """
 
-    request_id: str
     job: BatchJob
     keys: tuple[EndpointKey, ...] = ()
     config: EngineConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SampleBatch:
+class SampleBatch(OfRequest):
     """Answer the first `rows` rows of a job and save nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`.
 
     A job that names endpoints is tried at those, and `BatchSampled` says what that took.  That of a Ray cluster is
     tried with the loaded model: it is the same one.
     """
 
-    request_id: str
     job: BatchJob
     rows: int
     keys: tuple[EndpointKey, ...] = ()
@@ -55,19 +54,17 @@ class SampleBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchProgress:
+class BatchProgress(OfRequest):
     """Progress of a job; `blocked` says why it is, as a sentence, and is empty if it is not."""
 
-    request_id: str
     pace: Pace
     blocked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSampled:
+class BatchSampled(OfRequest):
     """What a sample at endpoints says of the whole job; see `engine.remote.job.RemoteSample`."""
 
-    request_id: str
     rows: int
     prompt_tokens: float
     generated_tokens: float
@@ -77,7 +74,7 @@ class BatchSampled:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlanned:
+class BatchPlanned(OfRequest):
     """How a job will run, before its first answer; after a sample, corrected by its timing.
 
     See `engine.planner.batch_prediction.JobPrediction`.
@@ -94,7 +91,6 @@ class BatchPlanned:
         is_measured: whether it is based on timed answers of this job.
     """
 
-    request_id: str
     rows_together: int
     micro_batches: int
     schedule: str
@@ -146,15 +142,14 @@ class BatchRow:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRows:
+class BatchRows(OfRequest):
     """Rows completed since the previous such event; for fast jobs only the latest."""
 
-    request_id: str
     rows: tuple[BatchRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BatchFinished:
+class BatchFinished(OfRequest):
     """Terminal event of `StartBatch` and `SampleBatch`.
 
     Attributes:
@@ -166,7 +161,6 @@ class BatchFinished:
         output, errors: files of the result and of failed OpenAI requests; empty if not written.
     """
 
-    request_id: str
     finished: bool
     done: int
     failed: int

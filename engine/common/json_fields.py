@@ -105,6 +105,13 @@ def _convert(hint: Any, value: Any) -> Any:
     return value
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfRequest:
+    """A message about one request."""
+
+    request_id: str
+
+
 class MessageLines:
     """Writes and reads messages of these kinds."""
 

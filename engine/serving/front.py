@@ -208,16 +208,17 @@ class BothEngines:
                 self._say(shown)
 
 
-class WindowModels:
-    """The window's model, and all others on this machine; see `Models`."""
+class WindowModels(LibraryModels):
+    """The window's model, and all others on this machine."""
 
     def __init__(self, engines: BothEngines) -> None:
-        self._engines, self._library = engines, LibraryModels()
+        super().__init__()
+        self._engines = engines
         self._own: LibraryEntry | None = None
 
     def listed(self) -> list[LibraryEntry]:
         """The window's first, if it has one."""
-        entries, path = self._library.listed(), self._engines.window.state.model
+        entries, path = super().listed(), self._engines.window.state.model
         own = [entry for entry in entries if entry.path == path]
         if path is not None and not own:
             if self._own is None or self._own.path != path:
@@ -232,7 +233,7 @@ class WindowModels:
                     if entry.path == self._engines.coming:
                         self._engines.windows_model()
                     return entry.name, entry.path
-            return self._library.find(name)  # which says that there is none
+            return super().find(name)  # which says that there is none
         path = self._engines.windows_model()
         if path is None:
             raise EngineError(

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -75,24 +75,9 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-class Models(Protocol):
-    """Which models clients may ask for.  The methods may read files: they are called off the event loop."""
-
-    def listed(self) -> list[LibraryEntry]:
-        """All of them."""
-        ...
-
-    def find(self, name: str) -> tuple[str, Path]:
-        """The name and place of the one of this name; an empty name asks for whichever is meant without one.
-
-        Raises:
-            EngineError: there is none.
-        """
-        ...
-
-
 class LibraryModels:
-    """All models of the library, and the one that is meant without a name, which may have further ones."""
+    """Which models clients may ask for: those of the library, and the one that is meant without a name, which may have
+    further names.  The methods may read files: they are called off the event loop."""
 
     def __init__(self, default: Path | None = None, default_name: str = "", aliases: Sequence[str] = ()) -> None:
         self._default, self._name, self._aliases = default, default_name, ("", "default", *aliases)
@@ -111,7 +96,11 @@ class LibraryModels:
         return self._listed
 
     def find(self, name: str) -> tuple[str, Path]:
-        """See `Models`; clients may not name paths of their own."""
+        """The name and place of the one of this name: clients may not name paths of their own.
+
+        Raises:
+            EngineError: there is none.
+        """
         if self._default is not None and (name == self._name or name in self._aliases):
             return self._name, self._default
         for entry in self.listed():
@@ -119,21 +108,16 @@ class LibraryModels:
                 return entry.name, entry.path
         if name in self._damaged:
             raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, self._damaged[name])
-        raise no_such_model(name)
-
-
-def no_such_model(name: str) -> EngineError:
-    """What a client is told that asks for a model which is not here."""
-    return EngineError(
-        ErrorCode.MODEL_NOT_FOUND,
-        f"There is no model named {name[:80]!r} here: ask for one of the models that this server lists.",
-    )
+        raise EngineError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"There is no model named {name[:80]!r} here: ask for one of the models that this server lists.",
+        )
 
 
 class Service:
     """The models and the engine, as the interfaces use them."""
 
-    def __init__(self, broker: Answerer, models: Models) -> None:
+    def __init__(self, broker: Answerer, models: LibraryModels) -> None:
         self.broker, self._models = broker, models
         self._embeddings = Embeddings()
         self.started_s = int(time.time())

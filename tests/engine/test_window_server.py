@@ -362,10 +362,9 @@ class Pressed(Fronts):
         self.memory.take("window", "windows")
         self.window_has(WINDOWS)
         models = WindowModels(self.engines)
-        library = models._library
         own = LibraryEntry("windows", WINDOWS)
         others = [LibraryEntry(name, Path(name)) for name in ("mixtral", "qwen3_moe", "qwen2_moe")]
-        library.listed = lambda: [own, *others]  # type: ignore[method-assign]
+        models._listed, models._listed_s = [own, *others], float("inf")
         self.server = Server(Service(self.engines, models), Address(port=0))
         self.url = f"http://127.0.0.1:{self.server.start()}"
         self.living = threading.Thread(target=self._live)
