@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from starlette import responses
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engine.batch_files.openai_requests import BadRequestError
@@ -20,7 +21,7 @@ from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.protocol import Ask, Began, Finished, Progress, Token
 from engine.serving.link import AnswerEvent
-from engine.serving.service import Offer, Service, while_connected
+from engine.serving.service import Offer, Service, body_of, while_connected
 
 PING_S = 10.0
 """A stream in which nothing has happened for so long says that it is still there."""
@@ -143,26 +144,53 @@ class Answer(Reply):
         return "".join(part.text for part in self.parts if isinstance(part, kind))
 
 
-async def respond(
-    request: Request, service: Service, asks: Sequence[Ask], reply: Reply, *, streams: object
-) -> Response:
+class Call(NamedTuple):
+    """One request of a client, with its body if it is a POST."""
+
+    service: Service
+    request: Request
+    body: dict[str, Any]
+
+
+class Endpoint(NamedTuple):
+    """What an interface does at a path: the answer is a response, or what one has as JSON."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    does: Callable[[Call], Awaitable[Any]]
+
+    def route(self, service: Service) -> Route:
+        async def endpoint(request: Request) -> Response:
+            body = await body_of(request) if self.method == "POST" else {}
+            found = await self.does(Call(service, request, body))
+            return found if isinstance(found, Response) else JSONResponse(found)
+
+        return Route(self.path, endpoint, methods=[self.method])
+
+
+def versioned(paths: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
+    """Each below `/v1` and, as some clients are told the address without the version, at the top."""
+    return tuple(each._replace(path=f"{version}{each.path}") for each in paths for version in ("/v1", ""))
+
+
+async def respond(call: Call, asks: Sequence[Ask], reply: Reply, *, streams: object) -> Any:
     """Has these answered, whole or as a stream.
 
     Raises:
         EngineError: they are refused before anything could be said.
         ClientGoneError: the client went away before that.
     """
-    events = service.events(*asks)
+    events = call.service.events(*asks)
     if streams:
-        return _Streamed(await _opened(request, _lines(events, reply), reply), headers=reply.headers)
+        return _Streamed(await _opened(call.request, _lines(events, reply), reply), headers=reply.headers)
 
     async def take_all() -> None:
         async for index, event in events:
             if not isinstance(event, Progress):
                 reply.take(event, index)
 
-    await while_connected(request, take_all())
-    return JSONResponse(reply.whole())
+    await while_connected(call.request, take_all())
+    return reply.whole()
 
 
 async def _lines(events: AsyncGenerator[tuple[int, AnswerEvent | Progress], None], reply: Reply) -> Lines:

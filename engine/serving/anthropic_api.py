@@ -7,10 +7,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from engine.batch_files.openai_requests import (
     BadRequestError,
     read_call,
@@ -25,7 +21,8 @@ from engine.families.replies.reader import Part, Thought
 from engine.protocol import Ask, Began, Finished, Progress
 from engine.serving.answers import (
     Answer,
-    JSONResponse,
+    Call,
+    Endpoint,
     event_line,
     listed_tools,
     read_offer,
@@ -33,7 +30,7 @@ from engine.serving.answers import (
     respond,
     status_of,
 )
-from engine.serving.service import Offer, Service, body_of
+from engine.serving.service import Offer
 
 _KINDS = {
     400: "invalid_request_error",
@@ -57,34 +54,26 @@ def error_body(error: EngineError, status: int) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def routes(service: Service) -> list[Route]:
-    api = _Anthropic(service)
-    return [
-        Route("/v1/messages", api.messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
-    ]
+async def messages(call: Call) -> Any:
+    name, ask = await _ask(call)
+    if call.body.get("max_tokens") is None:
+        raise BadRequestError("has no max_tokens")
+    return await respond(call, [ask], _Answer(name, ask), streams=call.body.get("stream"))
 
 
-class _Anthropic:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+async def count_tokens(call: Call) -> Any:
+    _name, ask = await _ask(call)
+    return {"input_tokens": await call.service.prompt_length(call.request, ask)}
 
-    async def messages(self, request: Request) -> Response:
-        body = await body_of(request)
-        name, ask = await self._ask(body)
-        if body.get("max_tokens") is None:
-            raise BadRequestError("has no max_tokens")
-        return await respond(request, self._service, [ask], _Answer(name, ask), streams=body.get("stream"))
 
-    async def count_tokens(self, request: Request) -> Response:
-        _name, ask = await self._ask(await body_of(request))
-        return JSONResponse({"input_tokens": await self._service.prompt_length(request, ask)})
+async def _ask(call: Call) -> tuple[str, Ask]:
+    offer, turns = _offer(call.body), _messages(call.body)
+    # Whoever ends with the model's turn has written how its answer begins.
+    is_begun = turns[-1].role == "assistant" and turns[-1].content.strip()
+    return await call.service.ask_of(call.body, "messages", turns, offer, "continue" if is_begun else "answer")
 
-    async def _ask(self, body: Mapping[str, Any]) -> tuple[str, Ask]:
-        offer, messages = _offer(body), _messages(body)
-        # Whoever ends with the model's turn has written how its answer begins.
-        is_begun = messages[-1].role == "assistant" and messages[-1].content.strip()
-        return await self._service.ask_of(body, "messages", messages, offer, "continue" if is_begun else "answer")
+
+PATHS = (Endpoint("POST", "/v1/messages", messages), Endpoint("POST", "/v1/messages/count_tokens", count_tokens))
 
 
 class _Answer(Answer):

@@ -10,9 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from engine.batch_files.openai_requests import (
     BadRequestError,
@@ -28,10 +26,10 @@ from engine.common.errors import EngineError
 from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.protocol import Ask, Began, Progress, Token
-from engine.serving.answers import Answer, JSONResponse, openai_tools, respond
+from engine.serving.answers import Answer, Call, Endpoint, openai_tools, respond
 from engine.serving.embeddings import Embedded, Text, read_texts
 from engine.serving.link import AnswerEvent
-from engine.serving.service import NO_TOOLS, Offer, Service, body_of, on_a_thread
+from engine.serving.service import NO_TOOLS, Offer, on_a_thread
 
 VERSION = "0.12.0"
 """The version of the interface that is spoken here: clients ask for it before they use what came later."""
@@ -46,138 +44,140 @@ def error_body(error: EngineError, _status: int) -> dict[str, Any]:
     return {"error": error.message}
 
 
-def routes(service: Service) -> list[Route]:
-    api = _Ollama(service)
-    return [
-        Route("/", api.alive, methods=["GET", "HEAD"]),
-        Route("/api/version", api.version, methods=["GET"]),
-        Route("/api/tags", api.tags, methods=["GET"]),
-        Route("/api/ps", api.running, methods=["GET"]),
-        Route("/api/show", api.show, methods=["POST"]),
-        Route("/api/chat", api.chat, methods=["POST"]),
-        Route("/api/generate", api.generate, methods=["POST"]),
-        Route("/api/embed", api.embed, methods=["POST"]),
-        Route("/api/embeddings", api.embed_one, methods=["POST"]),
-    ]
+async def alive(_call: Call) -> Any:
+    return Response("Switchyard is running", media_type="text/plain")
 
 
-class _Ollama:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+async def version(_call: Call) -> Any:
+    return {"version": VERSION}
 
-    async def alive(self, _request: Request) -> Response:
-        return Response("Switchyard is running", media_type="text/plain")
 
-    async def version(self, _request: Request) -> Response:
-        return JSONResponse({"version": VERSION})
+async def tags(call: Call) -> Any:
+    return {"models": [_described(entry) for entry in await call.service.models()]}
 
-    async def tags(self, _request: Request) -> Response:
-        return JSONResponse({"models": [_described(entry) for entry in await self._service.models()]})
 
-    async def running(self, _request: Request) -> Response:
-        loaded = self._service.broker.state.model
-        entries = [entry for entry in await self._service.models() if entry.path == loaded]
-        return JSONResponse({"models": [{**_described(entry), "size_vram": 0} for entry in entries[:1]]})
+async def running(call: Call) -> Any:
+    loaded = call.service.broker.state.model
+    entries = [entry for entry in await call.service.models() if entry.path == loaded]
+    return {"models": [{**_described(entry), "size_vram": 0} for entry in entries[:1]]}
 
-    async def show(self, request: Request) -> Response:
-        body = await body_of(request)
-        _name, entry = await self._service.entry_of(body.get("model") or body.get("name"))
-        family = entry.family or "unknown"
-        info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
-        template = await on_a_thread(lambda: chat_template(entry.path))
-        chats = not entry.embeds
-        able = {
-            "completion": chats,
-            "vision": chats and entry.sees,
-            "tools": chats and entry.calls_tools,
-            "thinking": chats and entry.thinks,
-            "embedding": entry.embeds,
-        }
-        described = {"details": _described(entry)["details"], "model_info": info, "template": template}
-        capabilities = [name for name, is_able in able.items() if is_able]
-        return JSONResponse({"modelfile": "", "parameters": "", **described, "capabilities": capabilities})
 
-    async def embed(self, request: Request) -> Response:
-        body = _with_options(await body_of(request))
-        began_ns = time.monotonic_ns()
-        value = body.get("input")
-        name, found = await self._embedded(request, body, read_texts(value) if value not in ("", []) else [])
-        return JSONResponse(
-            {
-                "model": name,
-                "embeddings": list(found.numbers()),
-                "total_duration": time.monotonic_ns() - began_ns,
-                "load_duration": 0,
-                "prompt_eval_count": found.tokens,
-            }
-        )
+async def show(call: Call) -> Any:
+    body = call.body
+    _name, entry = await call.service.entry_of(body.get("model") or body.get("name"))
+    family = entry.family or "unknown"
+    info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
+    template = await on_a_thread(lambda: chat_template(entry.path))
+    chats = not entry.embeds
+    able = {
+        "completion": chats,
+        "vision": chats and entry.sees,
+        "tools": chats and entry.calls_tools,
+        "thinking": chats and entry.thinks,
+        "embedding": entry.embeds,
+    }
+    described = {"details": _described(entry)["details"], "model_info": info, "template": template}
+    capabilities = [name for name, is_able in able.items() if is_able]
+    return {"modelfile": "", "parameters": "", **described, "capabilities": capabilities}
 
-    async def embed_one(self, request: Request) -> Response:
-        """As it was before there was `embed`."""
-        body = _with_options(await body_of(request))
-        prompt = read_text(body.get("prompt") or "")
-        _name, found = await self._embedded(request, body, [prompt] if prompt else [])
-        return JSONResponse({"embedding": next(found.numbers(), [])})
 
-    async def _embedded(self, request: Request, body: Mapping[str, Any], texts: list[Text]) -> tuple[str, Embedded]:
-        name, path = await self._service.path_of(body.get("model"))
-        dimensions = body.get("dimensions")
-        if dimensions is not None and (not isinstance(dimensions, int) or isinstance(dimensions, bool)):
-            raise BadRequestError("has dimensions that are no whole number")
-        truncates, keep_s = body.get("truncate", True) is not False, _keep_s(body.get("keep_alive"))
-        options: dict[str, Any] = {"dimensions": dimensions or None, "truncates": truncates, "keep_s": keep_s}
-        return name, await self._service.embed(request, path, texts, **options)
+async def embed(call: Call) -> Any:
+    body = _with_options(call.body)
+    began_ns = time.monotonic_ns()
+    value = body.get("input")
+    name, found = await _embedded(call, body, read_texts(value) if value not in ("", []) else [])
+    return {
+        "model": name,
+        "embeddings": list(found.numbers()),
+        "total_duration": time.monotonic_ns() - began_ns,
+        "load_duration": 0,
+        "prompt_eval_count": found.tokens,
+    }
 
-    async def chat(self, request: Request) -> Response:
-        body = _with_options(await body_of(request))
-        if body.get("messages") == []:
-            answer = await self._come_or_go(request, body)
-            return JSONResponse(answer | {"message": {"role": "assistant", "content": ""}})
-        offer = openai_tools({"tools": body.get("tools")})
-        return await self._answer(request, body, "ollama", offer, read_messages(body.get("messages")))
 
-    async def generate(self, request: Request) -> Response:
-        body = _with_options(await body_of(request))
-        prompt = read_text(body.get("prompt") or "")
-        images = body.get("images")
-        if not prompt and not images:
-            return JSONResponse(await self._come_or_go(request, body) | {"response": ""})
-        system = read_text(body.get("system") or "")
-        messages = [ChatMessage("system", system)] if system else []
-        if body.get("raw"):
-            if images:
-                raise BadRequestError("has both raw and images; leave one of them out")
-            return await self._answer(request, body, "generate", NO_TOOLS, (), prompt)
-        text, parts = read_content(with_pictures(prompt, images) if images else prompt)
-        messages.append(ChatMessage("user", text, parts=parts))
-        return await self._answer(request, body, "generate", NO_TOOLS, tuple(messages))
+async def embed_one(call: Call) -> Any:
+    """As it was before there was `embed`."""
+    body = _with_options(call.body)
+    prompt = read_text(body.get("prompt") or "")
+    _name, found = await _embedded(call, body, [prompt] if prompt else [])
+    return {"embedding": next(found.numbers(), [])}
 
-    async def _come_or_go(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
-        name, path = await self._service.path_of(body.get("model"))
-        keep_s = _keep_s(body.get("keep_alive"))
-        goes = keep_s == 0
-        if goes:
-            self._service.broker.release(path)
-        else:
-            only_loads = Ask(path, (ChatMessage("user", "Hello"),), keep_s=keep_s)
-            await self._service.prompt_length(request, only_loads)
-        return {"model": name, "created_at": _now(), "done": True, "done_reason": "unload" if goes else "load"}
 
-    async def _answer(
-        self,
-        request: Request,
-        body: Mapping[str, Any],
-        interface: Interface,
-        offer: Offer,
-        messages: tuple[ChatMessage, ...],
-        text: str | None = None,
-    ) -> Response:
-        """Answers the conversation, or continues a text in its place."""
-        name, ask = await self._service.ask_of(body, interface, messages, offer)
-        ask = replace(ask, text=text, keep_s=_keep_s(body.get("keep_alive")))
-        reply = _Answer(name, ask, is_chat=interface == "ollama")
-        return await respond(request, self._service, [ask], reply, streams=body.get("stream", True))
+async def _embedded(call: Call, body: Mapping[str, Any], texts: list[Text]) -> tuple[str, Embedded]:
+    name, path = await call.service.path_of(body.get("model"))
+    dimensions = body.get("dimensions")
+    if dimensions is not None and (not isinstance(dimensions, int) or isinstance(dimensions, bool)):
+        raise BadRequestError("has dimensions that are no whole number")
+    truncates, keep_s = body.get("truncate", True) is not False, _keep_s(body.get("keep_alive"))
+    options: dict[str, Any] = {"dimensions": dimensions or None, "truncates": truncates, "keep_s": keep_s}
+    return name, await call.service.embed(call.request, path, texts, **options)
+
+
+async def chat(call: Call) -> Any:
+    body = _with_options(call.body)
+    if body.get("messages") == []:
+        answer = await _come_or_go(call, body)
+        return answer | {"message": {"role": "assistant", "content": ""}}
+    offer = openai_tools({"tools": body.get("tools")})
+    return await _answer(call, body, "ollama", offer, read_messages(body.get("messages")))
+
+
+async def generate(call: Call) -> Any:
+    body = _with_options(call.body)
+    prompt = read_text(body.get("prompt") or "")
+    images = body.get("images")
+    if not prompt and not images:
+        return await _come_or_go(call, body) | {"response": ""}
+    system = read_text(body.get("system") or "")
+    messages = [ChatMessage("system", system)] if system else []
+    if body.get("raw"):
+        if images:
+            raise BadRequestError("has both raw and images; leave one of them out")
+        return await _answer(call, body, "generate", NO_TOOLS, (), prompt)
+    text, parts = read_content(with_pictures(prompt, images) if images else prompt)
+    messages.append(ChatMessage("user", text, parts=parts))
+    return await _answer(call, body, "generate", NO_TOOLS, tuple(messages))
+
+
+async def _come_or_go(call: Call, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
+    name, path = await call.service.path_of(body.get("model"))
+    keep_s = _keep_s(body.get("keep_alive"))
+    goes = keep_s == 0
+    if goes:
+        call.service.broker.release(path)
+    else:
+        only_loads = Ask(path, (ChatMessage("user", "Hello"),), keep_s=keep_s)
+        await call.service.prompt_length(call.request, only_loads)
+    return {"model": name, "created_at": _now(), "done": True, "done_reason": "unload" if goes else "load"}
+
+
+async def _answer(
+    call: Call,
+    body: Mapping[str, Any],
+    interface: Interface,
+    offer: Offer,
+    messages: tuple[ChatMessage, ...],
+    text: str | None = None,
+) -> Any:
+    """Answers the conversation, or continues a text in its place."""
+    name, ask = await call.service.ask_of(body, interface, messages, offer)
+    ask = replace(ask, text=text, keep_s=_keep_s(body.get("keep_alive")))
+    reply = _Answer(name, ask, is_chat=interface == "ollama")
+    return await respond(call, [ask], reply, streams=body.get("stream", True))
+
+
+PATHS = (
+    Endpoint("GET", "/", alive),
+    Endpoint("GET", "/api/version", version),
+    Endpoint("GET", "/api/tags", tags),
+    Endpoint("GET", "/api/ps", running),
+    Endpoint("POST", "/api/show", show),
+    Endpoint("POST", "/api/chat", chat),
+    Endpoint("POST", "/api/generate", generate),
+    Endpoint("POST", "/api/embed", embed),
+    Endpoint("POST", "/api/embeddings", embed_one),
+)
 
 
 class _Answer(Answer):

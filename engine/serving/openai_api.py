@@ -16,10 +16,6 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from engine.batch_files.openai_format import FINISH
 from engine.batch_files.openai_requests import (
     BadRequestError,
@@ -35,10 +31,19 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.protocol import Ask, Began, Finished, NamedChances, NamedToken, Progress, Prompt, Token
-from engine.serving.answers import Answer, JSONResponse, Reply, event_line, openai_tools, respond, status_of
+from engine.serving.answers import (
+    Answer,
+    Call,
+    Endpoint,
+    Reply,
+    event_line,
+    openai_tools,
+    respond,
+    status_of,
+    versioned,
+)
 from engine.serving.embeddings import MOST_DIMENSIONS, read_texts
 from engine.serving.link import AnswerEvent
-from engine.serving.service import Service, body_of
 
 MOST_ANSWERS = 16
 HEALTH = ("/health", "/v1/health")
@@ -53,153 +58,155 @@ def error_body(error: EngineError, status: int) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
 
 
-def routes(service: Service) -> list[Route]:
-    api = _OpenAi(service)
-    found = []
-    for path, method, endpoint in (
-        ("/models", "GET", api.models),
-        ("/models/{name:path}", "GET", api.model),
-        ("/chat/completions", "POST", api.chat),
-        ("/chat/completions/input_tokens", "POST", api.count),
-        ("/completions", "POST", api.completions),
-        ("/embeddings", "POST", api.embeddings),
-        ("/health", "GET", api.health),
-    ):
-        # Some clients are told the address without the version.
-        found += [Route(f"{version}{path}", endpoint, methods=[method]) for version in ("/v1", "")]
-    for path, endpoint in (
-        ("/tokenize", api.tokenize),
-        ("/detokenize", api.detokenize),
-        ("/apply-template", api.apply_template),
-    ):
-        found.append(Route(path, endpoint, methods=["POST"]))
-    return found
+async def models(call: Call) -> Any:
+    listed = [_described(call, entry.name, entry) for entry in await call.service.models()]
+    return {"object": "list", "data": listed, "version": version()}
 
 
-class _OpenAi:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+async def model(call: Call) -> Any:
+    return _described(call, *await call.service.entry_of(call.request.path_params["name"]))
 
-    async def models(self, _request: Request) -> Response:
-        listed = [self._described(entry.name, entry) for entry in await self._service.models()]
-        return JSONResponse({"object": "list", "data": listed, "version": version()})
 
-    async def model(self, request: Request) -> Response:
-        return JSONResponse(self._described(*await self._service.entry_of(request.path_params["name"])))
+def _described(call: Call, name: str, entry: LibraryEntry) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": call.service.started_s,
+        "owned_by": "switchyard",
+        "max_model_len": entry.context_tokens or None,
+        "architecture": {"input_modalities": ["text", "image"] if entry.sees else ["text"]},
+    }
 
-    def _described(self, name: str, entry: LibraryEntry) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._service.started_s,
-            "owned_by": "switchyard",
-            "max_model_len": entry.context_tokens or None,
-            "architecture": {"input_modalities": ["text", "image"] if entry.sees else ["text"]},
-        }
 
-    async def embeddings(self, request: Request) -> Response:
-        body = await body_of(request)
-        texts = read_texts(body.get("input"))
-        form = body.get("encoding_format") or "float"
-        if form not in ("float", "base64"):
-            raise BadRequestError("has an encoding_format other than float or base64")
-        dimensions = None if body.get("dimensions") is None else _whole(body, "dimensions", 0, 1, MOST_DIMENSIONS)
-        name, path = await self._service.path_of(body.get("model"))
-        found = await self._service.embed(request, path, texts, dimensions=dimensions)
-        vectors = found.in_base64() if form == "base64" else found.numbers()
-        listed = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(vectors)]
-        usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
-        return JSONResponse({"object": "list", "data": listed, "model": name, "usage": usage})
+async def embeddings(call: Call) -> Any:
+    body = call.body
+    texts = read_texts(body.get("input"))
+    form = body.get("encoding_format") or "float"
+    if form not in ("float", "base64"):
+        raise BadRequestError("has an encoding_format other than float or base64")
+    dimensions = None if body.get("dimensions") is None else _whole(body, "dimensions", 0, 1, MOST_DIMENSIONS)
+    name, path = await call.service.path_of(body.get("model"))
+    found = await call.service.embed(call.request, path, texts, dimensions=dimensions)
+    vectors = found.in_base64() if form == "base64" else found.numbers()
+    listed = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(vectors)]
+    usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+    return {"object": "list", "data": listed, "model": name, "usage": usage}
 
-    async def chat(self, request: Request) -> Response:
-        body = await body_of(request)
-        name, ask = await self._conversation(body)
-        top = _whole(body, "top_logprobs", 0, 0, 20) if body.get("logprobs") else None
-        return await self._answer(request, body, name, [replace(ask, top_chances=top)], is_chat=True)
 
-    async def count(self, request: Request) -> Response:
-        _name, ask = await self._conversation(await body_of(request))
-        tokens = await self._service.prompt_length(request, ask)
-        return JSONResponse({"object": "chat.completion.input_tokens", "input_tokens": tokens})
+async def chat(call: Call) -> Any:
+    body = call.body
+    name, ask = await _conversation(call)
+    top = _whole(body, "top_logprobs", 0, 0, 20) if body.get("logprobs") else None
+    return await _answer(call, name, [replace(ask, top_chances=top)], is_chat=True)
 
-    async def _conversation(self, body: Mapping[str, Any]) -> tuple[str, Ask]:
-        offer, messages = openai_tools(body), read_messages(body.get("messages"))
-        return await self._service.ask_of(body, "chat", messages, offer, _read_end(body, messages))
 
-    async def completions(self, request: Request) -> Response:
-        body = await body_of(request)
-        refuse_what_is_not_given(body, "completions")
-        name, path = await self._service.path_of(body.get("model"))
-        top = _whole(body, "logprobs", 0, 0, 20) if body.get("logprobs") is not None else None
-        only_echo = body.get("echo") is True and body.get("max_tokens") == 0
-        if body.get("echo") and top is not None:
-            raise BadRequestError(
-                "asks for probabilities of the prompt's tokens (echo with logprobs), which are not here"
-            )
-        like = Ask(
-            path,
-            special=body.get("add_special_tokens") is not False,
-            sampling=read_sampling({"max_tokens": 16, **body, **({"max_tokens": None} if only_echo else {})}),
-            constraint=read_constraint(body),
-            top_chances=top,
-            ignores_end=body.get("ignore_eos") is True,
-            wants="prompt" if only_echo else "answer",
-        )
-        return await self._answer(request, body, name, _prompts(like, body.get("prompt", "")), is_chat=False)
+async def count(call: Call) -> Any:
+    _name, ask = await _conversation(call)
+    tokens = await call.service.prompt_length(call.request, ask)
+    return {"object": "chat.completion.input_tokens", "input_tokens": tokens}
 
-    async def _answer(
-        self, request: Request, body: Mapping[str, Any], name: str, prompts: list[Ask], *, is_chat: bool
-    ) -> Response:
-        count = _whole(body, "n", 1, 1, MOST_ANSWERS)
-        if len(prompts) * count > MOST_ANSWERS:
-            raise BadRequestError(f"asks for {len(prompts) * count} answers; at most {MOST_ANSWERS} are given at once")
-        echoes = [""] * len(prompts)
-        if body.get("echo"):
-            texts = iter(await self._service.prompts(request, *(ask for ask in prompts if ask.ids)))
-            echoes = [next(texts).text if ask.ids else ask.text or "" for ask in prompts]
-        choices = [
-            _Choice(_seeded(ask, number), echo, is_chat=is_chat, is_legacy=bool(body.get("functions")))
-            for ask, echo in zip(prompts, echoes, strict=True)
-            for number in range(count)
-        ]
-        reply = _Choices(name, body, choices, count, is_chat=is_chat)
-        asks = [choice.ask for choice in choices]
-        return await respond(request, self._service, asks, reply, streams=body.get("stream"))
 
-    # --- what clients of llama.cpp's server ask ---------------------------------------------------
+async def _conversation(call: Call) -> tuple[str, Ask]:
+    body = call.body
+    offer, messages = openai_tools(body), read_messages(body.get("messages"))
+    return await call.service.ask_of(body, "chat", messages, offer, _read_end(body, messages))
 
-    async def health(self, _request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
 
-    async def tokenize(self, request: Request) -> Response:
-        body = await body_of(request)
-        text = body.get("content", "")
-        if not isinstance(text, str):
-            raise BadRequestError("has a content that is not text")
-        seen = await self._seen(request, body, text=text, special=bool(body.get("add_special")))
-        if not body.get("with_pieces"):
-            return JSONResponse({"tokens": list(seen.ids)})
-        pieces = [{"id": token, "piece": _piece(bytes(raw))} for token, raw in zip(seen.ids, seen.raw, strict=True)]
-        return JSONResponse({"tokens": pieces})
+async def completions(call: Call) -> Any:
+    body = call.body
+    refuse_what_is_not_given(body, "completions")
+    name, path = await call.service.path_of(body.get("model"))
+    top = _whole(body, "logprobs", 0, 0, 20) if body.get("logprobs") is not None else None
+    only_echo = body.get("echo") is True and body.get("max_tokens") == 0
+    if body.get("echo") and top is not None:
+        raise BadRequestError("asks for probabilities of the prompt's tokens (echo with logprobs), which are not here")
+    like = Ask(
+        path,
+        special=body.get("add_special_tokens") is not False,
+        sampling=read_sampling({"max_tokens": 16, **body, **({"max_tokens": None} if only_echo else {})}),
+        constraint=read_constraint(body),
+        top_chances=top,
+        ignores_end=body.get("ignore_eos") is True,
+        wants="prompt" if only_echo else "answer",
+    )
+    return await _answer(call, name, _prompts(like, body.get("prompt", "")), is_chat=False)
 
-    async def detokenize(self, request: Request) -> Response:
-        body = await body_of(request)
-        tokens = body.get("tokens", [])
-        if tokens == []:
-            return JSONResponse({"content": ""})
-        if not _are_tokens(tokens):
-            raise BadRequestError("has tokens that are not a list of whole numbers")
-        return JSONResponse({"content": (await self._seen(request, body, ids=tuple(tokens))).text})
 
-    async def apply_template(self, request: Request) -> Response:
-        _name, ask = await self._conversation(await body_of(request))
-        (prompt,) = await self._service.prompts(request, ask)
-        return JSONResponse({"prompt": prompt.text})
+async def _answer(call: Call, name: str, prompts: list[Ask], *, is_chat: bool) -> Any:
+    body = call.body
+    count = _whole(body, "n", 1, 1, MOST_ANSWERS)
+    if len(prompts) * count > MOST_ANSWERS:
+        raise BadRequestError(f"asks for {len(prompts) * count} answers; at most {MOST_ANSWERS} are given at once")
+    echoes = [""] * len(prompts)
+    if body.get("echo"):
+        texts = iter(await call.service.prompts(call.request, *(ask for ask in prompts if ask.ids)))
+        echoes = [next(texts).text if ask.ids else ask.text or "" for ask in prompts]
+    choices = [
+        _Choice(_seeded(ask, number), echo, is_chat=is_chat, is_legacy=bool(body.get("functions")))
+        for ask, echo in zip(prompts, echoes, strict=True)
+        for number in range(count)
+    ]
+    reply = _Choices(name, body, choices, count, is_chat=is_chat)
+    asks = [choice.ask for choice in choices]
+    return await respond(call, asks, reply, streams=body.get("stream"))
 
-    async def _seen(self, request: Request, body: dict[str, Any], **asked: Any) -> Prompt:
-        _name, path = await self._service.path_of(body.get("model"))
-        (prompt,) = await self._service.prompts(request, Ask(path, **asked))
-        return prompt
+
+# --- what clients of llama.cpp's server ask ---------------------------------------------------------
+
+
+async def health(_call: Call) -> Any:
+    return {"status": "ok"}
+
+
+async def tokenize(call: Call) -> Any:
+    body = call.body
+    text = body.get("content", "")
+    if not isinstance(text, str):
+        raise BadRequestError("has a content that is not text")
+    seen = await _seen(call, text=text, special=bool(body.get("add_special")))
+    if not body.get("with_pieces"):
+        return {"tokens": list(seen.ids)}
+    pieces = [{"id": token, "piece": _piece(bytes(raw))} for token, raw in zip(seen.ids, seen.raw, strict=True)]
+    return {"tokens": pieces}
+
+
+async def detokenize(call: Call) -> Any:
+    body = call.body
+    tokens = body.get("tokens", [])
+    if tokens == []:
+        return {"content": ""}
+    if not _are_tokens(tokens):
+        raise BadRequestError("has tokens that are not a list of whole numbers")
+    return {"content": (await _seen(call, ids=tuple(tokens))).text}
+
+
+async def apply_template(call: Call) -> Any:
+    _name, ask = await _conversation(call)
+    (prompt,) = await call.service.prompts(call.request, ask)
+    return {"prompt": prompt.text}
+
+
+async def _seen(call: Call, **asked: Any) -> Prompt:
+    _name, path = await call.service.path_of(call.body.get("model"))
+    (prompt,) = await call.service.prompts(call.request, Ask(path, **asked))
+    return prompt
+
+
+_PATHS: tuple[Endpoint, ...] = (
+    Endpoint("GET", "/models", models),
+    Endpoint("GET", "/models/{name:path}", model),
+    Endpoint("POST", "/chat/completions", chat),
+    Endpoint("POST", "/chat/completions/input_tokens", count),
+    Endpoint("POST", "/completions", completions),
+    Endpoint("POST", "/embeddings", embeddings),
+    Endpoint("GET", "/health", health),
+)
+PATHS = (
+    *versioned(_PATHS),
+    Endpoint("POST", "/tokenize", tokenize),
+    Endpoint("POST", "/detokenize", detokenize),
+    Endpoint("POST", "/apply-template", apply_template),
+)
 
 
 class _Choices(Reply):

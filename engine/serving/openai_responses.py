@@ -11,10 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from engine.batch_files.openai_requests import (
     BadRequestError,
     read_call,
@@ -28,35 +24,26 @@ from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Thought
 from engine.protocol import Ask, Began, Finished
-from engine.serving.answers import Answer, JSONResponse, openai_tools, respond
-from engine.serving.service import Service, body_of
+from engine.serving.answers import Answer, Call, Endpoint, openai_tools, respond, versioned
 
 
-def routes(service: Service) -> list[Route]:
-    api, found = _Responses(service), list[Route]()
-    for version in ("/v1", ""):
-        found.append(Route(f"{version}/responses", api.create, methods=["POST"]))
-        found.append(Route(f"{version}/responses/input_tokens", api.count, methods=["POST"]))
-    return found
+async def create(call: Call) -> Any:
+    name, ask = await _ask(call)
+    return await respond(call, [ask], _Answer(name, call.body, ask), streams=call.body.get("stream"))
 
 
-class _Responses:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+async def count(call: Call) -> Any:
+    _name, ask = await _ask(call)
+    tokens = await call.service.prompt_length(call.request, ask)
+    return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    async def create(self, request: Request) -> Response:
-        body = await body_of(request)
-        name, ask = await self._ask(body)
-        return await respond(request, self._service, [ask], _Answer(name, body, ask), streams=body.get("stream"))
 
-    async def count(self, request: Request) -> Response:
-        _name, ask = await self._ask(await body_of(request))
-        tokens = await self._service.prompt_length(request, ask)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+async def _ask(call: Call) -> tuple[str, Ask]:
+    offer = openai_tools(call.body, flat=True)
+    return await call.service.ask_of(call.body, "responses", _messages(call.body), offer)
 
-    async def _ask(self, body: Mapping[str, Any]) -> tuple[str, Ask]:
-        offer = openai_tools(body, flat=True)
-        return await self._service.ask_of(body, "responses", _messages(body), offer)
+
+PATHS = versioned((Endpoint("POST", "/responses", create), Endpoint("POST", "/responses/input_tokens", count)))
 
 
 class _Answer(Answer):

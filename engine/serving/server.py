@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.batch_files.openai_requests import BadRequestError
@@ -28,7 +27,7 @@ from engine.common.plain_text import plain_line
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Served
 from engine.serving import anthropic_api, ollama_api, openai_api, openai_responses
-from engine.serving.answers import JSONResponse, status_of
+from engine.serving.answers import Endpoint, JSONResponse, status_of
 from engine.serving.door import BACKLOG, Caller, Door
 from engine.serving.service import EXCHANGE, ClientGoneError, Exchange, Service
 
@@ -83,7 +82,7 @@ class Address:
 
 def make_app(service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> ASGIApp:
     """The application behind the address; `on_served` is told of each request that is over."""
-    routes = [route for interface in INTERFACES for route in interface.routes(service)]
+    routes = [path.route(service) for interface in INTERFACES for path in interface.paths]
     failures = (EngineError, BadRequestError, ClientGoneError, HTTPException, Exception)
     guarded = _Guard(Starlette(routes=routes, exception_handlers=dict.fromkeys(failures, _failed)), address)
     return _Noted(guarded, on_served) if on_served is not None else guarded
@@ -92,16 +91,16 @@ def make_app(service: Service, address: Address, on_served: Callable[[Served], N
 class Interface(NamedTuple):
     """What clients speak: its paths, how it writes errors, and how its paths begin where others do not."""
 
-    routes: Callable[[Service], list[Route]]
+    paths: Sequence[Endpoint]
     error_body: Callable[[EngineError, int], dict[str, Any]]
     begins: str
 
 
 INTERFACES = [
-    Interface(anthropic_api.routes, anthropic_api.error_body, "/v1/messages"),
-    Interface(ollama_api.routes, ollama_api.error_body, "/api"),
-    Interface(openai_responses.routes, openai_api.error_body, ""),
-    Interface(openai_api.routes, openai_api.error_body, ""),
+    Interface(anthropic_api.PATHS, anthropic_api.error_body, "/v1/messages"),
+    Interface(ollama_api.PATHS, ollama_api.error_body, "/api"),
+    Interface(openai_responses.PATHS, openai_api.error_body, ""),
+    Interface(openai_api.PATHS, openai_api.error_body, ""),
 ]
 
 

@@ -8,9 +8,6 @@ from typing import Any, get_args
 
 import httpx2
 import pytest
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from engine.common.config import CachePolicy
 from engine.common.errors import EngineError
@@ -22,8 +19,9 @@ from engine.families.replies import HERMES
 from engine.families.replies.reader import form_of
 from engine.families.table import TABLE
 from engine.serving import server
+from engine.serving.answers import Call, Endpoint
 from engine.serving.server import Address, Interface, make_app
-from engine.serving.service import Service, body_of
+from engine.serving.service import Service
 from tests.engine.test_serving import made_up_models
 from tests.scripted_broker import ScriptedBroker
 
@@ -51,17 +49,16 @@ def test_a_cache_policy_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interface_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def routes(service: Service) -> list[Route]:
-        async def toys(request: Request) -> Response:
-            name, _path = await service.path_of((await body_of(request)).get("toy"))
-            return PlainTextResponse(f"{name} squeaks")
-
-        return [Route("/toys", toys, methods=["POST"])]
+    async def toys(call: Call) -> str:
+        name, _path = await call.service.path_of(call.body.get("toy"))
+        return f"{name} squeaks"
 
     def error(error: EngineError, status: int) -> dict[str, Any]:
         return {"squeak": error.message, "status": status}
 
-    monkeypatch.setattr(server, "INTERFACES", [Interface(routes, error, "/toys"), *server.INTERFACES])
+    monkeypatch.setattr(
+        server, "INTERFACES", [Interface([Endpoint("POST", "/toys", toys)], error, "/toys"), *server.INTERFACES]
+    )
     app = make_app(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0))
 
     async def ask() -> list[httpx2.Response]:
@@ -70,7 +67,7 @@ def test_an_interface_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
             return [await client.post("/toys", json=body) for body in ({"toy": ""}, {"toy": 5}, {"toy": "none"})]
 
     answers = asyncio.run(ask())
-    assert answers[0].text.endswith(" squeaks")
+    assert answers[0].json().endswith(" squeaks")
     assert [answer.json()["status"] for answer in answers[1:]] == [400, 404]
 
 
