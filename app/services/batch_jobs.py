@@ -262,8 +262,8 @@ class BatchJobs(QObject):
                 self._put(replace(entry, beside_chat=beside_chat), to_file=False)
         self.start_more()
 
-    def _on_planned(self, key: str, plan: BatchPlanned) -> None:
-        self._put(replace(self._entries[key], plan=plan), to_file=False)
+    def _on_planned(self, key: str, event: BatchPlanned) -> None:
+        self._put(replace(self._entries[key], plan=event.prediction), to_file=False)
 
     def _on_answered(self, key: str, event: BatchRows) -> None:
         self.answered.emit(key, event.rows)

@@ -75,51 +75,9 @@ class BatchSampled(OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlanned(OfRequest):
-    """How a job will run, before its first answer; after a sample, corrected by its timing.
+    """How a job will run, before its first answer; after a sample, corrected by its timing."""
 
-    See `engine.planner.batch_prediction.JobPrediction`.
-
-    Attributes:
-        rows_together: rows that share each weight load.
-        micro_batches: chunks in which they pass a layer.
-        schedule: the order of a layer's work on a card; empty on the CPU.
-        rows: total, extrapolated from the beginning of the input.
-        tokens_per_row: assumed tokens per answer.
-        tokens_per_s_low, tokens_per_s_high: generated.
-        seconds_low, seconds_high: for all rows.
-        bottleneck: `arithmetic`, `weights`, `attention`, `disk`, `link` or `card`.
-        is_measured: whether it is based on timed answers of this job.
-    """
-
-    rows_together: int
-    micro_batches: int
-    schedule: str
-    rows: int
-    tokens_per_row: float
-    tokens_per_s_low: float
-    tokens_per_s_high: float
-    seconds_low: float
-    seconds_high: float
-    bottleneck: str
-    is_measured: bool
-
-    @classmethod
-    def of(cls, request_id: str, prediction: JobPrediction) -> BatchPlanned:
-        """The prediction as a message."""
-        return cls(
-            request_id=request_id,
-            rows_together=prediction.rows_together,
-            micro_batches=prediction.micro_batches,
-            schedule=prediction.schedule,
-            rows=prediction.job.rows,
-            tokens_per_row=prediction.job.generated_tokens,
-            tokens_per_s_low=prediction.low,
-            tokens_per_s_high=prediction.high,
-            seconds_low=prediction.seconds_low,
-            seconds_high=prediction.seconds_high,
-            bottleneck=str(prediction.bottleneck),
-            is_measured=prediction.is_measured,
-        )
+    prediction: JobPrediction
 
 
 @dataclass(frozen=True, slots=True)

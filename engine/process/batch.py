@@ -176,7 +176,7 @@ class JobEvents:
         self._send(BatchProgress(self._request_id, pace, blocked))
 
     def plan(self, prediction: JobPrediction) -> None:
-        self._send(BatchPlanned.of(self._request_id, prediction))
+        self._send(BatchPlanned(self._request_id, prediction))
 
     @property
     def counts(self) -> tuple[int, int, int]:

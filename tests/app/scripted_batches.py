@@ -24,8 +24,11 @@ from engine.batch_files.messages import (
 )
 from engine.common.config import BatchJob
 from engine.common.errors import ErrorCode
+from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.protocol import Failed
 from tests.app.scripted_engine import STARTER, ScriptedEngine
+
+PLAN = JobPrediction(JobRows(300, 0, 48.0), 24, 1, "", 300.0, 200.0, 400.0, 60.0, 120.0, Bottleneck.WEIGHTS)
 
 
 class ScriptedBatches(ScriptedEngine):
@@ -77,9 +80,7 @@ class ScriptedBatches(ScriptedEngine):
     def plan(self, *, sample: bool = False, measured: bool = False) -> None:
         """How the latest job, or sample, says that all rows will be run."""
         run = (self.samples if sample else self.jobs)[-1]
-        run.deliver(
-            BatchPlanned(run.id, 24, 1, "", 6, 40.0, 200.0, 400.0, 60.0, 120.0, "weights", is_measured=measured)
-        )
+        run.deliver(BatchPlanned(run.id, replace(PLAN, job=JobRows(6, 0, 40.0), is_measured=measured)))
 
     def end(self, done: int, failed: int = 0, *, finished: bool = True, of: int = -1, cut_off: int = 0) -> None:
         """A job ends, finished or stopped: the latest one if not told."""
