@@ -222,7 +222,7 @@ class ModelUnloaded(OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class Finished(OfRequest):
-    """Terminal event of `Generate` and `Asked`.
+    """Terminal event of `Generate` and `Submit`.
 
     Attributes:
         prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV cache.
@@ -340,7 +340,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(OfRequest):
+class Submit(OfRequest):
     """A client asks; the id is the server's.  Ends in `Finished` or `Failed`, after a `Began`, `Progress` of a long
     prompt and `Token`s; a `Cancel` says that nobody waits for it any more."""
 
@@ -502,7 +502,7 @@ class NotListening:
     message: str
 
 
-LinkMessage = Asked | Release | Began | ModelIs | Remark | ServeModels
+LinkMessage = Submit | Release | Began | ModelIs | Remark | ServeModels
 FrontMessage = Listen | Rules | FreeOthers | Listening | NotListening | Served | Beside | Wants
 Message = Command | Event | LinkMessage | FrontMessage
 _LINES = MessageLines((*get_args(Command), *get_args(Event), *get_args(LinkMessage), *get_args(FrontMessage)))

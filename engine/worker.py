@@ -64,7 +64,7 @@ from engine.protocol import (
     decode,
     request_id_of,
 )
-from engine.serving.other_programs import OtherPrograms
+from engine.serving.other_programs import ApiRequests
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
 from engine.tuning.messages import StartTuning, TuningFinished, TuningProgress
 
@@ -83,12 +83,12 @@ class Worker:
         requests: RequestQueue,
         writer: EventWriter,
         telemetry: TelemetryService,
-        others: OtherPrograms | None = None,
+        others: ApiRequests | None = None,
     ) -> None:
         self._requests = requests
         self._writer = writer
         self._telemetry = telemetry
-        self._others = OtherPrograms(requests) if others is None else others
+        self._others = ApiRequests(requests) if others is None else others
         self._process = psutil.Process()
         self._sampled_s = time.monotonic()
         self._written = 0
@@ -280,7 +280,7 @@ def read_commands(
     requests: RequestQueue,
     writer: EventWriter,
     telemetry: TelemetryService,
-    others: OtherPrograms | None = None,
+    others: ApiRequests | None = None,
     remote: RemoteChats | None = None,
     remote_jobs: RemoteJobs | None = None,
 ) -> bool:
@@ -336,7 +336,7 @@ def serve(make_engine: Callable[[], Engine], *, at_once: bool = True) -> None:
     writer.send(Ready(PROTOCOL_VERSION, os.getpid()))
     requests = RequestQueue(writer.send)
     telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
-    others = OtherPrograms(requests)
+    others = ApiRequests(requests)
     remote_jobs = RemoteJobs(requests, writer.send)
     remote = RemoteChats(requests, writer.send, telemetry.is_elsewhere)
 

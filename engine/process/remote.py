@@ -98,10 +98,10 @@ class RemoteChats:
             return known
         client = Client(remote.endpoint, remote.key or None)  # may wait for who unlocks the keyring
         with self._lock:
-            kept = self._clients.setdefault((plain, remote.key), client)
-        if kept is not client:
+            first = self._clients.setdefault((plain, remote.key), client)
+        if first is not client:
             client.close()
-        return kept
+        return first
 
 
 def _finished(name: str, answer: RemoteAnswer) -> Finished:

@@ -62,8 +62,8 @@ def read_texts(value: Any) -> list[Text]:
     Raises:
         BadRequestError: they are something else.
     """
-    alone = isinstance(value, str) or (isinstance(value, list) and bool(value) and _is_tokens(value))
-    texts = [value] if alone else value
+    is_single = isinstance(value, str) or (isinstance(value, list) and bool(value) and _is_tokens(value))
+    texts = [value] if is_single else value
     if not isinstance(texts, list) or not texts:
         raise BadRequestError("has no input; send a text or a list of texts")
     if len(texts) > MOST_TEXTS:

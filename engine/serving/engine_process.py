@@ -42,7 +42,7 @@ class EngineProcess(EngineLink):
         self._starting = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._watching: threading.Thread | None = None
-        self._runs = self._is_stopped = self._is_let_go = False
+        self._runs = self._is_stopped = self._is_stopping = False
         self.on_gone: Callable[[], None] = lambda: None
         self.wake = self._start_engine
 
@@ -55,15 +55,15 @@ class EngineProcess(EngineLink):
         """How models are run from its next start on."""
         self._order = replace(self._order, config=config, idle_s=idle_s)
 
-    def let_go(self) -> None:
+    def stop_if_idle(self) -> None:
         """Ends it, unless it is answering; whoever asks next starts it again."""
         with self._starting:
-            if not self._runs or self._is_let_go:
+            if not self._runs or self._is_stopping:
                 return
-            self._is_let_go = True
+            self._is_stopping = True
         if not self._disconnected():
             with self._starting:
-                self._is_let_go = False
+                self._is_stopping = False
 
     def _start_engine(self) -> None:
         with self._starting:
@@ -103,14 +103,14 @@ class EngineProcess(EngineLink):
         process.wait()
         with self._starting:
             self._runs = False  # first: who asks after those that are refused here starts it again
-            was_let_go, self._is_let_go = self._is_let_go, False
+            was_idle, self._is_stopping = self._is_stopping, False
         self.on_gone()
-        if was_let_go and self.state.under_way:  # who asked meanwhile
+        if was_idle and self.state.under_way:  # who asked meanwhile
             try:
                 self._start_engine()
             except EngineError as error:
                 self.refuse_all(error)
-        elif not self._is_stopped and not was_let_go:
+        elif not self._is_stopped and not was_idle:
             # What waited for an engine that never connected is refused too.
             self.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped: try again in a moment."))
             self._on_end()

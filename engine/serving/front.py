@@ -55,7 +55,7 @@ def no_engine() -> None:
     raise EngineError(ErrorCode.ENGINE_DIED, "Switchyard's engine is busy or not running: look at its window.")
 
 
-class BothEngines:
+class EngineRouter:
     """The window's engine and the one beside it; see `Answerer`.
 
     Args:
@@ -91,14 +91,14 @@ class BothEngines:
         before, self._rules = self._rules, rules
         self.beside.set_rules(rules.config, rules.idle_s)
         if before.config != rules.config:
-            self.beside.let_go()
+            self.beside.stop_if_idle()
         elif before.idle_s != rules.idle_s and (model := self.beside.state.model) is not None:
             self.beside.release(model, -1 if rules.idle_s is None else rules.idle_s)
         self._notify()
 
     def free(self) -> None:
         """Makes room for the window, unless a program is being answered."""
-        self.beside.let_go()
+        self.beside.stop_if_idle()
 
     def windows_model(self) -> Path | None:
         """The one that the window has, after waiting for it if it is coming; None if it has none."""
@@ -198,7 +198,7 @@ class BothEngines:
         elif loading is not None:
             self._show(name_of(loading), is_loading=True)
         elif not self.beside.state.under_way:
-            self.beside.let_go()
+            self.beside.stop_if_idle()
 
     def _show(self, model: str, *, is_loading: bool = False) -> None:
         with self._changed:
@@ -211,7 +211,7 @@ class BothEngines:
 class WindowModels(LibraryModels):
     """The window's model, and all others on this machine."""
 
-    def __init__(self, engines: BothEngines) -> None:
+    def __init__(self, engines: EngineRouter) -> None:
         super().__init__()
         self._engines = engines
         self._own: LibraryEntry | None = None
@@ -267,7 +267,7 @@ def _serve(order: Listen, commands: BinaryIO, say: Callable[[Message], None]) ->
     from engine.serving.server import Address, Server
     from engine.serving.service import Service
 
-    engines = BothEngines(say)
+    engines = EngineRouter(say)
     server = Server(Service(engines, WindowModels(engines)), Address(order.host, order.port, order.key), say)
     try:
         port = server.start()

@@ -24,7 +24,6 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import fields_of
 from engine.protocol import (
     Ask,
-    Asked,
     Began,
     Cancel,
     Failed,
@@ -34,6 +33,7 @@ from engine.protocol import (
     Progress,
     Release,
     Remark,
+    Submit,
     Token,
     decode,
     encode,
@@ -88,7 +88,7 @@ class State:
 
 
 class Answerer(Protocol):
-    """Takes requests and reports to who asked: a broker in this process, or the line to one in another."""
+    """Takes requests and reports to who asked: a broker in this process, or the channel to one in another."""
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         """Hands in a request.  `on_event` is called on another thread, last with `Finished` or `Failed`, exactly once.
@@ -116,7 +116,7 @@ def closing() -> Failed:
     return Failed("", ErrorCode.BUSY, "The server is closing: try again later.")
 
 
-class Line:
+class Channel:
     """Messages both ways, without ever waiting for the other side."""
 
     def __init__(self, connection: Connection, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ class Line:
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Has it sent soon; without effect once the line is lost."""
+        """Has it sent soon; without effect once the channel is lost."""
         self._unsent.put(message)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class EngineLink:
         self.on_remark: Callable[[str], None] = lambda _text: None
         self.on_model: Callable[[Path | None, Path | None], None] = lambda _model, _loading: None
         self._lock = threading.RLock()
-        self._line: Line | None = None
+        self._channel: Channel | None = None
         self._open: dict[str, Ticket] = {}
         self._unsent: list[Any] = []
         self._model: Path | None = None
@@ -204,7 +204,7 @@ class EngineLink:
 
     @property
     def is_connected(self) -> bool:
-        return self._line is not None
+        return self._channel is not None
 
     def wait_for_engine(self, seconds: float) -> bool:
         """Waits until an engine is there and has said which model is loaded; returns whether it has."""
@@ -226,7 +226,7 @@ class EngineLink:
             name = str(self._numbers)
             ticket = Ticket(ask, on_event, lambda: self._send(Cancel(name)))
             self._open[name] = ticket
-            self._send(asked := Asked(name, ask))
+            self._send(asked := Submit(name, ask))
         if not self.is_connected:  # only now: an engine that ends meanwhile refuses this one too
             try:
                 self.wake()
@@ -244,12 +244,12 @@ class EngineLink:
     def _disconnected(self) -> bool:
         """Lets the engine end, unless it is answering; returns whether it does."""
         with self._lock:
-            line = self._line
-            if line is None or self._open:
+            channel = self._channel
+            if channel is None or self._open:
                 return False
-            self._line, self._model = None, None
+            self._channel, self._model = None, None
             self._knows_model.clear()
-        line.close()
+        channel.close()
         return True
 
     def refuse_all(self, error: EngineError) -> None:
@@ -276,14 +276,14 @@ class EngineLink:
         self._listener.close()
         forget_link(self.address)
         self._folder.leave()
-        if (line := self._line) is not None:
-            line.close()
+        if (channel := self._channel) is not None:
+            channel.close()
         self.refuse_all(closing().error)
 
     def _send(self, message: Any) -> None:
         with self._lock:
-            if self._line is not None:
-                self._line.send(message)
+            if self._channel is not None:
+                self._channel.send(message)
             elif not self._is_closed:
                 self._unsent.append(message)
 
@@ -303,21 +303,21 @@ class EngineLink:
         return self._is_closed
 
     def _connected(self, connection: Connection) -> None:
-        if self._line is not None:
-            self._line.close()  # an engine that was left behind
-        line = Line(connection, self._on_message, lambda: self._on_lost(line))
+        if self._channel is not None:
+            self._channel.close()  # an engine that was left behind
+        channel = Channel(connection, self._on_message, lambda: self._on_lost(channel))
         with self._lock:
-            self._line = line
+            self._channel = channel
             for message in self._unsent:
-                line.send(message)
+                channel.send(message)
             self._unsent.clear()
-        line.start()
+        channel.start()
 
-    def _on_lost(self, line: Line) -> None:
+    def _on_lost(self, channel: Channel) -> None:
         with self._lock:
-            if self._line is not line:
+            if self._channel is not channel:
                 return
-            self._line = None
+            self._channel = None
             self._knows_model.clear()
             refused = self._forget_all()  # before another engine can connect
         for ticket in refused:
@@ -357,18 +357,18 @@ class BrokerLink:
             connection = Client(address, authkey=secret.encode())
         except Exception as error:
             raise EngineError(ErrorCode.PROTOCOL, "The server for other programs cannot be reached.") from error
-        self._line = Line(connection, self._on_message, self._lost)
-        self._line.start()
+        self._channel = Channel(connection, self._on_message, self._lost)
+        self._channel.start()
 
     def model_is(self, model: Path | None, loading: Path | None = None) -> None:
         """Tells the server what is loaded, or being loaded."""
-        self._line.send(ModelIs(model, loading))
+        self._channel.send(ModelIs(model, loading))
 
     def remark(self, text: str) -> None:
-        self._line.send(Remark(text))
+        self._channel.send(Remark(text))
 
     def close(self) -> None:
-        self._line.close()
+        self._channel.close()
 
     def _lost(self) -> None:
         for ticket in list(self._tickets.values()):
@@ -376,7 +376,7 @@ class BrokerLink:
         self._on_lost()
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, Asked):
+        if isinstance(message, Submit):
             self._ask(message.request_id, message.ask)
         elif isinstance(message, Cancel):
             if (ticket := self._tickets.get(message.request_id)) is not None:
@@ -386,7 +386,7 @@ class BrokerLink:
 
     def _ask(self, name: str, ask: Ask) -> None:
         def on_event(event: Event) -> None:
-            self._line.send(replace(event, request_id=name))
+            self._channel.send(replace(event, request_id=name))
             if isinstance(event, Finished | Failed):
                 over.set()
                 self._tickets.pop(name, None)

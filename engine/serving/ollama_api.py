@@ -116,7 +116,7 @@ async def _embedded(call: Call, body: Mapping[str, Any], texts: list[Text]) -> t
 async def chat(call: Call) -> Any:
     body = _with_options(call.body)
     if body.get("messages") == []:
-        answer = await _come_or_go(call, body)
+        answer = await _load_or_free(call, body)
         return answer | {"message": {"role": "assistant", "content": ""}}
     offer = openai_tools({"tools": body.get("tools")})
     return await _answer(call, body, "ollama", offer, read_messages(body.get("messages")))
@@ -127,7 +127,7 @@ async def generate(call: Call) -> Any:
     prompt = read_text(body.get("prompt") or "")
     images = body.get("images")
     if not prompt and not images:
-        return await _come_or_go(call, body) | {"response": ""}
+        return await _load_or_free(call, body) | {"response": ""}
     system = read_text(body.get("system") or "")
     messages = [ChatMessage("system", system)] if system else []
     if body.get("raw"):
@@ -139,7 +139,7 @@ async def generate(call: Call) -> Any:
     return await _answer(call, body, "generate", NO_TOOLS, tuple(messages))
 
 
-async def _come_or_go(call: Call, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _load_or_free(call: Call, body: Mapping[str, Any]) -> dict[str, Any]:
     """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
     name, path = await call.service.path_of(body.get("model"))
     keep_s = _keep_s(body.get("keep_alive"))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.serving.link import BrokerLink
 
 
-class OtherPrograms:
+class ApiRequests:
     """Lets other programs' requests join the window's chats, with the model that the window has loaded.
 
     A request to load or free a model, or to tune, ends them.  Nothing heavy is imported until a program may ask.

@@ -28,7 +28,7 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Served
 from engine.serving import anthropic_api, ollama_api, openai_api, openai_responses
 from engine.serving.answers import Endpoint, JSONResponse, status_of
-from engine.serving.door import BACKLOG, Caller, Door
+from engine.serving.connections import BACKLOG, ClientConnection, LimitedServer
 from engine.serving.service import EXCHANGE, ClientGoneError, Exchange, Service
 
 DEFAULT_PORT = 8490
@@ -85,7 +85,7 @@ def make_app(service: Service, address: Address, on_served: Callable[[Served], N
     routes = [path.route(service) for interface in INTERFACES for path in interface.paths]
     failures = (EngineError, BadRequestError, ClientGoneError, HTTPException, Exception)
     guarded = _Guard(Starlette(routes=routes, exception_handlers=dict.fromkeys(failures, _failed)), address)
-    return _Noted(guarded, on_served) if on_served is not None else guarded
+    return _Recorded(guarded, on_served) if on_served is not None else guarded
 
 
 class Interface(NamedTuple):
@@ -129,7 +129,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     return _refusal(request.scope, error, status_of(error))
 
 
-class _Noted:
+class _Recorded:
     """Tells of each request that is over; of those that only look, only if they are refused."""
 
     def __init__(self, app: ASGIApp, on_served: Callable[[Served], None]) -> None:
@@ -250,7 +250,7 @@ class _Guard:
             given = (headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
             if not any(hmac.compare_digest(each.encode("utf-8", "replace"), address.key.encode()) for each in given):
                 return _refused(scope, 401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
-        caller: Caller | None = scope.get("state", {}).get("caller")
+        caller: ClientConnection | None = scope.get("state", {}).get("caller")
         if caller is not None and not caller.let_in(has_key=bool(address.key)):
             return _refused(scope, 503, "The server answers as many clients as it can: try again in a moment.")
         return None
@@ -282,7 +282,7 @@ class Server:
 
     def __init__(self, service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> None:
         self._service, self._address, self._on_served = service, address, on_served
-        self._door: Door | None = None
+        self._server: LimitedServer | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
@@ -294,9 +294,9 @@ class Server:
         self._address.check()
         listener = _listen(self._address)
         app = make_app(self._service, self._address, self._on_served)
-        self._door = door = Door(app, self._address.certificate)
+        self._server = server = LimitedServer(app, self._address.certificate)
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(door.serve([listener])),
+            target=lambda: asyncio.run(server.serve([listener])),
             name="http-server",
             daemon=True,
         )
@@ -304,10 +304,10 @@ class Server:
         return int(listener.getsockname()[1])
 
     def stop(self) -> None:
-        if self._door is not None and self._thread is not None:
-            self._door.should_exit = True
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
             self._thread.join()
-            self._door = self._thread = None
+            self._server = self._thread = None
         self._service.close()
 
 

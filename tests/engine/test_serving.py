@@ -23,7 +23,7 @@ from engine.protocol import Ask, ChatMessage, Failed, Finished, Served, Token
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
-from engine.serving import door
+from engine.serving import connections
 from engine.serving.broker import ModelBroker
 from engine.serving.link import BrokerLink, EngineLink
 from engine.serving.server import Address, Server
@@ -517,7 +517,7 @@ def test_hundreds_of_clients_that_misbehave_leave_nothing_behind(running: Runnin
 
 
 def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SLOWEST_HEAD_S", 0.05)
+    monkeypatch.setattr(connections, "SLOWEST_HEAD_S", 0.05)
     with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
         caller.settimeout(10)
         with contextlib.suppress(ConnectionError):
@@ -525,8 +525,8 @@ def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_later_request_must_arrive_in_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SLOWEST_HEAD_S", 0.05)
-    monkeypatch.setattr(door, "IDLE_S", 1)
+    monkeypatch.setattr(connections, "SLOWEST_HEAD_S", 0.05)
+    monkeypatch.setattr(connections, "IDLE_S", 1)
     with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
         caller.settimeout(10)
         caller.sendall(b"GET /api/version HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -20,7 +20,7 @@ from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving.link import EngineLink
-from engine.serving.other_programs import OtherPrograms
+from engine.serving.other_programs import ApiRequests
 from tests.engine.test_serving import TinyEngine
 
 HI = (ChatMessage("user", "Hello"),)
@@ -64,7 +64,7 @@ class Window:
         self.engine, self.sent, self._hear = OneScheduler(), list[Any](), hear
         self.engine.load(MODEL, lambda: False)
         self.requests = RequestQueue(self._send)
-        self.others = OtherPrograms(self.requests)
+        self.others = ApiRequests(self.requests)
         self.others.open(self.engine)
         self.others.model_is(MODEL)
         self.chats = ChatService(

@@ -21,7 +21,7 @@ from engine.common.paths import models_dir
 from engine.protocol import Ask, Began, Beside, Failed, Finished, Progress, Rules, Token, Wants
 from engine.runtime.engine import Engine
 from engine.serving.broker import ModelBroker
-from engine.serving.front import BothEngines, WindowModels
+from engine.serving.front import EngineRouter, WindowModels
 from engine.serving.link import BrokerLink, Event, Ticket
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
@@ -173,7 +173,7 @@ class Fronts:
 
     def __init__(self) -> None:
         self.said = list[Any]()
-        self.engines = BothEngines(self.said.append)
+        self.engines = EngineRouter(self.said.append)
         self.engine, self.refuses_first = TinyEngine(), 0
         self.window: BrokerLink | None = None
         self.links = list[BrokerLink]()
@@ -416,7 +416,7 @@ class Pressed(Fronts):
                 self.waited.append(len(self.engine.loads) - before)
             on_event(event)
 
-        return BothEngines.ask(self.engines, ask, told)
+        return EngineRouter.ask(self.engines, ask, told)
 
     def answer(self, model: str) -> tuple[int, str]:
         body = {"model": model, "messages": HELLO, "max_tokens": 3}
