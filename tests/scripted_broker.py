@@ -15,7 +15,7 @@ class ScriptedBroker:
     def __init__(self, *, ends: bool, says: str = "Hello") -> None:
         self._ends, self._says = ends, says
         self.tickets: list[Ticket] = []
-        self.released: list[Path] = []
+        self.released: list[tuple[Path, float]] = []
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         ticket = Ticket(ask, on_event)
@@ -27,7 +27,7 @@ class ScriptedBroker:
         return ticket
 
     def release(self, model: Path, after_s: float = 0) -> None:
-        self.released.append(model)
+        self.released.append((model, after_s))
 
     @property
     def state(self) -> State:

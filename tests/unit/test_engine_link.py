@@ -54,7 +54,7 @@ def test_what_is_asked_and_what_happens_arrive_as_they_were(link: EngineLink) ->
     engine.model_is(Path("models/m"))
     until(lambda: link.state.model == Path("models/m"))
     link.release(Path("r"))
-    until(lambda: broker.released == [Path("r")])
+    until(lambda: broker.released == [(Path("r"), 0)])
     engine.close()
 
 
