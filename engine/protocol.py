@@ -505,7 +505,7 @@ class NotListening:
 LinkMessage = Submit | Release | Began | ModelIs | Remark | ServeModels
 FrontMessage = Listen | Rules | FreeOthers | Listening | NotListening | Served | Beside | Wants
 Message = Command | Event | LinkMessage | FrontMessage
-_LINES = MessageLines((*get_args(Command), *get_args(Event), *get_args(LinkMessage), *get_args(FrontMessage)))
+_LINES = MessageLines(get_args(Message))
 
 
 # --- the codec ------------------------------------------------------------------------------------

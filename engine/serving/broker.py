@@ -26,7 +26,7 @@ from engine.runtime.decode.generation import ChanceLog, Chances, GenerationResul
 from engine.runtime.decode.split_answer import thinking_for
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
-from engine.serving.link import MOST_WAITING, Event, State, Ticket, closing, too_many
+from engine.serving.link import CLOSING, MOST_WAITING, TOO_MANY, Event, State, Ticket
 from engine.telemetry.request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class RequestBroker:
         log = RequestLog()
         with self.changed:
             if self.is_closed:
-                raise closing().error
+                raise CLOSING.error
             if len(self._waiting) >= MOST_WAITING:
-                raise too_many()
+                raise TOO_MANY.error
             self._waiting.append(ticket)
             self._logs[ticket] = log
             self._begin_tokenizing()
@@ -359,7 +359,7 @@ class RequestBroker:
             ticket.tell(Failed.of(answer.error))
             return
         if answer.finish_reason == "cancelled" and not ticket.is_cancelled():
-            ticket.tell(closing())
+            ticket.tell(CLOSING)
             return
         lengths = answer.prompt_tokens, answer.reused_tokens, answer.generated_tokens
         ticket.tell(Finished("", answer.finish_reason, *lengths, stopped_by=answer.stopped_by))
@@ -422,7 +422,7 @@ class ModelBroker(RequestBroker):
                     self._failed(model, error)
         finally:
             self.shut()  # nobody is answered without this thread, however it ended
-            self.refuse(closing().error)
+            self.refuse(CLOSING.error)
             self._free()
 
     def _awaited(self) -> Path | None:
@@ -461,7 +461,7 @@ class ModelBroker(RequestBroker):
     def _failed(self, model: Path, error: BaseException) -> None:
         """Nobody who waits for this model gets an answer; the next request may."""
         if isinstance(error, RequestCancelled):  # closed, or all have gone, while the model was loaded
-            failure = closing().error
+            failure = CLOSING.error
         else:
             log_failure(error, "answering a request")
             failure = as_engine_error(error, "answering a request")

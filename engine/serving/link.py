@@ -106,14 +106,10 @@ class Answerer(Protocol):
     def state(self) -> State: ...
 
 
-def too_many() -> EngineError:
-    return EngineError(
-        ErrorCode.BUSY, f"The server takes no request now: {MOST_WAITING:,} requests are waiting; try again later."
-    )
-
-
-def closing() -> Failed:
-    return Failed("", ErrorCode.BUSY, "The server is closing: try again later.")
+CLOSING = Failed("", ErrorCode.BUSY, "The server is closing: try again later.")
+TOO_MANY = Failed(
+    "", ErrorCode.BUSY, f"The server takes no request now: {MOST_WAITING:,} requests are waiting; try again later."
+)
 
 
 class Channel:
@@ -219,9 +215,9 @@ class EngineLink:
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         with self._lock:
             if self._is_closed:
-                raise closing().error
+                raise CLOSING.error
             if len(self._open) >= MOST_WAITING:
-                raise too_many()
+                raise TOO_MANY.error
             self._numbers += 1
             name = str(self._numbers)
             ticket = Ticket(ask, on_event, lambda: self._send(Cancel(name)))
@@ -278,7 +274,7 @@ class EngineLink:
         self._folder.leave()
         if (channel := self._channel) is not None:
             channel.close()
-        self.refuse_all(closing().error)
+        self.refuse_all(CLOSING.error)
 
     def _send(self, message: Any) -> None:
         with self._lock:

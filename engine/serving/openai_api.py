@@ -42,7 +42,7 @@ from engine.serving.answers import (
     status_of,
     versioned,
 )
-from engine.serving.embeddings import MOST_DIMENSIONS, read_texts
+from engine.serving.embeddings import MOST_DIMENSIONS, is_tokens, read_texts
 from engine.serving.link import AnswerEvent
 
 MOST_ANSWERS = 16
@@ -175,7 +175,7 @@ async def detokenize(call: Call) -> Any:
     tokens = body.get("tokens", [])
     if tokens == []:
         return {"content": ""}
-    if not _are_tokens(tokens):
+    if not is_tokens(tokens):
         raise BadRequestError("has tokens that are not a list of whole numbers")
     return {"content": (await _seen(call, ids=tuple(tokens))).text}
 
@@ -372,23 +372,18 @@ def _seeded(ask: Ask, number: int) -> Ask:
 
 def _prompts(like: Ask, given: Any) -> list[Ask]:
     """A text, or tokens, or a list of either, each as a request like this one."""
-    several = given if isinstance(given, list) and not _are_tokens(given) else [given]
+    several = given if isinstance(given, list) and (not given or not is_tokens(given)) else [given]
     prompts = []
     for one in several:
         if isinstance(one, str):
             prompts.append(replace(like, text=one))
-        elif _are_tokens(one):
+        elif one and is_tokens(one):
             prompts.append(replace(like, ids=tuple(one)))
         else:
             raise BadRequestError("has a prompt that is neither a text nor a list of tokens")
     if not prompts:
         raise BadRequestError("has no prompt")
     return prompts
-
-
-def _are_tokens(given: Any) -> bool:
-    is_list = isinstance(given, list) and bool(given)
-    return is_list and all(isinstance(token, int) and not isinstance(token, bool) for token in given)
 
 
 def _read_end(body: Mapping[str, Any], messages: tuple[ChatMessage, ...]) -> PromptEnd:

@@ -63,7 +63,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     found = Process()
     yield found
     found.requests.close()
-    found.jobs.close()
+    found.jobs.threads.join()
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_job_ends_once_and_says_where_its_rows_are_answered(
     assert decode(encode(progress).rstrip(b"\n")) == progress
     assert [(place.name, place.rows) for place in progress.pace.places] == [("rack", 12)]
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 12
-    process.jobs.close()
+    process.jobs.threads.join()
     assert sum(isinstance(event, BatchFinished) for event in process.events) == 1
 
 
