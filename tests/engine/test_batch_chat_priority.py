@@ -90,4 +90,4 @@ def test_chats_and_a_job_go_on_beside_each_other(
     (planned,) = [event for event in sent if isinstance(event, BatchPlanned)]
     assert (planned.prediction.job.rows, planned.prediction.rows_together) == (_ROWS, _ROWS)
     assert planned.prediction.low > 0
-    assert planned.is_measured is sampled
+    assert planned.prediction.is_measured is sampled
