@@ -7,16 +7,17 @@ whose layers cannot take many rows at once are answered row by row, as chats.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine.common.errors import RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
+from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.lane import Lane
-from engine.runtime.schedule.one_by_one import OneByOne
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
 
@@ -28,7 +29,8 @@ def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[Lane, str]:
             return ContinuousBatch(PackedModel(loaded, policy), policy, kept=loaded.kept), ""
         except LookupError as error:
             why = str(error)
-    return OneByOne(loaded), f"Rows are answered one by one: {why}."
+    policy = replace(policy, rows=1)
+    return ContinuousBatch(SessionRows(loaded, policy), policy, exact=True), f"Rows are answered one by one: {why}."
 
 
 class BatchExecutor:
@@ -92,8 +94,9 @@ class BatchExecutor:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""
         if isinstance(self._batch, ContinuousBatch):
             self._batch.pool.forget_prefixes()
-            if self._batch.model.mixers is not None:
-                self._batch.model.mixers.forget()
+            held = self._batch.model.mixers or self._batch.model
+            if not isinstance(held, PackedModel):
+                held.forget()
 
     def close(self) -> None:
         """Frees keys and values.  Safe to call twice."""
