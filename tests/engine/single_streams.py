@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,11 +12,27 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.session_rows import Session, SessionRows
-from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.beam_search import Beams
+from engine.runtime.decode.generation import BeamModel, GenerationResult
 from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest, Preparation
+
+_Result = TypeVar("_Result")
+
+
+def search_over(model: BeamModel, search: Beams[_Result], device: torch.device) -> _Result:
+    """What a search finds over sequences that hold the prompt."""
+    try:
+        step = next(search)
+        while True:
+            if step.sources != list(range(len(step.sources))):
+                model.reorder(torch.tensor(step.sources, device=device))
+            step = search.send(model.step(torch.tensor(step.tokens, device=device)[:, None]))
+    except StopIteration as end:
+        result: _Result = end.value
+        return result
 
 
 class Alone:

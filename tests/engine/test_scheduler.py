@@ -20,7 +20,7 @@ from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.beam_search import beam_search, over
+from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.generation import GenerationResult, drained, ignore_progress
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.paged_steps import PagedSteps
@@ -33,7 +33,7 @@ from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, search_over
 from tests.engine.tiny_families import tiny_checkpoint
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
@@ -443,7 +443,7 @@ def test_beams_over_pages_are_sequences_of_their_own(quick: LoadedModel) -> None
         with torch.inference_mode():
             copies = Copies(quick, prompt, beams)
             search = beam_search(copies.first, width=beams, max_tokens=40, end_ids=NO_END)
-            assert list(found.token_ids) == drained(over(copies, search, copies.first.device)).ids
+            assert list(found.token_ids) == search_over(copies, search, copies.first.device).ids
         again = scheduler.answer(replace(request, sampling=SamplingParams(max_tokens=3)))
         assert again.reused_tokens == len(prompt) - 1
         part = replace(request, on_text=lambda _text, count: lengths.append(count), cancelled=lambda: len(lengths) >= 5)

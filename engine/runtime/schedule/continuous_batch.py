@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from uuid import uuid4
@@ -21,7 +21,7 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.rows import Check, always, never
+from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
@@ -39,7 +39,6 @@ from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kept.state import PagedState
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for
-from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
@@ -57,7 +56,38 @@ _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
 
-class ContinuousBatch(Lane):
+@dataclass(eq=False)
+class RowSource:
+    """Where rows come from and where their answers go: the requests of people, or one job.
+
+    Attributes:
+        prepared: the next ones; it may have ended now and go on later.
+        rests: whether its rows stay as they are, and no more of them are begun.
+        rows: those in progress that have pages, or gave them up.
+        is_dry: whether it had no more when it was last asked.
+    """
+
+    prepared: Iterator[PreparedRow | None]
+    on_row: AnswerCallback
+    rests: bool = False
+    rows: list[PagedRow] = field(default_factory=list)
+    next: PreparedRow | None = None
+    """For which there has been no room."""
+    is_dry: bool = False
+
+    def take(self) -> PreparedRow | None:
+        """The row to begin next, if there is one now."""
+        new, self.next = self.next or next(self.prepared, None), None
+        self.is_dry = new is None
+        return new
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Its rows in progress, and the tokens generated for them."""
+        return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
+
+
+class ContinuousBatch:
     """Rows in progress in one model; kept while another request has priority.
 
     Rows of several sources share each sweep: whoever has the fewest of them in progress begins the next one.  Where
@@ -82,7 +112,11 @@ class ContinuousBatch(Lane):
         keeps: bool = False,
         exact: bool = False,
     ) -> None:
-        super().__init__()
+        self.sources: list[RowSource] = []
+        self._own = RowSource(iter(()), lambda _answer: None)
+        """Of who asks by `submit` or `run`."""
+        self.turns = 0
+        """Sweeps begun so far."""
         # With a window of its own a row holds other values than a chat.
         self._kept = kept if not policy.window else None
         self._keeps = keeps
@@ -164,6 +198,40 @@ class ContinuousBatch(Lane):
         self._source_of[row] = self._own
         self._aside.append(row)
 
+    def run(
+        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+    ) -> BatchOutcome:
+        """Answers the rows of one source until there are no more; see `BatchExecutor.run`."""
+        self._asks(prepared, on_row)
+        outcome = BatchOutcome.FINISHED
+
+        def until() -> bool:
+            nonlocal outcome
+            if cancelled():
+                outcome = BatchOutcome.CANCELLED
+            elif should_yield():
+                outcome = BatchOutcome.YIELDED
+            return outcome is not BatchOutcome.FINISHED
+
+        self.go_on(until)
+        if outcome is BatchOutcome.CANCELLED:
+            self.close()
+        return outcome
+
+    def _asks(self, prepared: Iterator[PreparedRow | None], on_row: AnswerCallback) -> None:
+        self._own.prepared, self._own.on_row = prepared, on_row
+        if self._own not in self.sources:
+            self.sources.append(self._own)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nobody wants it to go on, and no sweep has to end first."""
+        return all(source.rests and not self.works_on(source) for source in self.sources)
+
+    def has_ended(self, source: RowSource) -> bool:
+        """Whether all that a source had has been answered."""
+        return source.is_dry and not source.rows and source.next is None
+
     def sweep(self, until: Check = always) -> None:
         """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
         with self._recorded(), self._model.threads():
@@ -181,7 +249,7 @@ class ContinuousBatch(Lane):
         return sum(row.held for row in self.rows) or self._left_tokens
 
     def go_on(self, until: Check) -> bool:
-        """See `Lane.go_on`."""
+        """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
         if self._sessions is not None:
             self._sessions.leaves = until
         with self._recorded(), self._model.threads():
@@ -195,11 +263,11 @@ class ContinuousBatch(Lane):
         return False
 
     def works_on(self, source: RowSource) -> bool:
-        """See `Lane.works_on`."""
+        """Whether rows of this source are in the sweep under way."""
         return self._sweep is not None and any(each.row in source.rows for each in self._work)
 
     def drop(self, source: RowSource) -> None:
-        """See `Lane.drop`."""
+        """Gives up a source and its rows; others begin their sweep again if it had any in it."""
         if self.works_on(source):
             self._end_sweep()
         for row in list(source.rows):
@@ -320,6 +388,11 @@ class ContinuousBatch(Lane):
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
         return self._model.time_parts()
+
+    def close(self) -> None:
+        """Drops all rows."""
+        for source in list(self.sources):
+            self.drop(source)
 
     def free(self) -> None:
         """As `close`, and also releases the device memory: no further run is possible."""

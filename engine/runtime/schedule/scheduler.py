@@ -35,7 +35,6 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import lane_for
-from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.request import (
     Asked,
     BatchRequest,
@@ -440,7 +439,7 @@ class Scheduler:
             self._together.is_short = self._are_short
         return self._together
 
-    def _job_lane(self, policy: BatchPolicy) -> tuple[Lane, str]:
+    def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
         """Where jobs are answered: over the pages of requests.
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
