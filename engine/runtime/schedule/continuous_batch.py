@@ -444,10 +444,10 @@ class ContinuousBatch:
         were begun by `submit`."""
         work, self._work, self._sweep = self._work, [], None
         if self._sessions is None or not work:
-            rows = [row.request.row for row in self._own.rows]
-            rows += [new.request.row for new in self._new]
+            begun = [row.request.row for row in self._own.rows]
+            waiting = [*self._new, *([self._own.next] if self._own.next is not None else [])]
             self.close()
-            return rows
+            return begun + [new.request.row for new in waiting]
         for each in work:
             self._leave(each.row)
         return [each.row.request.row for each in work]
