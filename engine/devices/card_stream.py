@@ -19,7 +19,6 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.device import CopyLog, Direction, Event, Stream
 from engine.devices.failures import as_engine_error, fresh
-from engine.devices.host_event import sleep_until
 
 _ANCHOR_AGE_S = 10.0
 """Cards report elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
@@ -143,7 +142,7 @@ class CardEvent:
             while not self.done():
                 if (now_s := time.perf_counter()) >= give_up_s:
                     return False
-                sleep_until(min(give_up_s, now_s + _POLL_S), lambda: False)
+                time.sleep(min(give_up_s - now_s, _POLL_S))
         elif self._span is None:
             self.placed()
             try:

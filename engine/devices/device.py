@@ -30,7 +30,7 @@ from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:
-    from engine.devices.clocked import Meter
+    from engine.devices.emulated import Meter
 
 _log = logging.getLogger(__name__)
 

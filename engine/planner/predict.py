@@ -14,7 +14,7 @@ The slow end has it all against it, the quick end for it:
 - hits of the expert cache: from routing as even as published of Mixtral to favourites as strong as recorded of
   gpt-oss-20b and Qwen3-30B-A3B.
 - other programs: the share of the processor that they use now is missing at the slow end; at the quick end they stop.
-- an emulated card: its streams are threads of the same processor, which wait for each other: calls by a factor of two.
+- an emulated card without a data sheet, which the same processor computes: calls by a factor of two.
   Three of them are busy at once (the kernels of CPU and card, and the copies), so that on fewer cores each may have to
   wait its turn.
 

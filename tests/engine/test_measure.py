@@ -8,13 +8,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.devices import link as link_module
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
@@ -122,12 +120,7 @@ def a_run(folder: Path, *, device: Device | None = None, clock: Callable[[], flo
     ],
     ids=lambda profile: profile.name,
 )
-def test_an_emulated_devices_link_is_found_again(
-    machine: Probe, tmp_path: Path, profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The link's schedule is the profile's to the nanosecond; only a copy that came too late would be longer, and on
-    # a busy machine some do.  Here none does.
-    monkeypatch.setattr(link_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+def test_an_emulated_devices_link_is_found_again(machine: Probe, tmp_path: Path, profile: DeviceProfile) -> None:
     copies = Copies((64 * 2**10, MIB, 8 * MIB), 9, 30.0)
     with open_emulated(profile) as device:
         roomy = MeasurementSet("test", 64 * MIB, (copies,))
