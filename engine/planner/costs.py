@@ -642,12 +642,12 @@ _AMD, _WITHOUT_GRAPHS = ("amd", "radeon"), ("intel", "apple")
 DISPATCH_EMULATED = Dispatch(
     330e-6, 250e-6, 250e-6, host_expert_s=25e-6, host_rate=0.85, card_call_s=15e-6, seen_card_expert_s=250e-6
 )
-"""For an emulated card without a data sheet, as measured when its streams were threads.  `benchmarks.strategies` on two cores of a
-Xeon, with the starter and two layers of Qwen3-30B-A3B's shape in bf16 and int4: 205 to 272, 185 to 330, 236 to 313
-microseconds, and about 90 for a router.  Next to a card, the CPU kernels get each expert as a separate row: that is the
-cost per expert, and why experts are read more slowly than in one call for all of them.  The engine times single experts
-on the card: 48 to 480 microseconds more than an expert takes in a group.  Where these calls have been timed, that
-decides."""
+"""For an emulated card without a data sheet, as measured when its streams were threads.  `benchmarks.strategies` on two
+cores of a Xeon, with the starter and two layers of Qwen3-30B-A3B's shape in bf16 and int4: 205 to 272, 185 to 330, 236
+to 313 microseconds, and about 90 for a router.  Next to a card, the CPU kernels get each expert as a separate row: that
+is the cost per expert, and why experts are read more slowly than in one call for all of them.  The engine times single
+experts on the card: 48 to 480 microseconds more than an expert takes in a group.  Where these calls have been timed,
+that decides."""
 
 
 CACHED_GAIN = 1.6
