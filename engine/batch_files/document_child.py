@@ -1,4 +1,4 @@
-"""The child process that reads documents: `python -m engine.batch_files.document_child`, see `engine.common.confined`.
+"""The child process that reads documents: `python -m engine.batch_files.document_child`, see `engine.common.files`.
 
     {"path": P, "seconds": S}
 
@@ -31,9 +31,9 @@ from engine.batch_files.documents import (
     WhatWasRead,
     kind_of,
 )
-from engine.common.confined import dies_after, limit_memory
 from engine.common.errors import EngineError
 from engine.common.falls import passed_over
+from engine.common.files import dies_after, limit_memory
 from engine.common.sizes import about
 from engine.common.untrusted import check_untrusted, open_untrusted, parse_json, reason
 
@@ -282,7 +282,7 @@ def _text_in(path: Path) -> str:
 
 def _decoded(content: bytes, named: str = "") -> str:
     """By its mark, as UTF-8 or UTF-16, by the name of an encoding, or else as Windows writes Western text."""
-    from engine.batch_files.text_rows import marked_encoding
+    from engine.batch_files.rows import marked_encoding
 
     sure = marked_encoding(content[:4096])
     for encoding in filter(None, (sure, named, "cp1252")):

@@ -38,8 +38,7 @@ from engine.common.errors import EngineError
 from engine.devices.device import CaptureError, CopyLog, Device, Direction, Event, Graph, Stream
 from engine.devices.failures import as_engine_error
 from engine.devices.host_memory import PageableMemory, allocate_host
-from engine.devices.memory_budget import MemoryBudget
-from engine.devices.memory_watch import MemoryWatch, Room
+from engine.devices.memory_budget import MemoryBudget, MemoryWatch, Room
 from engine.devices.timeline import TimedEvent, Timeline, Wire
 from engine.hardware.profiles import DeviceProfile
 

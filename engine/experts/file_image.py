@@ -33,8 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.checkpoint.library import where
 from engine.checkpoint.names import resolve
-from engine.checkpoint.usage import where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.paths import cache_dir

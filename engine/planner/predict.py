@@ -40,8 +40,8 @@ from engine.planner.costs import Cards, Costs, engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, from_disk, memory_of, memory_rule, sizes_of
 from engine.planner.memory import share_on_disk
 from engine.planner.placement import NotEnoughRamError, resolve
-from engine.planner.plan_parts import Limits
-from engine.planner.simulator.outcome import Outcome
+from engine.planner.plan_parts import Limits, Workload
+from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import DECODE_STEPS, Setting, run_requests
 from engine.planner.simulator.strategy import (
     HOST_ONLY,
@@ -55,7 +55,6 @@ from engine.planner.simulator.strategy import (
     expected_statistics,
 )
 from engine.planner.step_time import StepTime
-from engine.planner.workload import Workload
 
 _MEASURED, _UNSTEADY, _LOOKED_UP, _IN_CACHE = 0.2, 0.35, 0.4, 0.1
 _EMULATED_THREADS = 3

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.embedding import refuse_embedding
-from engine.checkpoint.library import resolve
-from engine.checkpoint.suggested_sampling import suggested_sampling
-from engine.checkpoint.usage import note_use, reading
+from engine.checkpoint.library import note_use, reading, resolve
+from engine.checkpoint.profile import suggested_sampling
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.file_image import EARLY_READS, remember
-from engine.jobs.rows import Check, never
+from engine.jobs.job import Check, never
 from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError, of_one
@@ -36,8 +35,7 @@ from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.timed_decode import TIMED_PROMPT, time_decode
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
-from engine.tuning.result import DecodeRate
-from engine.tuning.saved_results import apply_tuning
+from engine.tuning.saved_results import DecodeRate, apply_tuning
 
 if TYPE_CHECKING:
     from engine.batch_files.rows import Answer, RowRequest

@@ -20,12 +20,12 @@ from engine.common.model_info import ModelInfo
 if TYPE_CHECKING:
     from engine.hardware.measured import Measurements
     from engine.planner.plan_parts import Plan
-    from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
+    from engine.tuning.saved_results import Contestant, Timed, TuningKind, TuningResult
 
 _LATER = {
     "Measurements": "engine.hardware.measured",
     "Plan": "engine.planner.plan_parts",
-    **dict.fromkeys(("Contestant", "Timed", "TuningKind", "TuningResult"), "engine.tuning.result"),
+    **dict.fromkeys(("Contestant", "Timed", "TuningKind", "TuningResult"), "engine.tuning.saved_results"),
 }
 """Modules of what only messages of a run have in them: every start of window and worker would wait for them."""
 

@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes and reports; see `add_parser`."""
-    from engine.bench.models import prepared_apart
+    from engine.bench.opened import prepared_apart
     from engine.checkpoint.synthetic import is_synthetic
 
     with prepared_apart() if is_synthetic(args.model) else contextlib.nullcontext():
@@ -64,16 +64,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from engine.bench.models import resolve_model
-    from engine.hardware.other_programs import is_busy
+    from engine.bench.opened import resolve_model
+    from engine.hardware.probe import is_busy
     from engine.process.lifetime import quiet_libraries
 
     folder = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately
     quiet_libraries()
     from engine.runtime.engine import Engine
     from engine.tuning.messages import StartTuning
-    from engine.tuning.report import report_text
-    from engine.tuning.run import tune
+    from engine.tuning.run import report_text, tune
 
     engine = Engine()
     progress = _Progress()
@@ -131,7 +130,7 @@ class _Progress:
 
     def __call__(self, event: TuningEvent) -> None:
         from engine.tuning.messages import TuningProgress
-        from engine.tuning.report import number_text
+        from engine.tuning.run import number_text
 
         if not self._shown or not isinstance(event, TuningProgress):
             return

@@ -20,8 +20,8 @@ from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineState
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
+from app.views.tune.cards import MACHINE, MEASURE, PLAN, TIMED
 from app.views.tune.page import TunePage
-from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.hardware.measured import load_measurements
@@ -35,8 +35,7 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
-from engine.tuning.result import Fact, TuningResult, busy_note
-from engine.tuning.saved_results import results_of, save_result
+from engine.tuning.saved_results import Fact, TuningResult, busy_note, results_of, save_result
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.common.config import SamplingParams
 from engine.experts.whole_layer import Half, LayerBuffers
-from engine.jobs.rows import BatchOutcome
+from engine.jobs.job import BatchOutcome
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import (
     CGOPIPE,
@@ -36,10 +36,10 @@ from engine.planner.simulator.sweeps import (
     LayerTimes,
     SimulatedCard,
     SweepParts,
+    Timeline,
     _SimulatedLayer,
     predicted_seconds,
 )
-from engine.planner.simulator.timeline import Timeline
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _Layer
 from engine.runtime.batch.pipeline.layer_run import LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for

@@ -19,11 +19,17 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
-from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, torch_threads
+from engine.measure.arithmetic import (
+    CardExpertTimes,
+    CpuArithmetic,
+    CpuExperts,
+    DeviceArithmetic,
+    ExpertShape,
+    RamBandwidth,
+    torch_threads,
+)
 from engine.measure.calls import NativeCalls, SharedLayer
-from engine.measure.disk import DiskReads, scratch_file
-from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
-from engine.measure.link import Copies, PinnedLimit
+from engine.measure.link import Copies, DiskReads, PinnedLimit, scratch_file
 from engine.measure.measuring import QUICK, THOROUGH, MeasurementSet, cold_bytes, measure_machine
 from engine.measure.run import (
     Measurement,

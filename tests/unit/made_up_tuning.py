@@ -12,13 +12,12 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead, described
-from engine.hardware.other_programs import Share
-from engine.hardware.probe import Probe
+from engine.hardware.probe import Probe, Share
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import TuningNumber
 from engine.tuning.race import RacePace
-from engine.tuning.result import DecodeRate
 from engine.tuning.run import TuningSurroundings
+from engine.tuning.saved_results import DecodeRate
 
 MACHINE = Probe(
     os="Test OS 1",

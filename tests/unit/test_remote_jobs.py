@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.job_list import known_jobs
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
+from engine.batch_files.journal import known_jobs
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError
 from engine.common.paths import jobs_dir
-from engine.jobs.job import Answerer
-from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.job import Answerer, BatchOutcome, Check, RowAnswer, RowCallback
 from engine.remote import spread
 from engine.remote.client import Client, Patience
 from engine.remote.endpoint import Endpoint, save_endpoint

