@@ -130,7 +130,7 @@ class _Progress:
 
     def __call__(self, event: TuningEvent) -> None:
         from engine.tuning.messages import TuningProgress
-        from engine.tuning.run import number_text
+        from engine.tuning.report import number_text
 
         if not self._shown or not isinstance(event, TuningProgress):
             return

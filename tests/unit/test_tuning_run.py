@@ -15,7 +15,8 @@ from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
 from engine.tuning.measuring import _good_enough
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
-from engine.tuning.run import TuningEvent, report_text, tune
+from engine.tuning.report import report_text
+from engine.tuning.run import TuningEvent, tune
 from engine.tuning.saved_results import (
     TuningResult,
     apply_tuning,

@@ -24,7 +24,7 @@ from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
 from engine.planner.plan_parts import Plan, TierBytes, total_held
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.run import report_text
+from engine.tuning.report import report_text
 from engine.tuning.saved_results import TuningResult
 
 LOOK_AGAIN_MS = 10_000

@@ -31,7 +31,7 @@ from app.widgets.scaffold import (
     warning_label,
 )
 from app.widgets.text_table import show_whole_rows
-from engine.tuning.run import verdict
+from engine.tuning.report import verdict
 from engine.tuning.saved_results import TuningResult, day
 
 _PAD = 8.0
