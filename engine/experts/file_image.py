@@ -253,7 +253,6 @@ class FileImage:
         return _identity(now) == _identity(self._status)
 
     def watch(self) -> None:
-        """See `MappedFile.watch`."""
         if self._mapped is not None:
             self._mapped.watch()
 

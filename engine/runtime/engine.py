@@ -229,7 +229,6 @@ class Engine:
         return tuple(name for name in able if not able[name]), tuple(name for name in able if able[name])
 
     def may_return(self) -> bool:
-        """See `Places`."""
         self._tell_of_card()
         return self._failback is not None and self._failback.is_open(monotonic())
 
@@ -448,15 +447,12 @@ class Engine:
         return self._scheduler is not None and (self._scheduler.is_busy or self._scheduler.background.is_busy)
 
     def serve(self, until: Check = never) -> None:
-        """See `Scheduler.serve`."""
         self._schedule().serve(until)
 
     def is_due(self) -> bool:
-        """See `Scheduler.is_due`."""
         return self._scheduler is not None and self._scheduler.is_due()
 
     def share(self, until: Check = never) -> None:
-        """See `Scheduler.share`."""
         self._schedule().share(until)
 
     def live_rows(self) -> LiveRows:

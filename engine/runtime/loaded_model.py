@@ -124,7 +124,6 @@ class LoadedModel(ModelParts):
     blind: Blind | None = None
 
     def close(self) -> None:
-        """See `ModelParts.close`."""
         if self.sight is not None:
             self.sight.close()
             self.sight = None
@@ -191,7 +190,6 @@ class LoadingParts(ModelParts):
         return self.reader.whole_files
 
     def close(self) -> None:
-        """See `ModelParts.close`."""
         if self.reader is not None:
             self.reader.close()  # first: it writes into the bank
         super().close()

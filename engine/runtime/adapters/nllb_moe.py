@@ -44,7 +44,6 @@ class NllbMoeAdapter(EncoderDecoderAdapter):
     }
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, NllbMoeSparseMLP):
                 first = module.experts["expert_0"]

@@ -27,7 +27,6 @@ class EncoderDecoderAdapter(Adapter):
         return chosen
 
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
-        """See `FamilyAdapter`."""
         stacked = [
             WeightConverter(f"experts.expert_*.{name}", f"experts.{part}", [MergeModulelist(dim=0)])
             for name, part in self.expert_tensors.items()
@@ -53,7 +52,6 @@ class SwitchTransformersAdapter(EncoderDecoderAdapter):
     expert_tensors: ClassVar[dict[str, str]] = {"wi.weight": "up_proj", "wo.weight": "down_proj"}
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         config = model.config
         for module in list(model.modules()):
             if isinstance(module, SwitchTransformersSparseMLP):

@@ -49,7 +49,6 @@ class CacheReporter:
         return table.nbytes // max(1, sum(layer.num_experts for layer in table.layers))
 
     def report(self, spans: Records, steps: Records) -> CacheReport:
-        """See `ModelTelemetry.cache_report`."""
         if self._loaded.disk_backed is not None:
             self._learn(spans)
         self._renew_curve()

@@ -75,45 +75,37 @@ class QueuedDense:
         self._ended: DeviceWork | None = None
 
     def begin(self) -> None:
-        """See `QueuedWork.begin`."""
         self._in_forward, self._ended = True, None
         self._since = self._mark(self._first)
 
     def head(self, name: int, layer: int, count: int) -> None:
-        """See `QueuedWork.head`."""
         if self._since is not None:
             self._add(self._mark(self._first), name, layer, count, self._first.index)
         self.forget()
 
     def forget(self) -> None:
-        """See `QueuedWork.forget`."""
         self._in_forward, self._since, self._ended = False, None, None
 
     def experts_begin(self, place: torch.device) -> DeviceWork | None:
-        """See `QueuedWork.experts_begin`."""
         device = self._devices.get(place, self._first)
         mark = self._mark(device)
         self.routed(mark, device.index)
         return mark
 
     def routed(self, mark: DeviceWork | None, device: int) -> None:
-        """See `QueuedWork.routed`."""
         if self._since is not None:
             self._add(mark, *self._recorder.named(DENSE, self._recorder.layer), device)
 
     def experts_done(self, begun: DeviceWork, place: torch.device, experts: int) -> None:
-        """See `QueuedWork.experts_done`."""
         device = self._devices.get(place, self._first)
         end = self._ended = self._mark(device)
         if end is not None:
             self._recorder.event(Between(begun, end), GPU, EXPERTS, count=experts, device=device.index)
 
     def submitted(self, work: DeviceWork) -> None:
-        """See `QueuedWork.submitted`."""
         self._ended = work
 
     def experts_end(self, place: torch.device) -> None:
-        """See `QueuedWork.experts_end`."""
         ended, self._ended = self._ended, None
         if self._in_forward:
             self._since = ended or self._mark(self._devices.get(place, self._first))

@@ -240,13 +240,11 @@ class LayerExperts:
             self._buffers.bring(self._buffers.begin(number), missing[first:behind])
 
     def bring_layer(self, index: int) -> None:
-        """See `LayerWork.bring_layer`."""
         own = self._first_of[index]
         if own is not None:
             self._bring_all(own)
 
     def bring_hot(self, index: int, *, of_next: bool) -> None:
-        """See `LayerWork.bring_hot`."""
         number = self._next(index) if of_next else self._first_of[index]
         if number is not None:
             half, there = self._buffers.begin(number), self._buffers.experts_of(number)
@@ -254,7 +252,6 @@ class LayerExperts:
             self._buffers.bring(half, self._missing(number, hot))
 
     def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
-        """See `LayerWork.bring_wanted`."""
         for number, routing in self._routings(calls):
             self._uses.observe(number, routing.index.numpy())
             self._note_distinct(routing, self._buffers.experts_of(number))
@@ -308,7 +305,6 @@ class LayerExperts:
         return list(torch.split(sums.result, [len(call.hidden) for call in calls]))
 
     def compute_in_ram(self, call: ExpertsCall) -> torch.Tensor:
-        """See `LayerWork.compute_in_ram`."""
         site = self.sites.get(id(call.module))
         if site is None:
             return compute_experts(call.module, call.hidden, call.index, call.weights)
