@@ -24,7 +24,7 @@ from engine.tuning.race import (
     race,
     winner_of,
 )
-from engine.tuning.saved_results import Contestant, Timed
+from engine.tuning.result import Contestant, Timed
 
 
 def bench_brute_force(

@@ -27,7 +27,7 @@ from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
-from engine.jobs.job import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.process.ray_driver import INSTALL
 from engine.remote.ray_link import Link, Message, RayLink
 from engine.remote.ray_rows import ClusterJob, RayRows

@@ -20,7 +20,7 @@ from engine.batch_files.rows import RowRequest
 from engine.bench.report import Report
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
-from engine.jobs.job import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.remote.ray_link import Message
 from engine.remote.ray_rows import ClusterJob, RayRows
 

@@ -8,7 +8,7 @@ from typing import Any
 from PySide6.QtCore import QLocale, QObject, Qt
 
 from app.models.headed_table import ROW_ROLE, HeadedTable, Index
-from engine.tuning.saved_results import Contestant, Timed, TuningResult
+from engine.tuning.result import Contestant, Timed, TuningResult
 
 NAME, PREDICTED, TIMED, BAR = range(4)
 

@@ -61,7 +61,7 @@ from engine.telemetry.messages import (
     WatchTelemetry,
 )
 from engine.tuning.messages import StartTuning, TuningFinished, Until
-from engine.tuning.saved_results import TuningKind
+from engine.tuning.result import TuningKind
 
 
 def has_ray() -> bool:

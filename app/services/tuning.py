@@ -16,7 +16,8 @@ from engine.hardware.measured import Measurements
 from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, TerminalEvent
 from engine.tuning.machine_state import MachineLook, look_at_machine
 from engine.tuning.messages import Stage, TuningFinished, TuningMeasured, TuningProgress, Until
-from engine.tuning.saved_results import TuningKind, TuningResult, keep_anyway, model_mark, results_of, save_result
+from engine.tuning.result import TuningKind, TuningResult
+from engine.tuning.saved_results import keep_anyway, model_mark, results_of, save_result
 
 _PROMPT = "Tell a calm story about a lighthouse."
 _TOKENS = 64

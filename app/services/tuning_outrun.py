@@ -13,7 +13,7 @@ from app.services.engine_client import EngineClient
 from engine.common.config import EngineConfig
 from engine.hardware.probe import Probe
 from engine.protocol import Finished
-from engine.tuning.saved_results import TuningResult
+from engine.tuning.result import TuningResult
 
 
 class HardwareChange(QObject):

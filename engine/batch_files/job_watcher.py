@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from engine.batch_files.rows import Answer
-from engine.planner.batch_plan import JobPrediction
+from engine.planner.batch_prediction import JobPrediction
 
 
 class ComputingClock:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.common.config import BatchJob, EngineConfig
-from engine.planner.batch_plan import JobPrediction
+from engine.planner.batch_prediction import JobPrediction
 
 # --- commands -------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class BatchSampled:
 class BatchPlanned:
     """How a job will run, before its first answer; after a sample, corrected by its timing.
 
-    See `engine.planner.batch_plan.JobPrediction`.
+    See `engine.planner.batch_prediction.JobPrediction`.
 
     Attributes:
         rows_together: rows that share each weight load.

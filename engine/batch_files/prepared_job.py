@@ -22,7 +22,7 @@ from engine.batch_files.journal import (
     journal_path,
     read_written,
 )
-from engine.batch_files.openai_requests import errors_path, holds_openai_requests
+from engine.batch_files.openai_format import errors_path, holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
 from engine.batch_files.prompts import (
     OpenAiPrompts,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.openai_requests import BadRequestError, in_words, openai_request
+from engine.batch_files.openai_format import openai_request
+from engine.batch_files.openai_requests import BadRequestError, in_words
 from engine.batch_files.rows import Answer, Constraint, Row, RowRequest, failed
 from engine.common.chat import ChatMessage, Picture, picture_part
 from engine.common.config import SamplingParams

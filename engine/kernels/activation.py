@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.families import family_at
 from engine.families.family import ClampedGate
-from engine.families.table import gate_of, gates_as_usual
+from engine.families.library import gate_of, gates_as_usual
 from engine.formats.tiles import Pairing
 
 

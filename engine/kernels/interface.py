@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from engine.families.table import gates_as_usual
+from engine.families.library import gates_as_usual
 from engine.formats.layouts import RecordLayout
 from engine.kernels.activation import Activation, activation_of
 

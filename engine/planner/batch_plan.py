@@ -1,20 +1,13 @@
 """The batch policy of a plan: sizes of the fastest schedule, and whether they hide the transfers (Klotski).
 
 A plan only offers what the executor runs, and uses the schedules that were simulated for it.
-
-Predicts the speed of a job of many rows that share each sweep through the weights, without a card.
-
-With a card the simulated schedules predict it (`plan_batch`); both end up as a `JobPrediction`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, replace
-from enum import StrEnum
-from itertools import islice
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.errors import EngineError, ErrorCode
@@ -23,6 +16,7 @@ from engine.common.json_fields import fields_of
 from engine.common.sizes import rounded_up
 from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason
 from engine.hardware.machine import HardwareProfile
+from engine.planner.batch_prediction import JobRows
 from engine.planner.costs import Cards, Costs, Observed
 from engine.planner.engine_memory import (
     EngineMemory,
@@ -43,190 +37,8 @@ from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSy
 from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.simulator.request import Outcome
 
-ROWS_TOGETHER = 256
-"""Most rows in progress at once when there is no plan."""
-SWEEP_TOKENS = 1024
-"""Prompt tokens that one sweep through the layers reads, in addition to the rows that decode."""
 MEASURED_OFF, LOOKED_UP_OFF = 0.25, 0.5
 """Expected relative error of a prediction: on a measured machine, and on one known from data sheets."""
-_ATTENDED = 0.5
-"""Share of its prompt that a prompt token attends to on average."""
-
-
-_READ_ROWS = 48
-"""Rows that say what a job's rows are like: enough for a mean, and quick."""
-
-
-class Bottleneck(StrEnum):
-    """What takes most of a sweep's time."""
-
-    ARITHMETIC = "arithmetic"
-    WEIGHTS = "weights"
-    """Reading weights from RAM."""
-    ATTENTION = "attention"
-    DISK = "disk"
-    LINK = "link"
-    CARD = "card"
-
-
-@dataclass(frozen=True, slots=True)
-class JobRows:
-    """What is known about a job's rows before it runs.
-
-    Attributes:
-        rows: number of rows.
-        prompt_tokens, generated_tokens: mean per row; generated tokens are an estimate, or the limit.
-    """
-
-    rows: int
-    prompt_tokens: float
-    generated_tokens: float
-
-
-_Row = TypeVar("_Row")
-
-
-def first_rows(read: Iterable[tuple[float, _Row]]) -> tuple[list[_Row], int]:
-    """(a job's first rows, how many there seem to be in all), from rows and the share of the input that they end."""
-    found, reached = list[_Row](), 0.0
-    for share, row in islice(read, _READ_ROWS):
-        reached = share
-        found.append(row)
-    is_all = len(found) < _READ_ROWS or reached <= 0
-    return found, len(found) if is_all else max(len(found), round(len(found) / reached))
-
-
-@dataclass(frozen=True, slots=True)
-class JobPrediction:
-    """A job's predicted speed.
-
-    Attributes:
-        job: the rows it was predicted for.
-        rows_together: N, rows that share each weight load.
-        micro_batches: n, micro-batches that go through a layer one after the other.
-        schedule: name of the schedule; empty on the CPU.
-        tokens_per_s: generated tokens over the whole time, prompts included; `low` and `high` are its range.
-        seconds_low, seconds_high: for all rows, if answers are as long as assumed.
-        bottleneck: what limits the speed.
-        is_measured: whether it was corrected by timed answers of this job.
-    """
-
-    job: JobRows
-    rows_together: int
-    micro_batches: int
-    schedule: str
-    tokens_per_s: float
-    low: float
-    high: float
-    seconds_low: float
-    seconds_high: float
-    bottleneck: Bottleneck
-    is_measured: bool = False
-
-    def corrected(self, factor: float, off: float) -> JobPrediction:
-        """This prediction, corrected by a few real rows that ran `factor` times as fast as predicted.
-
-        A few rows spend their time on reading weights, many rows on arithmetic, so the error of the one says only in
-        part how large the error of the other is.  The range therefore starts at the lower of the predicted and the
-        measured rate, less `off`, a share, and ends at the higher of the predicted upper bound and the measured rate
-        plus `off`.  The rate is the geometric mean of both.
-        """
-        seen = self.tokens_per_s * factor
-        low, high = min(self.tokens_per_s, seen) * (1 - off), max(self.high, seen * (1 + off))
-        tokens = self.job.rows * self.job.generated_tokens
-        return replace(
-            self,
-            tokens_per_s=(self.tokens_per_s * seen) ** 0.5,
-            low=low,
-            high=high,
-            seconds_low=tokens / high,
-            seconds_high=tokens / low,
-            is_measured=True,
-        )
-
-
-def predict_on_cpu(
-    costs: Costs, job: JobRows, rows_together: int, *, sweep_tokens: int, disk_share: float = 0.0, off: float = 0.4
-) -> JobPrediction:
-    """Continuous batching without a card: each sweep reads the weights once for all its rows.
-
-    Args:
-        rows_together: upper limit; there may be fewer rows.
-        sweep_tokens: prompt tokens that one sweep reads.
-        disk_share: share of the experts that every sweep reads again.
-        off: expected relative error of the prediction.
-
-    Raises:
-        ValueError: there are no rows, or rows without tokens.
-    """
-    together = min(rows_together, job.rows)
-    if together < 1 or job.prompt_tokens <= 0 or job.generated_tokens <= 0:
-        raise ValueError(f"no rows to predict: {job}")
-    piece = min(float(sweep_tokens), job.prompt_tokens * job.rows)
-    prompts = max(1.0, piece / job.prompt_tokens)
-    reading = _sweep(costs, piece, job.prompt_tokens * _ATTENDED, prompts, prompts, disk_share)
-    context = job.prompt_tokens + (job.generated_tokens + 1) / 2
-    decoding = _sweep(costs, together, context, 0.0, together, disk_share)
-    sweeps = max(0.0, job.generated_tokens - 1) * job.rows / together
-    reads = job.rows * job.prompt_tokens / piece
-    whole = {name: reads * reading[name] + sweeps * decoding[name] for name in reading}
-    rate = job.rows * job.generated_tokens / sum(whole.values())
-    return _prediction(job, together, 1, "", rate, off, max(whole, key=lambda name: whole[name]))
-
-
-def predicted_on_card(
-    job: JobRows, rows_together: int, micro_batches: int, schedule: str, tokens_per_s: float, lane: str, off: float
-) -> JobPrediction:
-    """The prediction of a simulated schedule.
-
-    Args:
-        lane: the busiest of `engine.planner.simulator.sweeps.LANES`.
-    """
-    by_lane = {
-        "h2d": Bottleneck.LINK,
-        "d2h": Bottleneck.LINK,
-        "disk": Bottleneck.DISK,
-        "cpu_attention": Bottleneck.ATTENTION,
-        "cpu_experts": Bottleneck.WEIGHTS,
-    }
-    bottleneck = by_lane.get(lane, Bottleneck.CARD)
-    return _prediction(job, min(rows_together, job.rows), micro_batches, schedule, tokens_per_s, off, bottleneck)
-
-
-def _prediction(
-    job: JobRows, together: int, count: int, schedule: str, rate: float, off: float, bottleneck: Bottleneck
-) -> JobPrediction:
-    low, high = rate * (1 - off), rate * (1 + off)
-    tokens = job.rows * job.generated_tokens
-    return JobPrediction(job, together, count, schedule, rate, low, high, tokens / high, tokens / low, bottleneck)
-
-
-def _sweep(
-    costs: Costs, tokens: float, context: float, prompts: float, sequences: float, disk_share: float
-) -> dict[Bottleneck, float]:
-    """Seconds, by cause, of `tokens` through all layers: of `prompts` prompts, or one decode step each if it is 0.
-
-    Args:
-        sequences: sequences whose next token is sampled at the end.
-    """
-    model = costs.model
-    used = costs.used_experts(tokens)
-    experts = model.moe_layers * costs.cpu_experts(tokens * model.experts_per_token, used)
-    layer, dense = costs.cpu_layer(tokens, 0), costs.cpu_layer(tokens, 0, dense=True)
-    rest = model.moe_layers * layer + model.dense_layers * dense + costs.cpu_head(sequences)
-    attention = model.layers * (costs.cpu_layer(tokens, context, prompts=prompts) - layer)
-    brought = model.moe_layers * used * costs.expert_bytes
-    reading = min(brought / costs.cpu_bytes_per_s, experts) + min(costs.host_dense_bytes / costs.cpu_bytes_per_s, rest)
-    computing = {
-        Bottleneck.WEIGHTS: reading,
-        Bottleneck.ARITHMETIC: experts + rest - reading,
-        Bottleneck.ATTENTION: max(0.0, attention),
-    }
-    waiting = costs.look_up(tokens) + (costs.disk(brought * disk_share) if disk_share else 0.0)
-    layers = costs.disk(costs.streamed_bytes)  # read while others are computed: one of both takes no time of its own
-    if layers > sum(computing.values()):
-        return {**dict.fromkeys(computing, 0.0), Bottleneck.DISK: waiting + layers}
-    return {**computing, Bottleneck.DISK: waiting}
 
 
 GIVEN = "The policy that was given"

@@ -19,7 +19,7 @@ from engine.batch_files.messages import (
 )
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
-from engine.planner.batch_plan import JobPrediction
+from engine.planner.batch_prediction import JobPrediction
 from engine.process.requests import RequestQueue, RequestThreads
 from engine.protocol import Event, LoadModel, UnloadModel
 from engine.telemetry.request_log import RequestLog

@@ -25,7 +25,7 @@ from engine.common.config import BatchJob, EngineConfig
 from engine.common.errors import EngineError
 from engine.common.installed import version
 from engine.common.json_fields import from_fields
-from engine.jobs.job import RowAnswer
+from engine.jobs.rows import RowAnswer
 
 if TYPE_CHECKING:
     from engine.runtime.batch.model_rows import ModelRows

@@ -22,7 +22,7 @@ from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import Constraint, RowRequest, grammar_of
 from engine.common.chat import calls_as_json
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
-from engine.jobs.job import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowCallback
 from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
 from engine.remote.failures import RemoteError
 from engine.remote.spread import MOST_AT_ONCE, Place, Spread, Turn

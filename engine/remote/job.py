@@ -15,7 +15,8 @@ from engine.batch_files.journal import KnownJob, journal_path, read_job
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import HERE
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
-from engine.jobs.job import Answerer, ClosingExecutor, RowAnswer, run_first_rows, run_job
+from engine.jobs.job import Answerer, run_first_rows, run_job
+from engine.jobs.rows import ClosingExecutor, RowAnswer
 from engine.remote.client import Client
 from engine.remote.endpoint import Endpoint, Found, parse_endpoint, remote_name
 from engine.remote.executor import Asked, Server, SpreadRows

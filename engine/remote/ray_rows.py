@@ -22,7 +22,7 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.common.json_fields import from_fields
-from engine.jobs.job import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.remote.ray_blocks import Blocks
 from engine.remote.ray_link import Link, Message, RayLink, RayNodeState, settings_for
 

@@ -21,7 +21,7 @@ from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.file_image import EARLY_READS, remember
-from engine.jobs.job import Check, never
+from engine.jobs.rows import Check, never
 from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError, of_one
@@ -35,7 +35,8 @@ from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.timed_decode import TIMED_PROMPT, time_decode
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
-from engine.tuning.saved_results import DecodeRate, apply_tuning
+from engine.tuning.result import DecodeRate
+from engine.tuning.saved_results import apply_tuning
 
 if TYPE_CHECKING:
     from engine.batch_files.rows import Answer, RowRequest

@@ -37,8 +37,8 @@ from engine.common.pictures import read_picture, size_of
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.host_memory import available_ram
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.families.library import CHOSEN_EXPERTS
 from engine.families.pictures import Grid, Sizes
-from engine.families.table import CHOSEN_EXPERTS
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.library_conversion import load_rest, plan_loading, tensors_of

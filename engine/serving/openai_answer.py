@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.batch_files.openai_requests import FINISH
+from engine.batch_files.openai_format import FINISH
 from engine.common.chat import ToolCall
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.protocol import Ask, Began, Finished, NamedChances, NamedToken, Token

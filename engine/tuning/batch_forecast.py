@@ -15,17 +15,14 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, EngineConfig, Sharing
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
-from engine.planner.batch_plan import (
-    LOOKED_UP_OFF,
-    MEASURED_OFF,
+from engine.planner.batch_plan import LOOKED_UP_OFF, MEASURED_OFF, best_batch, question_of
+from engine.planner.batch_prediction import (
     ROWS_TOGETHER,
     SWEEP_TOKENS,
     JobRows,
-    best_batch,
     first_rows,
     predict_on_cpu,
     predicted_on_card,
-    question_of,
 )
 from engine.planner.costs import Costs, engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk

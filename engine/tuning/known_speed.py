@@ -21,7 +21,8 @@ from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.planner.plan_words import help_sentence
 from engine.planner.predict import predict_decode
 from engine.planner.simulator.strategy import HOST_ONLY
-from engine.tuning.saved_results import Correction, Timed, TuningResult, facts, is_same_question, results_of
+from engine.tuning.result import Correction, Timed, TuningResult
+from engine.tuning.saved_results import facts, is_same_question, results_of
 
 _LEAST, _MOST = 0.1, 10.0
 """Limit of a factor: beyond it, something else is wrong."""

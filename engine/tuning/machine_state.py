@@ -21,7 +21,8 @@ from engine.hardware.profiles import EMULATED, emulated_cards, with_emulated
 from engine.planner.plan_parts import Limits, Plan
 from engine.planner.plan_words import Change, what_if
 from engine.tuning.known_speed import best_settled, results_here, with_decode
-from engine.tuning.saved_results import Correction, all_results, kept_corrections, machine_changes, model_mark
+from engine.tuning.result import Correction
+from engine.tuning.saved_results import all_results, kept_corrections, machine_changes, model_mark
 
 _MUCH = 0.05
 """Share of a memory that other programs may take or give back before a plan is made again."""

@@ -20,7 +20,7 @@ from engine.common.model_info import ModelInfo
 if TYPE_CHECKING:
     from engine.hardware.measured import Measurements
     from engine.planner.plan_parts import Plan
-    from engine.tuning.saved_results import Contestant, Timed, TuningKind, TuningResult
+    from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
 
 _LATER = {
     "Measurements": "engine.hardware.measured",

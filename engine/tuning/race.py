@@ -23,7 +23,7 @@ from engine.planner.plan_parts import CHAT, Limits, Plan, worthwhile
 from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.planner.predict import predict_decode
 from engine.tuning.known_speed import corrected, corrected_plan, mechanism, with_decode
-from engine.tuning.saved_results import Contestant, Correction, DecodeRate, Timed
+from engine.tuning.result import Contestant, Correction, DecodeRate, Timed
 
 _MOST = 3
 _HOPEFUL = 0.5

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.tuning.messages import TuningNumber
-from engine.tuning.saved_results import Timed, TuningResult, day
+from engine.tuning.result import Timed, TuningResult
+from engine.tuning.saved_results import day
 
 
 def report_text(result: TuningResult, *, saved: bool = True) -> str:

@@ -49,17 +49,8 @@ from engine.tuning.race import (
     race,
     winner_of,
 )
-from engine.tuning.saved_results import (
-    Timed,
-    TuningKind,
-    TuningResult,
-    apply_tuning,
-    busy_note,
-    facts,
-    kept_corrections,
-    model_mark,
-    save_result,
-)
+from engine.tuning.result import Timed, TuningKind, TuningResult, busy_note
+from engine.tuning.saved_results import apply_tuning, facts, kept_corrections, model_mark, save_result
 
 _LOOK_S = 0.5
 _LOOKS = {"quick": 20, "thorough": 60}

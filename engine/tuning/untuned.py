@@ -33,7 +33,7 @@ from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.link import Copies, DiskReads
 from engine.measure.measuring import MeasurementSet
 from engine.tuning.measuring import device_spec, take_measurements
-from engine.tuning.saved_results import TUNING_KINDS
+from engine.tuning.result import TUNING_KINDS
 
 _log = logging.getLogger(__name__)
 _KIND = "brief"

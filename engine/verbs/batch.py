@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.batch_files.job_watcher import Pace, PlacePace
     from engine.batch_files.journal import KnownJob
     from engine.batch_files.rows import Answer
-    from engine.planner.batch_plan import JobPrediction
+    from engine.planner.batch_prediction import JobPrediction
     from engine.remote.job import RemoteSample
     from engine.runtime.engine import Engine
 

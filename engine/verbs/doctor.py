@@ -40,7 +40,7 @@ from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models
 from engine.common.settings import SettingsFile, kept_settings, read_settings, said, settings_path
 from engine.common.sizes import about
 from engine.devices.card_proof import prove_cards
-from engine.families.table import RELEASE
+from engine.families.library import RELEASE
 from engine.hardware import torch_builds
 from engine.hardware.disk import DiskKind
 from engine.hardware.gpu_info import HIDING

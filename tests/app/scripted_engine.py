@@ -30,7 +30,7 @@ from engine.protocol import (
 )
 from engine.remote.endpoint import RemoteModel
 from engine.tuning.messages import StartTuning, Until
-from engine.tuning.saved_results import TuningKind
+from engine.tuning.result import TuningKind
 
 STARTER = ModelInfo(
     name="Starter",

@@ -32,7 +32,7 @@ from app.views.batch.rows_card import CUT_OFF
 from app.widgets.asking import before_loading
 from app.widgets.page import BatchDraft
 from engine.batch_files.messages import BatchFinished
-from engine.batch_files.openai_requests import errors_path
+from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, failed
 from engine.common.config import EngineConfig, SamplingParams

@@ -17,8 +17,8 @@ from engine.hardware.measured import machine_profile
 from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import StartTuning
 from engine.tuning.race import Situation, choose_contestants
+from engine.tuning.result import Contestant, Correction, Timed, TuningResult
 from engine.tuning.run import tune
-from engine.tuning.saved_results import Contestant, Correction, Timed, TuningResult
 from tests.app import tuning_results as made
 from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, measurements, others_take, tiny_model
 

@@ -35,7 +35,8 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
-from engine.tuning.saved_results import Fact, TuningResult, busy_note, results_of, save_result
+from engine.tuning.result import Fact, TuningResult, busy_note
+from engine.tuning.saved_results import results_of, save_result
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 

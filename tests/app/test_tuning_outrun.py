@@ -11,7 +11,7 @@ from pytestqt.qtbot import QtBot
 from app.services.tuning_outrun import TuningOutrun
 from engine.common.config import EngineConfig
 from engine.protocol import Finished
-from engine.tuning.saved_results import TuningResult
+from engine.tuning.result import TuningResult
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.common.config import SamplingParams
 from engine.devices.device import CopyRecord
-from engine.jobs.job import BatchOutcome
+from engine.jobs.rows import BatchOutcome
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest

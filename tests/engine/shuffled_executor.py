@@ -13,7 +13,8 @@ from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob
-from engine.jobs.job import BatchOutcome, Check, JobRun, RowAnswer, RowCallback
+from engine.jobs.job import JobRun
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 
 
 class ShuffledExecutor:

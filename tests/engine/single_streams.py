@@ -8,7 +8,7 @@ from typing import Any
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.jobs.job import never
+from engine.jobs.rows import never
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest, Preparation

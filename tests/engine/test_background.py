@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.jobs.job import BatchOutcome, never
+from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy

@@ -22,7 +22,7 @@ from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.families import family_of
 from engine.families.table import TABLE
-from engine.jobs.job import BatchOutcome
+from engine.jobs.rows import BatchOutcome
 from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack

@@ -17,7 +17,7 @@ from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.jobs.job import RowAnswer
+from engine.jobs.rows import RowAnswer
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
 from tests.refusals import refused
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.common.config import SamplingParams
 from engine.experts.whole_layer import Half, LayerBuffers
-from engine.jobs.job import BatchOutcome
+from engine.jobs.rows import BatchOutcome
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import (
     CGOPIPE,

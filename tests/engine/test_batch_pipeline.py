@@ -16,7 +16,7 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
-from engine.jobs.job import BatchOutcome
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.schedules import (
     CGOPIPE,

@@ -12,8 +12,8 @@ import torch
 
 from engine.common.config import EngineConfig
 from engine.families import family_of
+from engine.families.library import ROUTER_CORRECTION
 from engine.families.pictures import SIGHTS
-from engine.families.table import ROUTER_CORRECTION
 from engine.runtime.load.library_models import leave_out_tower
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.kept_context import folder_of, keep_chat, kept_context_dir, kept_files
-from engine.jobs.job import never
+from engine.jobs.rows import never
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
-from engine.jobs.job import BatchOutcome
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import ChanceLog, GenerationResult

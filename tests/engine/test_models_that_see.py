@@ -33,7 +33,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.kept_context import keep_chat
 from engine.common.pictures import read_picture
 from engine.families.pictures import SIGHTS
-from engine.jobs.job import never
+from engine.jobs.rows import never
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.kv_session import KvSession

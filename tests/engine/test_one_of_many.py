@@ -16,7 +16,7 @@ from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import is_fault_of_device
-from engine.jobs.job import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.runtime.batch.model_rows import ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
-from engine.jobs.job import BatchOutcome, never
+from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy

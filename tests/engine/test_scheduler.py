@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
-from engine.jobs.job import BatchOutcome
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel

@@ -29,7 +29,7 @@ from engine.devices.timeline import Wire
 from engine.experts.dispatch import BANK_LAYER
 from engine.hardware.machine import HardwareProfile, read_machine
 from engine.hardware.profiles import with_emulated
-from engine.planner.batch_plan import JobPrediction, JobRows
+from engine.planner.batch_prediction import JobPrediction, JobRows
 from engine.planner.costs import Cards, Costs, Observed, engine_costs
 from engine.planner.predict import predict_decode
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4, Schedule

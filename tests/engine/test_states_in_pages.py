@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.jobs.job import BatchOutcome
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
 from engine.kernels.native.library import load_kernels
 from engine.runtime.batch.policy import BatchPolicy

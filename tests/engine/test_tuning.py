@@ -26,8 +26,9 @@ from engine.tuning import measuring
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.race import RacePace
+from engine.tuning.result import Contestant, Timed, TuningResult
 from engine.tuning.run import TuningEvent, TuningSurroundings, tune
-from engine.tuning.saved_results import Contestant, Timed, TuningResult, facts, model_mark, results_of, save_result
+from engine.tuning.saved_results import facts, model_mark, results_of, save_result
 from engine.verbs import tune as verb
 from engine.verbs.doctor import Status, tuning_findings
 from tests.unit.made_up_tuning import MACHINE, measurements, others_take

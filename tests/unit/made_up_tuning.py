@@ -16,8 +16,8 @@ from engine.hardware.probe import Probe, Share
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import TuningNumber
 from engine.tuning.race import RacePace
+from engine.tuning.result import DecodeRate
 from engine.tuning.run import TuningSurroundings
-from engine.tuning.saved_results import DecodeRate
 
 MACHINE = Probe(
     os="Test OS 1",

@@ -23,7 +23,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, failed
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
-from engine.planner.batch_plan import Bottleneck, JobPrediction, JobRows
+from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
 from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, LoadModel

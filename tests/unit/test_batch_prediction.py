@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
-from engine.planner.batch_plan import Bottleneck, JobRows, best_batch, predict_on_cpu, predicted_on_card, question_of
+from engine.planner.batch_plan import best_batch, question_of
+from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu, predicted_on_card
 from engine.planner.costs import engine_costs
 from engine.planner.plan_parts import Limits
 from engine.planner.schedules import SCHEDULES

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch_files.openai_requests import NO_LIMIT, holds_openai_requests
+from engine.batch_files.openai_format import holds_openai_requests
+from engine.batch_files.openai_requests import NO_LIMIT
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.prompts import OpenAiPrompts, TemplatePrompts, parse_template, template_of

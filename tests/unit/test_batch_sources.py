@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch_files.openai_requests import holds_openai_requests
+from engine.batch_files.openai_format import holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.result_file import write_result

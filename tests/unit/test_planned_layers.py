@@ -13,7 +13,7 @@ from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.machine import read_machine
-from engine.planner.batch_plan import Bottleneck, JobRows, predict_on_cpu
+from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import sizes_of
 from engine.planner.placement import least_ram

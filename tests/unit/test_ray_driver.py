@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.jobs.job import never
+from engine.jobs.rows import never
 from engine.process.ray_driver import RayDriver
 from engine.remote.ray_link import RayLink
 

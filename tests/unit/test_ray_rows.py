@@ -20,7 +20,7 @@ from engine.common.chat import ChatMessage, ToolCall
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import from_fields
-from engine.jobs.job import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.remote import ray_job
 from engine.remote.ray_link import MOST_FAILURES
 from engine.remote.ray_rows import ClusterJob, RayRows

@@ -21,7 +21,8 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError
 from engine.common.paths import jobs_dir
-from engine.jobs.job import Answerer, BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.job import Answerer
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.remote import spread
 from engine.remote.client import Client, Patience
 from engine.remote.endpoint import Endpoint, save_endpoint

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.jobs.job import RowAnswer
-from engine.planner.batch_plan import Bottleneck, JobPrediction, JobRows
+from engine.jobs.rows import RowAnswer
+from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.runtime.batch import job_plan
 from engine.runtime.batch.job_plan import SampleTime, SweepClock
 

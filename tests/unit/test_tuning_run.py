@@ -16,9 +16,9 @@ from engine.hardware.measured import described, load_measurements
 from engine.tuning.measuring import _good_enough
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.report import report_text
+from engine.tuning.result import TuningResult
 from engine.tuning.run import TuningEvent, tune
 from engine.tuning.saved_results import (
-    TuningResult,
     apply_tuning,
     keep_anyway,
     kept_corrections,

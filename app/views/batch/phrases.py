@@ -15,7 +15,7 @@ from app.widgets.quantities import SEPARATOR, count, number, percent
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.common.config import HERE
-from engine.planner.batch_plan import Bottleneck
+from engine.planner.batch_prediction import Bottleneck
 from engine.remote.endpoint import Endpoint, called, is_host_here, named_at
 
 translate = QCoreApplication.translate

@@ -51,7 +51,7 @@ from engine.remote.endpoint import is_remote
 
 if TYPE_CHECKING:
     from app.services.services import Services
-    from engine.tuning.saved_results import TuningResult
+    from engine.tuning.result import TuningResult
 
 translate = QCoreApplication.translate
 

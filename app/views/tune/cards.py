@@ -40,7 +40,8 @@ from engine.planner.plan_parts import Plan
 from engine.planner.plan_words import Change
 from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import Measured, TuningNumber
-from engine.tuning.saved_results import busy_note, day
+from engine.tuning.result import busy_note
+from engine.tuning.saved_results import day
 
 MACHINE, MEASURE, PLAN, TIMED = range(4)
 

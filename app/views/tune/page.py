@@ -25,7 +25,7 @@ from engine.common.settings import STARTER
 from engine.planner.plan_parts import Plan, TierBytes, total_held
 from engine.tuning.machine_state import MachineLook
 from engine.tuning.report import report_text
-from engine.tuning.saved_results import TuningResult
+from engine.tuning.result import TuningResult
 
 LOOK_AGAIN_MS = 10_000
 

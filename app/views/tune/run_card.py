@@ -30,7 +30,7 @@ from app.widgets.scaffold import (
 )
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
-from engine.tuning.saved_results import TuningKind
+from engine.tuning.result import TuningKind
 
 _STEPS = 1000
 

@@ -32,7 +32,7 @@ from engine.tuning.messages import (
     TuningTimed,
     Until,
 )
-from engine.tuning.saved_results import TuningResult
+from engine.tuning.result import TuningResult
 
 
 class MakingRoom(QObject):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.families.table import code_of
+from engine.families.library import code_of
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.families.table import code_of
+from engine.families.library import code_of
 from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm

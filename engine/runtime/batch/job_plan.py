@@ -26,22 +26,18 @@ from engine.hardware.machine import HardwareProfile, LinkProfile
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
-from engine.jobs.job import RowAnswer
+from engine.jobs.rows import RowAnswer
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_plan import (
     GIVEN,
     LOOKED_UP_OFF,
     MEASURED_OFF,
-    JobPrediction,
-    JobRows,
     best_batch,
-    first_rows,
     is_overtaken,
     policy_of,
-    predict_on_cpu,
-    predicted_on_card,
     question_of,
 )
+from engine.planner.batch_prediction import JobPrediction, JobRows, first_rows, predict_on_cpu, predicted_on_card
 from engine.planner.costs import Cards, Costs, Observed, engine_costs
 from engine.planner.plan_parts import BatchPlan, Limits
 from engine.planner.plan_search import Question

@@ -8,7 +8,7 @@ from itertools import chain
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
 from engine.common.falls import FALLS, passed_over
-from engine.jobs.job import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import SequenceError, of_one

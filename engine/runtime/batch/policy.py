@@ -12,7 +12,7 @@ from engine.common.footprint import activation_token_bytes
 from engine.devices.host_memory import available_ram
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.batch_plan import ROWS_TOGETHER, SWEEP_TOKENS
+from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
 from engine.planner.memory import CHUNKS_TOGETHER
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import SCHEDULES, Schedule

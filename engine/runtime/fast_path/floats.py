@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.families import fast_path_of
-from engine.families.table import code_of
+from engine.families.library import code_of
 from engine.kernels.gpu.rotations import forward_with
 from engine.kernels.native.linear import BlockEmbedding
 from engine.runtime.fast_path.norms import LayerNorms

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
-from engine.families.table import COMPRESSING
+from engine.families.library import COMPRESSING
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
 from engine.runtime.kept.block import BLOCK_TOKENS, DTYPES, dtype_name
 from engine.runtime.kept.files import Key

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from engine.families.table import BLOCK_INDEX
+from engine.families.library import BLOCK_INDEX
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer

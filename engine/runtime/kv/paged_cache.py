@@ -15,7 +15,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from engine.families.table import BLOCK_INDEX
+from engine.families.library import BLOCK_INDEX
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
     KvShape,

@@ -40,7 +40,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.families import family_of
 from engine.families.known import known_types, nearest
-from engine.families.table import CHOSEN_EXPERTS, ROUTER_CORRECTION
+from engine.families.library import CHOSEN_EXPERTS, ROUTER_CORRECTION
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.later_modules import with_all_meta_operators
 from engine.runtime.own import make_known

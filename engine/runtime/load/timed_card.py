@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from engine.devices.device import Device
 from engine.devices.emulated import Meter
 from engine.experts.card_tokens import CardTokens
-from engine.experts.dispatch import BANK_LAYER, ExpertsSite
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.sites import ExpertsSite
 from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.runtime.decoder_layers import decoder_layers, layer_names

@@ -18,7 +18,7 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import passed_over
-from engine.jobs.job import BatchOutcome, Check
+from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel

@@ -21,7 +21,7 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.job import Check, always, never
+from engine.jobs.rows import Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer

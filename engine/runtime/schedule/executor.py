@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.common.errors import RequestCancelled
-from engine.jobs.job import BatchOutcome, Check, never
+from engine.jobs.rows import BatchOutcome, Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed

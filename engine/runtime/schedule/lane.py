@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.jobs.job import BatchOutcome, Check
+from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 

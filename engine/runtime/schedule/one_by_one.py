@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.common.errors import EngineError
-from engine.jobs.job import Check
+from engine.jobs.rows import Check
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.loaded_model import LoadedModel

@@ -23,7 +23,7 @@ from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import FALLS
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.job import Check, never
+from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult

@@ -14,7 +14,7 @@ import torch
 from engine.common.chat import FinishReason
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.job import Check
+from engine.jobs.rows import Check
 from engine.runtime.decode.beam_search import over
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import (

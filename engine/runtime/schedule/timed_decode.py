@@ -11,7 +11,7 @@ from engine.common.errors import CancelCheck, never_cancelled
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.tuning.saved_results import DecodeRate
+from engine.tuning.result import DecodeRate
 
 TIMED_PROMPT = (
     "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
