@@ -20,7 +20,6 @@ from engine.telemetry.recorder import RECORDER
 if TYPE_CHECKING:
     from engine.kernels.interface import ExpertKernel, LayerRecords
 
-
 IMPLEMENTATION = "switchyard"
 """Our name in the library's registry of experts implementations."""
 

@@ -31,9 +31,6 @@ from engine.families.replies import (
     QWEN2,
 )
 
-_GATE, _USUAL_GATE = "_apply_gate", "_default_apply_gate"
-
-
 _TWO_HALVES_CLAMPED = ClampedGate("halves", "swiglu_limit")
 
 TABLE: dict[str, Family] = {

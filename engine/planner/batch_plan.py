@@ -37,10 +37,6 @@ from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSy
 from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.simulator.request import Outcome
 
-MEASURED_OFF, LOOKED_UP_OFF = 0.25, 0.5
-"""Expected relative error of a prediction: on a measured machine, and on one known from data sheets."""
-
-
 GIVEN = "The policy that was given"
 _MOST_SEQUENCES = 512
 _MOST_POLICY_BYTES = 4 * 2**20

@@ -15,8 +15,10 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, EngineConfig, Sharing
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
-from engine.planner.batch_plan import LOOKED_UP_OFF, MEASURED_OFF, best_batch, question_of
+from engine.planner.batch_plan import best_batch, question_of
 from engine.planner.batch_prediction import (
+    LOOKED_UP_OFF,
+    MEASURED_OFF,
     ROWS_TOGETHER,
     SWEEP_TOKENS,
     JobRows,

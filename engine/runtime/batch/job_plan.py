@@ -28,16 +28,16 @@ from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.jobs.rows import RowAnswer
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.batch_plan import (
-    GIVEN,
+from engine.planner.batch_plan import GIVEN, best_batch, is_overtaken, policy_of, question_of
+from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
     MEASURED_OFF,
-    best_batch,
-    is_overtaken,
-    policy_of,
-    question_of,
+    JobPrediction,
+    JobRows,
+    first_rows,
+    predict_on_cpu,
+    predicted_on_card,
 )
-from engine.planner.batch_prediction import JobPrediction, JobRows, first_rows, predict_on_cpu, predicted_on_card
 from engine.planner.costs import Cards, Costs, Observed, engine_costs
 from engine.planner.plan_parts import BatchPlan, Limits
 from engine.planner.plan_search import Question
