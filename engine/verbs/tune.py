@@ -72,7 +72,8 @@ def _tune(args: argparse.Namespace) -> int:
     quiet_libraries()
     from engine.runtime.engine import Engine
     from engine.tuning.messages import StartTuning
-    from engine.tuning.run import report_text, tune
+    from engine.tuning.report import report_text
+    from engine.tuning.run import tune
 
     engine = Engine()
     progress = _Progress()
