@@ -43,9 +43,9 @@ class BatchBenchPlan:
     repeats: int
 
 
-def prompt_lengths(rows: int, seed: int = 0) -> list[int]:
+def prompt_lengths(rows: int) -> list[int]:
     """Lengths with MTBench's mean and maximum: many short questions, a few long ones."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     lengths = [min(_LONGEST, max(8, round(draw.lognormvariate(3.95, 0.85)))) for _ in range(rows)]
     scale = _MEAN * rows / sum(lengths)
     return [min(_LONGEST, max(4, round(length * scale))) for length in lengths]

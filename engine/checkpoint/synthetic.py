@@ -335,14 +335,14 @@ Bits = NDArray[np.uint16]
 
 
 class RandomWeights:
-    """Fills tensors; the same seed and the same order of calls give the same weights.
+    """Fills tensors; the same order of calls give the same weights.
 
     Args:
         largest: elements of the largest tensor; smaller models need smaller blocks.
     """
 
-    def __init__(self, largest: int, seed: int = 0) -> None:
-        self._random = np.random.default_rng(seed)
+    def __init__(self, largest: int) -> None:
+        self._random = np.random.default_rng(0)
         self._blocks: dict[float, Bits] = {}
         self._block = min(_LARGEST_BLOCK, max(largest, 2**12))
         self._spare = self._block // _SPARE

@@ -356,9 +356,9 @@ class Costs:
         """Fiddler's Algorithm 1, with these costs."""
         return prefers_cpu(self.by_kind, self.expert_bytes, rows, pinned=pinned)
 
-    def break_even_rows(self, *, at_most: int = 1 << 16) -> int:
+    def break_even_rows(self) -> int:
         """The most rows of an expert for which the CPU is still faster; 0 if it never is."""
-        return bisect_left(range(1, at_most + 1), True, key=lambda rows: not self.prefers_cpu(rows))
+        return bisect_left(range(1, (1 << 16) + 1), True, key=lambda rows: not self.prefers_cpu(rows))
 
     # On the card
 
@@ -552,8 +552,8 @@ class Costs:
             return self.d2h(2.0 * rows * self.model.hidden) - self.machine.link.latency_s
         return self.d2h(2.0 * rows * self.model.hidden) + 2 * self.efficiency.operator_s
 
-    def transfer_expert(self, *, pinned: bool = True) -> float:
-        return self.h2d(self.expert_bytes, pinned=pinned)
+    def transfer_expert(self) -> float:
+        return self.h2d(self.expert_bytes)
 
 
 @cache

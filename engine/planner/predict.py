@@ -204,23 +204,20 @@ def simulate_decode(
     *,
     prompt_tokens: int = 32,
     tokens: int = 128,
-    routing: NDArray[np.int16] | None = None,
-    limits: Limits | None = None,
     record: bool = False,
 ) -> tuple[Outcome, EngineMemory, str]:
     """(simulated outcome behind `predict_decode`, memory that will be held, precision of the experts).
 
     Args:
-        routing, limits: see `predict_decode`.
         record: keep the spans of the simulation.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
-    limits = limits or Limits.of(config)
+    limits = Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
     work = Workload("decode", prompt_tokens, tokens)
-    return _simulated(costs, memory, config, work, limits, routing=routing, record=record), memory, costs.precision
+    return _simulated(costs, memory, config, work, limits, record=record), memory, costs.precision
 
 
 def _placed(

@@ -162,32 +162,20 @@ def _check_holds_no_others(folder: Path) -> None:
         )
 
 
-def build_dense_parent(
-    folder: Path,
-    *,
-    dtype: Dtype = "float32",
-    on_progress: OnProgress = lambda *_: None,
-    cancelled: Cancelled = lambda: False,
-) -> Path:
+def build_dense_parent(folder: Path) -> Path:
     """Builds the starter's parent in `folder` (replaced if it exists): a plain `LlamaForCausalLM` checkpoint.
 
     Raises:
         EngineError, RequestCancelled: as `build_starter`.
     """
     recipe = read_recipe()
-    blueprint = _Blueprint(llama_config(recipe, dtype), carve.dense_layer)
-    with _made(recipe, blueprint, folder.parent, dtype, on_progress, cancelled) as made:
+    blueprint = _Blueprint(llama_config(recipe, "float32"), carve.dense_layer)
+    with _made(recipe, blueprint, folder.parent, "float32", lambda *_: None, lambda: False) as made:
         put_in_place(made, folder)
     return folder
 
 
-def build_all_experts_active(
-    folder: Path,
-    *,
-    dtype: Dtype = "float32",
-    on_progress: OnProgress = lambda *_: None,
-    cancelled: Cancelled = lambda: False,
-) -> Path:
+def build_all_experts_active(folder: Path) -> Path:
     """Builds the parent split into experts, all active and otherwise unchanged, as `MixtralForCausalLM`.
 
     It computes the same as the dense parent, and so tests every step between the two.
@@ -196,9 +184,9 @@ def build_all_experts_active(
         EngineError, RequestCancelled: as `build_starter`.
     """
     recipe = read_recipe()
-    config = mixtral_config(recipe, recipe.model.experts, dtype)
+    config = mixtral_config(recipe, recipe.model.experts, "float32")
     blueprint = _Blueprint(config, carve.all_active_rule(recipe.model))
-    with _made(recipe, blueprint, folder.parent, dtype, on_progress, cancelled) as made:
+    with _made(recipe, blueprint, folder.parent, "float32", lambda *_: None, lambda: False) as made:
         put_in_place(made, folder)
     return folder
 
