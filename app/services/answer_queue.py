@@ -22,7 +22,7 @@ from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import Called, ChatMessage, Failed, Finished, Progress, Token
 from engine.remote.endpoint import RemoteModel
-from engine.tools.host import (
+from engine.tools.rounds import (
     DENIED,
     CallState,
     OfferedTool,

@@ -19,7 +19,8 @@ from engine.common.chat import Tool
 from engine.common.config import BatchJob
 from engine.common.paths import confined_module
 from engine.tools.built_in import RUN_BATCH, SEARCH, begin_batch, run_built_in
-from engine.tools.host import CALL_S, LIST_S, START_S, STOPPED, OfferedTool, Outcome, offered_tools
+from engine.tools.host import CALL_S, LIST_S, START_S
+from engine.tools.rounds import STOPPED, OfferedTool, Outcome, offered_tools
 from engine.tools.servers import (
     ALLOWED,
     SERVERS,

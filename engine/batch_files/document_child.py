@@ -31,9 +31,9 @@ from engine.batch_files.documents import (
     WhatWasRead,
     kind_of,
 )
+from engine.common.confined import dies_after, limit_memory
 from engine.common.errors import EngineError
 from engine.common.falls import passed_over
-from engine.common.files import dies_after, limit_memory
 from engine.common.sizes import about
 from engine.common.untrusted import check_untrusted, open_untrusted, parse_json, reason
 

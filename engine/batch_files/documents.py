@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.common.confined import Exchange, end, memory_of, started
 from engine.common.errors import RequestCancelled, never_cancelled
-from engine.common.files import Exchange, end, memory_of, started
 from engine.common.sizes import about
 from engine.common.untrusted import check_untrusted, reason
 

@@ -4,164 +4,32 @@ A crash, a full disk or a power cut leaves the old file or the new one, never ha
 (chats, settings, journals, logs) are readable by the user alone, whatever the umask: files 0600 in folders 0700. On
 Windows these modes do not exist; the folders are in the user's profile, which other users cannot read. A lock on an
 open file dies with its process, so a killed process never blocks another.
-
-A child process for work that may loop forever, fill the memory or crash: both of its ends.
-
-The child answers requests from its standard input, one at a time: a line of JSON, perhaps followed by bytes; the
-answer is a line, perhaps after others. It ends itself when a request takes too long, and limits its own memory where
-the system allows that; the parent watches both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import faulthandler
-import json
 import os
 import re
 import shutil
-import signal
 import stat
-import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import TYPE_CHECKING
 
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.common.paths import chosen_data_dir, confined_module
+from engine.common.paths import chosen_data_dir
 from engine.common.sizes import rounded_down, rounded_up
 
 if TYPE_CHECKING:
     from filelock import FileLock
-
-# --- the child's end ---
-
-
-def limit_memory(nbytes: int) -> None:
-    """Limits this process where the system allows it; the parent watches it too."""
-    if sys.platform != "win32":
-        import resource
-
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-@contextlib.contextmanager
-def dies_after(seconds: float) -> Iterator[None]:
-    """Ends this process if it is not done by then, even if a library holds the GIL forever."""
-    if sys.platform != "win32":
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the system's own end, which needs nothing of Python
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    else:
-        with open(os.devnull, "wb") as nowhere:
-            # A C thread.  It reads the frames of a thread that runs, which may crash: the end is the same.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-            try:
-                yield
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-
-
-# --- the parent's end ---
-
-
-def started(module: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """The child, which runs one of our modules.
-
-    Args:
-        variables: its whole environment, if not that of what runs others' code.
-    """
-    command, confined = confined_module(module)
-    # Ctrl-C in a terminal is for the parent, which ends the child.
-    apart: dict[str, Any] = {"start_new_session": True}
-    if sys.platform == "win32":
-        apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=confined if variables is None else variables,
-        **apart,
-    )
-
-
-def memory_of(process: subprocess.Popen[bytes]) -> int:
-    """Its bytes in RAM; 0 if it has ended, which is handled elsewhere."""
-    try:
-        return int(psutil.Process(process.pid).memory_info().rss)
-    except psutil.Error:
-        return 0
-
-
-def end(process: subprocess.Popen[bytes], exchange: Exchange | None) -> None:
-    """Kills it, whatever it does."""
-    process.kill()
-    if exchange is not None:
-        exchange.thread.join()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            stream.close()  # type: ignore[union-attr]
-    process.wait()
-
-
-class Exchange:
-    """A pending request and its answer, on a thread: pipes have no read timeout on every system.
-
-    Args:
-        on_line: told, on the thread, of each line before the answer; those are lists.
-    """
-
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        request: bytes,
-        seconds: float,
-        sent: threading.Event | None = None,
-        on_line: Callable[[list[Any]], object] | None = None,
-    ) -> None:
-        self.process, self.seconds = process, seconds
-        self.begun_s = time.monotonic()
-        self._sent, self._on_line = sent, on_line
-        self.done = threading.Event()
-        self.answer: dict[str, Any] | None = None
-        """None until it arrives; stays None if the process has ended."""
-        self._request = request
-        self.thread = threading.Thread(target=self._run, name="confined", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(self._request)
-            self.process.stdin.flush()
-            if self._sent is not None:
-                self._sent.set()
-            while isinstance(line := json.loads(self.process.stdout.readline()), list):
-                if self._on_line is not None:
-                    self._on_line(line)
-            self.answer = line
-        except (OSError, ValueError):  # the process has ended, perhaps midway through an answer
-            pass
-        finally:
-            self.done.set()
-
 
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 _LOCK_POLL_S, _LOOK_AGAIN_S = 0.02, 0.002

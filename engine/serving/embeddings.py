@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.checkpoint.embedding import how_it_embeds
+from engine.common.confined import Exchange, end, started
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
-from engine.common.files import Exchange, end, started
 from engine.common.paths import python_module
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.lifetime import log_to_file, quiet_libraries

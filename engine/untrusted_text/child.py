@@ -29,8 +29,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from engine.checkpoint.gguf.arrangements import gguf_at
 from engine.common.chat import ROLES
+from engine.common.confined import dies_after, limit_memory
 from engine.common.falls import passed_over
-from engine.common.files import dies_after, limit_memory
 from engine.common.untrusted import read_untrusted
 from engine.untrusted_text.provenance import Spans, is_control, own, own_bytes, spans_of
 from engine.untrusted_text.templates import TemplateRefusedError, render

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.common.confined import Exchange, end, memory_of, started
 from engine.common.errors import RequestCancelled
-from engine.common.files import Exchange, end, memory_of, started
 from engine.common.plain_text import plain_line
 from engine.untrusted_text.child import MEMORY_BYTES, TOKENIZER_NAME
 from engine.untrusted_text.provenance import Spans

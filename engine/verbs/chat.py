@@ -20,7 +20,7 @@ from engine.common.files import NewFile
 from engine.common.model_info import ModelInfo
 from engine.common.pictures import pictures_in_files
 from engine.remote.endpoint import is_remote
-from engine.tools.host import OfferedTool, Step
+from engine.tools.rounds import OfferedTool, Step
 from engine.verbs.chat_tools import ChatTools, add_tool_options, answer_with_tools, tools_of, use_document
 from engine.verbs.models.library import ProgressLine
 from engine.verbs.options import add_engine_options, add_sampling_options, engine_config, given_sampling

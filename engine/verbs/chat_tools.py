@@ -20,11 +20,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import confined_module
 from engine.common.settings import read_settings, settings_path
 from engine.tools.built_in import CALCULATOR, CLOCK, READ_FILE, ToolError, run_built_in
-from engine.tools.host import (
-    CALL_S,
+from engine.tools.host import CALL_S, LIST_S, START_S
+from engine.tools.rounds import (
     DENIED,
-    LIST_S,
-    START_S,
     STOPPED,
     OfferedTool,
     Round,

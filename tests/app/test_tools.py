@@ -25,7 +25,7 @@ from engine.common.paths import config_dir
 from engine.common.settings import settings_path
 from engine.tools import servers
 from engine.tools.built_in import MOST_RESULT, ToolError, calculate, read_file
-from engine.tools.host import MOST_OFFERED, OfferedTool, Outcome
+from engine.tools.rounds import MOST_OFFERED, OfferedTool, Outcome
 from engine.tools.servers import ServerError, ToolServer, servers_of, with_values
 
 ROOT = str(Path(__file__).resolve().parents[2])

@@ -15,7 +15,7 @@ import pytest
 from engine import cli
 from engine.common.chat import Tool
 from engine.common.settings import settings_path
-from engine.tools.host import OfferedTool
+from engine.tools.rounds import OfferedTool
 from engine.tools.servers import ToolServer
 from tests.bad_endpoint import Asked, BadEndpoint
 

@@ -14,7 +14,7 @@ from app.services.chat_store.records import (
 )
 from app.services.chat_store.store import ChatStore
 from app.services.chat_store.tree import MessageTree
-from engine.tools.host import Step, ToolUse
+from engine.tools.rounds import Step, ToolUse
 
 __all__ = [
     "AnswerStats",

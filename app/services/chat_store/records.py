@@ -18,7 +18,7 @@ from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.protocol import Role
-from engine.tools.host import CallState, Step, ToolUse
+from engine.tools.rounds import CallState, Step, ToolUse
 
 MAX_TITLE = 60
 

@@ -32,7 +32,7 @@ from app.widgets.scaffold import (
     vbox,
 )
 from engine.tools.built_in import BUILT_IN
-from engine.tools.host import Outcome
+from engine.tools.rounds import Outcome
 from engine.tools.servers import ServerError, ToolServer, server_of, servers_of
 
 translate = QCoreApplication.translate

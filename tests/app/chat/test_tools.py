@@ -22,7 +22,7 @@ from engine.common.chat import Tool
 from engine.common.config import BatchJob
 from engine.remote.endpoint import endpoint_at, save_endpoint
 from engine.tools import host
-from engine.tools.host import OfferedTool, Outcome
+from engine.tools.rounds import OfferedTool, Outcome
 from engine.tools.servers import ToolServer
 from tests.app.scripted_engine import ScriptedEngine
 
