@@ -250,7 +250,7 @@ def _simulated(
     work: Workload,
     limits: Limits,
     *,
-    routing: NDArray[np.int16] | None,
+    routing: NDArray[np.int16] | None = None,
     statistics: RoutingSkew | None = None,
     record: bool = False,
 ) -> Outcome:
