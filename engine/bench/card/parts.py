@@ -11,13 +11,13 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from engine.bench.card import run
 from engine.bench.card.run import Figures, between, kernels, median_seconds, number_of
+from engine.common import clock
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ def link(device: str, _model: str) -> Figures:
         def behind() -> None:
             last = [opened.h2d_stream.copy(record, pinned[: record.nbytes], None) for record in records][-1]
             _copied(opened, there[:4096], small)
-            waits.append(time.perf_counter())
+            waits.append(clock.now())
             last.wait()
 
         waits: list[float] = []
         spans = []
         for _ in range(run.REPEATS):
-            begun_s = time.perf_counter()
+            begun_s = clock.now()
             behind()
             spans.append(waits.pop() - begun_s)
         found["4 KB to card behind 8 experts, us"] = 1e6 * statistics.median(spans)

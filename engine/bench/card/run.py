@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
 from engine.common.paths import python_module
@@ -47,9 +48,9 @@ def median_seconds(work: Callable[[], object]) -> float:
     """Of several calls."""
     spans = []
     for _ in range(REPEATS):
-        begun_s = time.perf_counter()
+        begun_s = clock.now()
         work()
-        spans.append(time.perf_counter() - begun_s)
+        spans.append(clock.now() - begun_s)
     return statistics.median(spans)
 
 
@@ -75,9 +76,9 @@ def kernels(device: str, _model: str) -> Figures:
     from engine.kernels.gpu.proof import kernels_of, why_not
 
     place = torch.device("cuda", number_of(device)) if device.startswith("cuda") else torch.device("cpu")
-    begun_s = time.perf_counter()
+    begun_s = clock.now()
     chosen, refused = kernels_of(place), why_not(place)
-    took_s = time.perf_counter() - begun_s
+    took_s = clock.now() - begun_s
     few = many = "torch's operators"
     if chosen is not None:
         few = f"CUDA C, up to {chosen.most_few} visits"
