@@ -18,7 +18,7 @@ from pytestqt.qtbot import QtBot
 from app.engine_words import FORMS, said
 from app.languages import Languages
 from app.widgets.scaffold import WrappedLabel
-from engine.tools import host
+from engine.tools import rounds
 
 ENGINE = Path(__file__).resolve().parents[2] / "engine"
 BUSY = "The graphics card limits the speed: it is busy 66% of the time, reading at 21.6 GB/s."
@@ -63,12 +63,14 @@ def _why_tools_fail() -> Iterator[str]:
                     yield begins + "".join(map(str, parts))
                 elif isinstance(said, ast.Constant) and isinstance(said.value, str):
                     yield begins + said.value
-    yield from (host.DENIED, host.NO_SUCH_TOOL, host.STOPPED)
-    use = host.ToolUse("1", "clock")
-    once = host.Step(calls=(use,))
-    yield host._lost_way((once,) * host.MOST_ALIKE)
-    yield host._lost_way(tuple(host.Step(calls=(replace(use, name=f"t{n}"),)) for n in range(host.MOST_ROUNDS + 1)))
-    yield host._lost_way((host.Step(calls=tuple(replace(use, name=f"t{n}") for n in range(99))),))
+    yield from (rounds.DENIED, rounds.NO_SUCH_TOOL, rounds.STOPPED)
+    use = rounds.ToolUse("1", "clock")
+    once = rounds.Step(calls=(use,))
+    yield rounds._lost_way((once,) * rounds.MOST_ALIKE)
+    yield rounds._lost_way(
+        tuple(rounds.Step(calls=(replace(use, name=f"t{n}"),)) for n in range(rounds.MOST_ROUNDS + 1))
+    )
+    yield rounds._lost_way((rounds.Step(calls=tuple(replace(use, name=f"t{n}") for n in range(99))),))
 
 
 def test_in_english_it_stays_as_it_is(qapp: QApplication) -> None:

@@ -14,7 +14,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
-from engine.families import PACKAGES, family_at, family_of, fast_path_of, table
+from engine.families import PACKAGES, family_at, family_of, fast_path_of, library
 from engine.families.family import Family
 from engine.families.gguf import Made
 from engine.families.gguf.table import GGUF, gguf_of
@@ -82,16 +82,16 @@ def test_the_library_has_the_gates_that_the_kernels_know(package: str) -> None:
 
 
 def test_the_library_is_the_one_that_is_pinned_and_has_what_we_recognise_in_it() -> None:
-    assert transformers.__version__.startswith(f"{table.RELEASE}.")
+    assert transformers.__version__.startswith(f"{library.RELEASE}.")
     pins = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"transformers=={table.RELEASE}.*" in pins
+    assert f"transformers=={library.RELEASE}.*" in pins
     model = tiny_model("deepseek_v3")
     experts = model.get_submodule("model.layers.1.mlp.experts")
-    assert all(hasattr(experts, name) for name in table.EXPERTS_INTERFACE)
-    assert hasattr(model.config, table.CHOSEN_EXPERTS)
-    assert table.gates_as_usual(experts)
+    assert all(hasattr(experts, name) for name in library.EXPERTS_INTERFACE)
+    assert hasattr(model.config, library.CHOSEN_EXPERTS)
+    assert library.gates_as_usual(experts)
     attention = model.get_submodule("model.layers.1.self_attn")
-    code = table.code_of(attention)
+    code = library.code_of(attention)
     assert code is not None
     assert code is not type(attention).forward  # which renames arguments
     assert "cache" in inspect.signature(code).parameters

@@ -21,7 +21,7 @@ from engine.batch_files.opening import InputForm, open_source
 from engine.common.chat import Tool
 from engine.common.config import BatchJob
 from engine.remote.endpoint import endpoint_at, save_endpoint
-from engine.tools import host
+from engine.tools import rounds
 from engine.tools.rounds import OfferedTool, Outcome
 from engine.tools.servers import ToolServer
 from tests.app.scripted_engine import ScriptedEngine
@@ -178,8 +178,8 @@ def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEn
 def test_rounds_and_calls_at_once_are_limited(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "MOST_ROUNDS", 3)
-    monkeypatch.setattr(host, "MOST_CALLS", 2)
+    monkeypatch.setattr(rounds, "MOST_ROUNDS", 3)
+    monkeypatch.setattr(rounds, "MOST_CALLS", 2)
     begin(page, engine, qtbot)
     for number in range(4):
         engine.call(("calculator", json.dumps({"expression": str(number)})))
