@@ -1,4 +1,4 @@
-"""The child process that reads documents: `python -m engine.batch_files.document_child`, see `engine.common.files`.
+"""The child process that reads documents: `python -m engine.batch_files.document_child`, see `engine.common.confined`.
 
     {"path": P, "seconds": S}
 

@@ -22,9 +22,9 @@ from engine.kernels.native.build import library_path
 from engine.kernels.native.library import load_kernels
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode import speculation
-from engine.runtime.decode.beam_search import beam_search, over
+from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import GenerationResult, drained
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
@@ -36,7 +36,7 @@ from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
 from tests.engine.test_kept_prefixes import (
     ROOT,
@@ -179,7 +179,7 @@ def searched(loaded: LoadedModel, prompt: Sequence[int], beams: int, most: int) 
     with torch.inference_mode():
         copies = Copies(loaded, list(prompt), beams)
         search = beam_search(copies.first, width=beams, max_tokens=most, end_ids=NO_END)
-        return drained(over(copies, search, copies.first.device)).ids
+        return search_over(copies, search, copies.first.device).ids
 
 
 def test_guesses_change_nothing_and_what_did_not_come_true_leaves_no_trace(

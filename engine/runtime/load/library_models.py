@@ -1,5 +1,5 @@
 """transformers' side of a model, part one: its configuration, class and skeleton.  What the library does not
-promise to keep is used in `library_*.py` and `engine.families.table` alone; a test per family keeps it honest.
+promise to keep is used in `library_*.py` and `engine.families.library` alone; a test per family keeps it honest.
 """
 
 from __future__ import annotations
