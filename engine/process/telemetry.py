@@ -6,15 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.common import clock
 from engine.protocol import Droppable, Sample
 from engine.telemetry.messages import (
-    CacheReport,
-    CacheTier,
-    ExpertMap,
     RequestPlace,
     ResizeCache,
     TelemetryCounters,
@@ -24,6 +22,9 @@ from engine.telemetry.messages import (
 )
 from engine.telemetry.recorder import RECORDER, Recorder
 from engine.telemetry.records import Records, no_spans, no_steps, pack
+
+if TYPE_CHECKING:
+    from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 
 _log = logging.getLogger(__name__)
 
@@ -35,16 +36,6 @@ MOST_SPANS = 4096
 """Records per message: some tens of kilobytes."""
 _REMEMBERED_SPANS = 2**15
 """Records kept between two cache reports, which read them; the others have been sent already."""
-
-
-class TelemetrySource(Protocol):
-    """Telemetry of a loaded model, implemented by `engine.runtime.telemetry.model_telemetry.ModelTelemetry`."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def expert_map(self) -> ExpertMap | None: ...
-    def cache_report(self, spans: Records, steps: Records) -> CacheReport: ...
-    def resize(self, tier: CacheTier, slots: int) -> None: ...
 
 
 class TelemetryService:
@@ -69,7 +60,7 @@ class TelemetryService:
         self._using = threading.Lock()  # held while the source is in use, so that its model is not freed
         self._wanted = WatchTelemetry(on=False)
         self._resizes: list[ResizeCache] = []
-        self._source: TelemetrySource | None = None
+        self._source: ModelTelemetry | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
         self._lost_spans = self._lost_steps = 0
@@ -79,24 +70,23 @@ class TelemetryService:
         self._report_is_asked = self._map_is_news = self._map_is_sent = False
 
     def watch(self, command: WatchTelemetry) -> None:
-        """Applies `command` from now on."""
         with self._changed:
             self._wanted = command
-            if command.on and self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._wake(starts=command.on)
 
     def resize(self, command: ResizeCache) -> None:
         """Resizes soon, whether the window watches or not; no effect while no model is loaded."""
         with self._changed:
             self._resizes.append(command)
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._wake(starts=True)
 
-    def model_is(self, source: TelemetrySource | None) -> None:
+    def _wake(self, *, starts: bool) -> None:
+        if starts and self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def model_is(self, source: ModelTelemetry | None) -> None:
         """The engine has loaded a model, or is about to free the one it had (None)."""
         with self._using:
             if self._source is not None:
@@ -109,7 +99,7 @@ class TelemetryService:
     def request_begins(self, request_id: str) -> None:
         """Called by the engine thread before a request that records."""
         if self._recorder.on:
-            self._send(TelemetryRequest(self._recorder.next_request, request_id, time.perf_counter_ns()))
+            self._send(TelemetryRequest(self._recorder.next_request, request_id, clock.now_ns()))
 
     def is_elsewhere(self, number: int, place: str) -> None:
         """Called before a request that another server answers."""
@@ -117,7 +107,6 @@ class TelemetryService:
             self._send(RequestPlace(number, place))
 
     def close(self) -> None:
-        """Ends the thread and the recording."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -194,7 +183,7 @@ class TelemetryService:
         for begin in range(0, len(spans), MOST_SPANS):
             some = spans[begin : begin + MOST_SPANS]
             dropped = recorder.dropped_spans + self._lost_spans
-            if not self._offer(TelemetrySpans(time.perf_counter_ns(), time.time(), len(some), pack(some), dropped)):
+            if not self._offer(TelemetrySpans(clock.now_ns(), time.time(), len(some), pack(some), dropped)):
                 self._lost_spans += len(some)
         if len(steps):
             dropped = recorder.dropped_steps + self._lost_steps

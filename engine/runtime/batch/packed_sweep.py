@@ -453,7 +453,6 @@ class PackedModel:
         return attention.attend(layer, terms, self._placed[1], *states)[None]
 
     def time_parts(self) -> PartsTimer | None:
-        """See `BatchExecutor.time_parts`."""
         pipeline = self._pipeline
         if pipeline is None:
             return None

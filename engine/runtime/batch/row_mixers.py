@@ -184,6 +184,7 @@ class RowMixers(DecoderLayers):
                 tokens = torch.tensor([ids], device=self._loaded.device) if given is None else torch.empty(0)
                 self._step(tokens, own.cache, row.position(begin), given)
                 own.tokens += len(ids)
+        assert isinstance(row.own, RowCache)
         assert row.own.tokens == row.held
         return row.own
 
@@ -223,7 +224,7 @@ class RowMixers(DecoderLayers):
 
     def ends(self, row: PagedRow) -> None:
         """A row has its answer: others may go on from what it has read."""
-        if row.own is not None and self._loaded.devices is None:
+        if isinstance(row.own, RowCache) and self._loaded.devices is None:
             self._left.take(row.read, row.own.cache)
 
     @contextmanager
@@ -293,7 +294,6 @@ class RowMixers(DecoderLayers):
         return RowsRecording(hidden, calls, spans=places, caches=caches)
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording) -> torch.Tensor:
-        """See `DecoderLayers`."""
         assert isinstance(recording, RowsRecording)
         args, kwargs = self._given(index, recording)
         layer, spans = self[index], recording.spans
