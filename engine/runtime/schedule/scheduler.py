@@ -444,7 +444,9 @@ class Scheduler:
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
-            self._together.pool.elsewhere = lambda: pages_for(self._stream.kv_tokens)
+            of_page = self._together.model.sizes
+            elsewhere = of_page.page + of_page.window
+            self._together.pool.elsewhere = lambda: pages_for(self._stream.kv_tokens) * elsewhere
             self._together.make_room = self._forget_what_is_over
             self._together.is_short = self._are_short
         return self._together
