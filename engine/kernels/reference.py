@@ -76,13 +76,13 @@ def attend_in_torch(
         pages = pages_seen(piece, has_window=bool(terms.window))
         page = pages[positions // PAGE_TOKENS].long()
         store_tokens(layer, page, positions % PAGE_TOKENS, keys[mine], values[mine])
-        first = max(0, piece.held - terms.window + 1) if terms.window and not terms.kept else 0
-        held_keys, held_values = _read(layer, pages, first, end)
+        seen = max(0, piece.held - terms.window + 1) if terms.window and not terms.kept else 0
+        held_keys, held_values = _read(layer, pages, seen, end)
         q = queries[mine].float().transpose(0, 1) * terms.scale
         scores = q @ held_keys.repeat_interleave(group, 0).mT
         if terms.softcap:
             scores = terms.softcap * torch.tanh(scores / terms.softcap)
-        hidden = _hidden(piece.held, end, terms)[:, first:].to(scores.device)
+        hidden = _hidden(piece.held, end, terms)[:, seen:].to(scores.device)
         scores = scores.masked_fill(hidden, float("-inf"))
         if terms.sinks is not None:
             sinks = terms.sinks.view(-1, 1, 1).expand(-1, piece.tokens, 1)

@@ -282,7 +282,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         held = self.pool.held * self.pool.page_weight + self.pool.state_weight * len(states)
         assert held + self.pool.window_weight * windows.total() <= self.pool.in_use <= self.pool.capacity
         for mine in self.alive:
-            assert len(mine.row._windows) <= self.kinds[mine.kind].most_windows
+            assert len(mine.row._windows) <= self.kinds[mine.kind].most_windows(reads=mine.row.is_reading)
         assert self.pool.filled <= self.pool.capacity
         shared = [page for page, count in uses.items() if count > 1]
         for page in shared:  # only whole pages are shared: nobody writes to one

@@ -263,9 +263,11 @@ class KeptPrefixes:
         if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
             return
         pieces = _blocks(self.root if windows is None else self._windowed_root, ids, len(ids), layout, copy)
-        for index in windows.there if windows is not None else ():
-            key, of_window = _of_window(pieces[index].key), partial(windows.copy, index)
-            pieces.append(_Piece(key, index, windows.layout, of_window))
+        if windows is not None:
+            pieces += [
+                _Piece(_of_window(pieces[index].key), index, windows.layout, partial(windows.copy, index))
+                for index in windows.there
+            ]
         self._offer(owner, _Source(pieces, chat))
 
     def offer_states(

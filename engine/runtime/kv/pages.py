@@ -54,10 +54,9 @@ class PageKind(NamedTuple):
     window: int = 0
     at_once: int = 1
 
-    @property
-    def most_windows(self) -> int:
-        """Pages of a window, at most, that a row holds."""
-        return pages_for(self.window + self.at_once) + 2 + SPARE_WINDOWS
+    def most_windows(self, *, reads: bool = True) -> int:
+        """Pages of a window, at most, that a row holds while it reads its prompt, or while it is answered."""
+        return pages_for(self.window + (self.at_once if reads else PAGE_TOKENS)) + 2 + SPARE_WINDOWS
 
     def first_window(self, tokens: int) -> int:
         """The first page that the token behind so many sees."""
@@ -236,19 +235,19 @@ class PagePool:
         """Memory that was written to and that no row holds, in pages."""
         return sum((len(kind.touched) - kind.held) * kind.weight for kind in self._kinds)
 
-    def needs(self, tokens: int, kind: PageKind = PageKind()) -> int:  # noqa: B008 - it cannot be changed
-        """Memory that a row of so many tokens takes, in pages."""
+    def needs(self, tokens: int, kind: PageKind = PageKind(), *, reads: bool = True) -> int:  # noqa: B008
+        """Memory that a row of so many tokens takes, in pages, while it reads its prompt or is answered."""
         pages = pages_for(tokens)
-        windows = min(pages, kind.most_windows) if kind.window else 0
+        windows = min(pages, kind.most_windows(reads=reads)) if kind.window else 0
         return (pages * self.page_weight + windows * self.window_weight) * kind.weight + self.beside
 
     def most_tokens(self, kind: PageKind) -> int:
         """How long a row may be that has all of it."""
         room = (self.capacity - self.beside) // kind.weight
-        of_windows = kind.most_windows * self.window_weight if kind.window else 0
-        if room < kind.most_windows * (self.page_weight + self.window_weight):
-            return room // (self.page_weight + self.window_weight * bool(kind.window)) * PAGE_TOKENS
-        return (room - of_windows) // self.page_weight * PAGE_TOKENS
+        windows = kind.most_windows() if kind.window else 0
+        if room < windows * (self.page_weight + self.window_weight):
+            return room // (self.page_weight + self.window_weight) * PAGE_TOKENS
+        return (room - windows * self.window_weight) // self.page_weight * PAGE_TOKENS
 
     def reserve(self, pages: int) -> bool:
         """Reserves pages; False if there are not enough."""
@@ -555,8 +554,8 @@ class PagePool:
         self._idle.clear()
         for known in (self._page_of, self._prefix_of, self._after, self._before, self.steady):
             known.clear()
-        for known in (self._state_of, self._behind, self._states_after, self._window_of, self._prefix_of_window):
-            known.clear()
+        for of_others in (self._state_of, self._behind, self._states_after, self._window_of, self._prefix_of_window):
+            of_others.clear()
 
     def release(self, page: int) -> None:
         """Removes one holder."""

@@ -137,7 +137,7 @@ class PagedRow:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
         if self.beams is not None:
             return self._reserve_pages(self._pool.beside + self._taken + self.beams.taken + self.beams.needs)
-        if self._pool.needs(self.held + 1, self._kind) <= self._reserved:
+        if self._needs(self.held + 1) <= self._reserved:
             return True
         return self._reserve_up_to(self.held + self._ahead) or self._reserve_up_to(self.held + 1)
 
@@ -499,6 +499,9 @@ class PagedRow:
                 self._offer_window(begin // PAGE_TOKENS, prefix)
             self._published, self._prefix = end, prefix
             self._look_ahead()
+        if self._kind.window and not self.is_reading and self.held - tokens < len(self.prompt) and self._covered:
+            self._pass_windows(self._kind.first_window(self.held))
+            self._reserve_pages(self._needs(self._covered * PAGE_TOKENS) + self._least_of_beams)
 
     def has_read_exactly(self, tokens: int, chunk: int) -> None:
         """The same of prompt tokens that were computed as if it were alone, up to so many at once."""
@@ -579,10 +582,13 @@ class PagedRow:
 
     def _reserve_up_to(self, tokens: int) -> bool:
         tokens = min(tokens, len(self._table) * PAGE_TOKENS)
-        if not self._reserve_pages(self._pool.needs(tokens, self._kind) + self._least_of_beams):
+        if not self._reserve_pages(self._needs(tokens) + self._least_of_beams):
             return False
         self._covered = pages_for(tokens)
         return True
+
+    def _needs(self, tokens: int) -> int:
+        return self._pool.needs(tokens, self._kind, reads=self.is_reading)
 
     def _reserve_pages(self, pages: int) -> bool:
         if not self._pool.reserve(pages - self._reserved):
