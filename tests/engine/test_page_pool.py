@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS
-from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes, pages_for
+from engine.common.footprint import PAGE_TOKENS, pages_for
+from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
 from engine.runtime.schedule.row import PagedRow
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]

@@ -12,11 +12,9 @@ from enum import IntEnum
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.footprint import PAGE_TOKENS as PAGE_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import PagesStruct, PieceStruct
-
-PAGE_TOKENS = 32
-"""Tokens per page, all of one sequence."""
 
 
 class KvType(IntEnum):

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from engine.common import clock
 from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
+from engine.common.footprint import pages_for
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
@@ -32,7 +33,7 @@ from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.kv.pages import PageSizes, pages_for
+from engine.runtime.kv.pages import PageSizes
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight

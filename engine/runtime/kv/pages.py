@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.common.footprint import PAGE_TOKENS, pages_for, window_pages
 
 Prefix = bytes
 """Identifies the tokens of a prompt up to the end of a page."""
@@ -18,8 +18,6 @@ NO_PREFIX: Prefix = b""
 
 Discard = Callable[[Sequence[int]], None]
 
-SPARE_WINDOWS = 2
-"""Pages of a window that a row holds beyond what its next token sees, so that others can go on a little before that."""
 _WINDOWS_APART = 4
 _FEWEST_APART = 512
 """How far apart, in windows and in tokens, a long text keeps what others need to go on from its midst."""
@@ -56,7 +54,7 @@ class PageKind(NamedTuple):
 
     def most_windows(self, *, reads: bool = True) -> int:
         """Pages of a window, at most, that a row holds while it reads its prompt, or while it is answered."""
-        return pages_for(self.window + (self.at_once if reads else PAGE_TOKENS)) + 2 + SPARE_WINDOWS
+        return window_pages(self.window, self.at_once if reads else PAGE_TOKENS)
 
     def first_window(self, tokens: int) -> int:
         """The first page that the token behind so many sees."""
@@ -566,8 +564,3 @@ def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = enumerate(zip(held, tokens, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(held), len(tokens)))
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that `tokens` tokens need."""
-    return -(-tokens // PAGE_TOKENS)

@@ -11,7 +11,8 @@ import torch
 from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
-from engine.kernels.native.paged_attention import PAGE_TOKENS, Piece
+from engine.common.footprint import PAGE_TOKENS, SPARE_WINDOW_PAGES, pages_for
+from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import Decoded, GenerationResult
@@ -20,7 +21,7 @@ from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import into_pages, page_from_block, state_into_pages
 from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
-from engine.runtime.kv.pages import SPARE_WINDOWS, PageKind, PagePool, Prefix, pages_for, prefix_after
+from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
 from engine.runtime.pictures import Layout
 from engine.runtime.schedule.request import BatchRequest
 
@@ -401,7 +402,7 @@ class PagedRow:
         for place in range(min(self._before_end, self.held) // PAGE_TOKENS):
             prefix = prefix_after(prefix, read[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS])
             page = self._pool.window_of(prefix)
-            if place >= first - SPARE_WINDOWS and page is not None and place not in self._windows:
+            if place >= first - SPARE_WINDOW_PAGES and page is not None and place not in self._windows:
                 found[place] = page
         return dict(self._windows), found
 
@@ -608,7 +609,7 @@ class PagedRow:
 
     def _pass_windows(self, first: int) -> None:
         """Gives up pages of its window, which begins with this one now: there is room for others in their place."""
-        for place in [place for place in self._windows if place < first - SPARE_WINDOWS]:
+        for place in [place for place in self._windows if place < first - SPARE_WINDOW_PAGES]:
             self._pool.release_window(self._windows.pop(place), is_of_use=self._is_of_use(place))
             self._pool.give_back_reservation(-self._pool.window_weight)
 
@@ -616,7 +617,7 @@ class PagedRow:
         """Whether a page of its window is seen from where others may want to go on."""
         end, apart = (place + 1) * PAGE_TOKENS, self._kind.apart
         places = (-(-end // apart) * apart, self._before_end, *self._places)
-        return any(self._kind.first_window(each) - SPARE_WINDOWS <= place < pages_for(each) for each in places)
+        return any(self._kind.first_window(each) - SPARE_WINDOW_PAGES <= place < pages_for(each) for each in places)
 
     def _offer_window(self, place: int, prefix: Prefix) -> None:
         if place in self._windows:

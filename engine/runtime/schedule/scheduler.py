@@ -22,6 +22,7 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import FALLS
+from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
@@ -29,7 +30,6 @@ from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_f
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
-from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
