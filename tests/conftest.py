@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import ipaddress
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -38,6 +40,9 @@ tempfile.tempdir = os.environ["TMPDIR"] = _TEMPORARY
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Where values of parameters take turns, it is one day's turn in all workers, whenever they begin.
+os.environ.setdefault("SWITCHYARD_TEST_DAY", "0" if os.environ.get("CI") else str(datetime.date.today().toordinal()))
+
 # What fixtures of a wider scope than a test write; each test has a folder of its own.
 os.environ["SWITCHYARD_HOME"] = os.path.join(_TEMPORARY, "home")
 os.environ["SWITCHYARD_FIND_MODELS"] = "0"  # other programs' models on this machine are none of ours
@@ -58,15 +63,8 @@ hypothesis_settings.register_profile("ci", _UNHURRIED, derandomize=True, databas
 hypothesis_settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def _only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
-    """Refuses, in every thread of this process, to look up or reach any other machine."""
-    if event in ("socket.connect", "socket.sendto", "socket.bind"):
-        address = arguments[1]
-        host = address[0] if isinstance(address, tuple) and address else None
-    elif event == "socket.getaddrinfo":
-        host = arguments[0]
-    else:
-        return
+def _refuse_others(host: Any) -> None:
+    """Refuses to look up or reach any other machine."""
     if isinstance(host, bytes):
         host = host.decode()
     # None and the wildcard bind locally; anything not a string is a Unix socket or a netlink address.
@@ -80,7 +78,31 @@ def _only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
         raise RuntimeError(f"A test wanted to reach {host}: tests use no network but loopback.")
 
 
-sys.addaudithook(_only_loopback)
+def _only_loopback() -> None:
+    """For every thread of this process.  An audit hook would be called for all that Python does, 2 % of the suite."""
+
+    def guarded(name: str) -> Any:
+        own = getattr(socket.socket, name)
+
+        def method(self: socket.socket, *arguments: Any) -> Any:
+            address = arguments[-1]
+            _refuse_others(address[0] if isinstance(address, tuple) and address else None)
+            return own(self, *arguments)
+
+        return method
+
+    for name in ("connect", "connect_ex", "bind", "sendto"):
+        setattr(socket.socket, name, guarded(name))
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *arguments: Any, **options: Any) -> Any:
+        _refuse_others(host)
+        return look_up(host, *arguments, **options)
+
+    socket.getaddrinfo = getaddrinfo
+
+
+_only_loopback()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -188,5 +210,5 @@ def same_torch_for_every_test(leak_check: None) -> None:
     """Seed and thread count of torch are global: a test may set them, the next one does not inherit them."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` also keeps a stack for cards, of every call
         torch.set_num_threads(1)

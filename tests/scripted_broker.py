@@ -16,7 +16,7 @@ class ScriptedBroker:
         self._ends, self._says = ends, says
         self.tickets: list[Ticket] = []
         self.prepared: list[Path] = []
-        self.released: list[Path] = []
+        self.released: list[tuple[Path, float]] = []
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         ticket = Ticket(ask, on_event)
@@ -31,7 +31,7 @@ class ScriptedBroker:
         self.prepared.append(model)
 
     def release(self, model: Path, after_s: float = 0) -> None:
-        self.released.append(model)
+        self.released.append((model, after_s))
 
     @property
     def state(self) -> State:

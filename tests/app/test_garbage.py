@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 from PySide6.QtCore import QObject, QTimer
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
@@ -46,6 +47,7 @@ def test_a_thread_that_allocates_collects_nothing(qapp: QApplication, qtbot: QtB
     owner.deleteLater()
 
 
+@pytest.mark.exhaustive
 def test_pictures_are_drawn_without_collecting_on_other_threads(tmp_path: Path) -> None:
     """A scene ends with Qt objects that only the collector finds, and the next one has threads that allocate."""
     script = (

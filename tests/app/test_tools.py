@@ -67,10 +67,11 @@ def call(tools: Tools, qtbot: QtBot, name: str, given: Any = None, attached: tup
 
 def test_a_server_over_pipes_lists_its_tools_and_runs_them(tools: Tools, qtbot: QtBot) -> None:
     tried: list[Outcome] = []
-    tools.look(server("good"), tried.append)
+    good = replace(server("official"), name="good")
+    tools.look(good, tried.append)
     qtbot.waitUntil(lambda: bool(tried), timeout=60_000)
     assert tried == [Outcome("It answers: 4 tools.")]
-    tools.put(server("good"))  # with the tools that it listed when it was tried
+    tools.put(good)  # with the tools that it listed when it was tried
     names = [each.tool.name for each in tools.offered()]
     # One that is named like a built-in tool takes another name, and the order is always the same.
     assert names[:5] == ["calculator", "clock", "read_file", "run_batch", "search_documents"]

@@ -70,6 +70,7 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.exhaustive
 def test_it_opens_says_how_long_it_took_and_ends(start: Start, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     process = start(**{REPORT_VARIABLE: str(report), QUIT_VARIABLE: "1"})
@@ -98,6 +99,7 @@ def test_a_second_start_ends_at_once_a_kill_is_survived_and_a_request_to_end_obe
     report = tmp_path / "report.json"
     first = start(**{REPORT_VARIABLE: str(report)})
     _wait_for(report)
+    assert json.loads(report.read_text())["heavy_modules"] == []
     second = start()
     assert second.wait(PATIENCE_S) == 0
     assert first.poll() is None
@@ -109,3 +111,4 @@ def test_a_second_start_ends_at_once_a_kill_is_survived_and_a_request_to_end_obe
     again.send_signal(signal.SIGTERM)
     assert again.wait(PATIENCE_S) == 0
     assert not (data_dir() / LOCK_NAME).exists()
+    assert [path.name for name in ("crash-*", "fault-*") for path in log_dir().glob(name)] == []

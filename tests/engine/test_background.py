@@ -114,7 +114,7 @@ def serve(scheduler: Scheduler, jobs: list[Job], arrive: Callable[[], bool] = la
 _SHAPES = st.tuples(st.integers(1, 50), st.integers(1, 25))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.lists(_SHAPES, max_size=7), st.integers(0, 3)), min_size=2, max_size=3),
     chats=st.lists(st.tuples(_SHAPES, st.integers(1, 60)), max_size=4),
@@ -211,6 +211,7 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     scheduler.close()
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     "other",
     [{"window": 16, "kept": 2}, {"kv_type": KvType.FP16}, {"kv_type": KvType.INT8}],

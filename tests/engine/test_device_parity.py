@@ -90,6 +90,7 @@ def title(settings: dict[str, Any]) -> str:
     return "-".join(str(value) for value in settings.values())
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("settings", pairwise({"family": FEW, **SETTINGS}), ids=title)
 def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path) -> None:
     family, *_ = settings.values()
@@ -122,6 +123,7 @@ def test_every_two_settings_of_each_way_to_meet_a_miss(
             assert_equal(model, expected)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_experts_on_the_device(family: str, checkpoints: Path) -> None:
     expected = reference(family, checkpoints)
@@ -133,6 +135,7 @@ def test_all_experts_on_the_device(family: str, checkpoints: Path) -> None:
         assert_equal(model, expected)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "nemotron_h", "llama4_text"])
 def test_beams(family: str, devices: int, checkpoints: Path) -> None:
@@ -143,6 +146,7 @@ def test_beams(family: str, devices: int, checkpoints: Path) -> None:
         assert list(answer(session, PROMPT, beams=BEAMS).token_ids) == expected.beams
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("misses", ["mixed", "cpu", "fetch"])
 def test_a_seed_says_what_is_drawn_wherever_experts_are(misses: str, checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)

@@ -190,6 +190,7 @@ def test_metadata_that_make_no_sense_are_one_error(name: str, changes: dict[str,
     assert caught.value.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", some(CASES))
 def test_files_that_lie_are_read_or_refused(name: str, tmp_path: Path) -> None:
     """Each key in turn is missing, of another kind, or out of bounds."""
@@ -235,6 +236,7 @@ def test_architectures_that_cannot_run_are_refused_with_the_reason(name: str, tm
     assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
+@pytest.mark.takes_turns(8)
 @pytest.mark.parametrize("name", CASES)
 def test_a_tensor_too_many_is_refused(name: str, tmp_path: Path) -> None:
     read = read_gguf(unpacked(name, tmp_path)[0])

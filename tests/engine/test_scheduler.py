@@ -92,7 +92,7 @@ def _limit_pages(scheduler: Scheduler, loaded: LoadedModel, pages: int) -> Conti
 _SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 30), st.integers(0, 9))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     chats=st.lists(st.tuples(_SHAPES, st.integers(0, 25)), min_size=1, max_size=7),
     rows=st.lists(_SHAPES, max_size=6),
@@ -269,6 +269,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     model.close()
 
 
+@pytest.mark.takes_turns(3)
 @native
 @pytest.mark.parametrize(
     ("prompt", "sampling"), [*((prompt, {}) for prompt in (5, 31, 32, 70)), *((9, one) for one in _SAMPLINGS[1:])]
@@ -326,8 +327,9 @@ _COMPANY = st.lists(
 )
 
 
+@pytest.mark.takes_turns(2)
 @native
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(company=_COMPANY, pages=st.integers(10, 60))
 def test_beams_are_forks_of_pages_and_share_steps(
     quick: LoadedModel, company: list[tuple[int, int, int]], pages: int
@@ -381,6 +383,7 @@ class Copies:
         return torch.cat(each)
 
 
+@pytest.mark.takes_turns(2)
 @native
 def test_beams_over_pages_are_sequences_of_their_own(quick: LoadedModel) -> None:
     lengths = list[int]()

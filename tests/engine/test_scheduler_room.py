@@ -48,6 +48,7 @@ def asked_for(number: int, shape: tuple[int, int]) -> BatchRequest:
     return BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=shape[1]), end_ids=NO_END)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", ["mixtral", "quick"])
 def test_there_is_room_for_the_longest_request_whatever_others_are_left(
     family: str, request: pytest.FixtureRequest

@@ -262,6 +262,12 @@ def test_what_is_logged_often_is_written_once_a_minute_with_how_often() -> None:
     assert failures == ["It failed: no files", again, again, "It failed: no memory"]
 
 
+@pytest.fixture(scope="module")
+def without_key() -> Iterator[Guarded]:
+    with Guarded(key="", origins=("http://named.example:81",)) as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("origin", "host", "may"),
     [
@@ -282,13 +288,14 @@ def test_what_is_logged_often_is_written_once_a_minute_with_how_often() -> None:
         ("http://named.example", "127.0.0.1:{port}", False),
     ],
 )
-def test_only_its_own_pages_and_those_that_were_named_may_ask(origin: str, host: str, may: bool) -> None:
-    with Guarded(key="", origins=("http://named.example:81",)) as server:
-        places = {"port": server.port, "other": server.port + 1}
-        headers = {"origin": origin.format(**places), "host": host.format(**places)}
-        answer = plain_http.get(f"{server.url}/v1/models", headers=headers)
-        assert answer.status_code == (200 if may else 403)
-        assert answer.headers.get("access-control-allow-origin") == (headers["origin"] if may else None)
+def test_only_its_own_pages_and_those_that_were_named_may_ask(
+    without_key: Guarded, origin: str, host: str, may: bool
+) -> None:
+    places = {"port": without_key.port, "other": without_key.port + 1}
+    headers = {"origin": origin.format(**places), "host": host.format(**places)}
+    answer = plain_http.get(f"{without_key.url}/v1/models", headers=headers)
+    assert answer.status_code == (200 if may else 403)
+    assert answer.headers.get("access-control-allow-origin") == (headers["origin"] if may else None)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_logits_match_transformers(loaded: LoadedModel, reference: Any, ids: tor
     torch.testing.assert_close(_logits(loaded.model, ids), _logits(reference, ids), atol=1e-4, rtol=0)
 
 
+@pytest.mark.exhaustive
 def test_greedy_tokens_match_transformers(loaded: LoadedModel, reference: Any) -> None:
     prompt = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": REQUEST}], add_generation_prompt=True, return_dict=False

@@ -54,7 +54,10 @@ from tests.engine.test_scheduler import Copies
 from tests.engine.test_speculation import Eager
 from tests.engine.tiny_families import tiny_checkpoint
 
-pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+pytestmark = [
+    pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here"),
+    pytest.mark.takes_turns(3),
+]
 
 NATIVE = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear", "gpt_oss", "gemma3_text")
 WINDOW = 40
@@ -131,7 +134,7 @@ def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
 _SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 3, 9]), st.integers(0, 12))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(company=st.lists(_SHAPES, min_size=2, max_size=5), spare=st.integers(0, 30), tries=st.booleans())
 def test_an_answer_in_company_is_what_it_is_alone(
     loaded: LoadedModel, company: list[tuple[int, int, int, int]], spare: int, tries: bool
@@ -272,6 +275,7 @@ def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     loaded.kept = None
 
 
+@pytest.mark.takes_turns(1)
 @pytest.mark.parametrize("damage", ["none", "state", "every state", "block"])
 def test_a_chat_goes_on_after_a_restart(
     loaded: LoadedModel, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
