@@ -33,7 +33,7 @@ _ODD = (
 )  # fmt: skip
 """Families that keep more or less than two numbers for each head and layer."""
 _KEPT_OTHERWISE = ("deepseek_v4", "inkling_text", "inkling_mm_model", "zaya", "jetmoe")
-"""Rows have caches of their own, beside pages that only count tokens; the last one's pages hold heads that it repeats."""
+"""Rows have caches of their own, beside pages that only count tokens; pages of the last one hold heads that repeat."""
 
 
 @pytest.mark.parametrize("family", _ODD)
