@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import ipaddress
+import itertools
 import os
 import shutil
 import signal
@@ -57,7 +58,7 @@ from tests import leaks  # noqa: E402
 from tests.combinations import mark_most_of_products  # noqa: E402
 
 # Neither asserts on a clock: on a busy machine examples take as long as they take.
-_UNHURRIED = hypothesis_settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+_UNHURRIED = hypothesis_settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.register_profile("local", _UNHURRIED)
 hypothesis_settings.register_profile("ci", _UNHURRIED, derandomize=True, database=None)
 hypothesis_settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -183,16 +184,26 @@ def leak_check() -> Iterator[None]:
         pytest.fail("left behind:\n  " + "\n  ".join(found))
 
 
+@pytest.fixture
+def _home(leak_check: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of the test's own; half of the tests write nothing there.  It goes when nothing is patched any more."""
+    home = tmp_path_factory.getbasetemp() / f"home-{next(_homes)}"
+    yield home
+    shutil.rmtree(home, ignore_errors=True)
+
+
+_homes = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def switchyard_home(leak_check: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def switchyard_home(_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A Switchyard folder of the test's own, in place of the user's settings, models, chats and logs.
 
     It stays until the test's threads have ended: one that still lists models would otherwise go on in the shared one.
     """
-    home = tmp_path / "switchyard-home"
-    monkeypatch.setenv("SWITCHYARD_HOME", str(home))
+    monkeypatch.setenv("SWITCHYARD_HOME", str(_home))
     before = leaks.threads()
-    yield home
+    yield _home
     leaks.wait_for_threads(before)
 
 

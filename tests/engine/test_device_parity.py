@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,27 +99,6 @@ def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path
         assert model.devices is not None
         assert len(model.devices.devices) == settings["devices"]
         assert_equal(model, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("misses", MISSES)
-@pytest.mark.parametrize("devices", SETTINGS["devices"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_two_settings_of_each_way_to_meet_a_miss(
-    family: str, devices: int, misses: str, checkpoints: Path
-) -> None:
-    """Any five values together: a family, a number of devices, a way to meet a miss, and two more.
-
-    Every cell draws its own combinations, so that over all cells most of the whole product is met as well, which would
-    take hours.
-    """
-    expected = reference(family, checkpoints)
-    rest = {name: values for name, values in SETTINGS.items() if name not in ("devices", "misses")}
-    for values in pairwise(rest, seed=zlib.crc32(f"{family} {devices} {misses}".encode())):
-        with opened(expected.folder, devices, misses=misses, **values) as model:
-            assert_equal(model, expected)
 
 
 @pytest.mark.takes_turns(3)
