@@ -18,11 +18,10 @@ from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.lane import RowSource
-from engine.runtime.schedule.one_by_one import OneByOne
+from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
@@ -273,8 +272,9 @@ def test_jobs_whose_rows_cannot_be_packed_take_turns(family: str, takes_turns: b
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_a_resting_job_lets_another_one_pass(family: str, tokens: int) -> None:
     """Whether it rests in its prompt or in its answer, which goes on where it was."""
-    loaded = tiny_loaded(family)
-    lane, answers, written = OneByOne(loaded), dict[int, GenerationResult](), list[int]()
+    loaded, policy = tiny_loaded(family), replace(POLICY, rows=1)
+    lane = ContinuousBatch(SessionRows(loaded, policy), policy, exact=True)
+    answers, written = dict[int, GenerationResult](), list[int]()
     first, second = replace(row(0, 40, 8), on_text=lambda _text, count: written.append(count)), row(1, 30, 5)
     with torch.inference_mode():
         sources = [

@@ -93,7 +93,6 @@ def test_chunks_that_began_elsewhere_or_were_kept_are_computed_again(loaded: Loa
         alone = Alone(loaded, kept=KeptPrefixes(ROOT, 2**26))
         for ids, seed in asked:
             result = alone.answer(_request(ids, seed))
-            alone.keep()
         assert result.reused_tokens <= 256 or loaded.info.family in ("qwen3_next", "gpt_oss")  # begin anew
 
 

@@ -17,8 +17,7 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.lane import RowSource
+from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded

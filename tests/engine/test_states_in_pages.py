@@ -23,9 +23,9 @@ from engine.kernels.native.build import library_path
 from engine.kernels.native.library import load_kernels
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode import speculation
-from engine.runtime.decode.beam_search import beam_search, over
+from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import GenerationResult, drained
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.files import KeptFiles
@@ -38,7 +38,7 @@ from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import AHEAD_TOKENS, Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
 from tests.engine.test_kept_prefixes import (
     ROOT,
@@ -59,22 +59,26 @@ pytestmark = [
     pytest.mark.takes_turns(3),
 ]
 
-NATIVE = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear", "gpt_oss", "gemma3_text")
+NATIVE = (
+    *("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear"),
+    *("lfm2_moe", "granitemoehybrid", "nemotron_h", "gpt_oss", "gemma3_text"),
+)
 WINDOWED = ("gpt_oss", "gemma3_text", "gemma4_text")
 FAMILIES = [
     "qwen3_next",
     "qwen3_5_moe_text",
     pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive),
     "kimi_linear",  # decays for each key, beside latents
-    "lfm2_moe",  # from here on by the library: short convolutions alone
-    "nemotron_h",  # Mamba 2, and layers that keep nothing
-    "minimax",  # linear attention without convolutions
-    "gpt_oss",  # every other layer has a window, here and below
+    "lfm2_moe",  # short convolutions alone
+    "granitemoehybrid",  # Mamba 2
+    "nemotron_h",  # and layers that keep nothing
+    "gpt_oss",  # every other layer has a window
     pytest.param("gemma3_text", marks=pytest.mark.exhaustive),
-    "gemma4_text",  # by the library
+    "gemma4_text",  # from here on by the library: another one with windows
+    "minimax",  # linear attention without convolutions
     *(
         pytest.param(family, marks=pytest.mark.exhaustive)
-        for family in ("jamba", "granitemoehybrid", "bailing_hybrid", "lara_mini", "glm5_next_text")
+        for family in ("jamba", "bailing_hybrid", "lara_mini", "glm5_next_text")
     ),
 ]
 
@@ -187,7 +191,7 @@ def searched(loaded: LoadedModel, prompt: Sequence[int], beams: int, most: int) 
     with torch.inference_mode():
         copies = Copies(loaded, list(prompt), beams)
         search = beam_search(copies.first, width=beams, max_tokens=most, end_ids=NO_END)
-        return drained(over(copies, search, copies.first.device)).ids
+        return search_over(copies, search, copies.first.device).ids
 
 
 def test_guesses_change_nothing_and_what_did_not_come_true_leaves_no_trace(
