@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ class PagedSteps:
             singles, state, passes = list[torch.Tensor](), piece.state, self._attending is not None
             for place, token in enumerate(ids):
                 held = piece.held + place
-                own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
+                own, state = replace(piece, held=held, tokens=1, state=state), piece.next_state
                 with self._attending(Pieces([own])) if self._attending is not None else nullcontext():
                     cache = self._caches.of(own, passes=passes)
                     singles.append(self._step(torch.tensor([[token]]), cache, positions[0] + place)[0])

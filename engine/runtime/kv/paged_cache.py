@@ -24,6 +24,7 @@ from engine.kernels.native.paged_attention import (
     Piece,
     Pieces,
     StatePages,
+    pages_seen,
 )
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
@@ -50,6 +51,7 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         self.struct, self.window, self.sliding_window = struct, window, window
         self.is_sliding = bool(window)
         self._paged, self._piece = paged, piece
+        self._pages = pages_seen(piece, has_window=self.is_sliding)
         self.cumulative_length = piece.held
 
     def take(self, tokens: int) -> Pieces | None:
@@ -73,7 +75,7 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         if self._passes:
             return key_states, value_states
         numbers = torch.arange(held, after)
-        pages, rows = self._piece.pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
+        pages, rows = self._pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
         paged = self._paged
         for states, part, scales in (
             (key_states, paged.keys, paged.key_scales),
@@ -96,7 +98,7 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     ) -> torch.Tensor:
         """[1, H, end - first, D]."""
         begin = first // PAGE_TOKENS
-        pages = self._piece.pages[begin : -(-end // PAGE_TOKENS)].long()
+        pages = self._pages[begin : -(-end // PAGE_TOKENS)].long()
         rows = slice(first - begin * PAGE_TOKENS, end - begin * PAGE_TOKENS)
         # By pages, which lie together; indexing another view would copy all pages that there are.
         stored = part.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, rows]
@@ -135,7 +137,7 @@ class PagedIndexedLayer(PagedCacheLayer):
         assert index is not None
         self._indexed = held + states.shape[1]
         numbers = torch.arange(held, self._indexed)
-        index[self._piece.pages[numbers // PAGE_TOKENS].long(), 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
+        index[self._pages[numbers // PAGE_TOKENS].long(), 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
         return self._read(index, None, 0, self._indexed, index.dtype)[0]
 
     def update_index(self, states: torch.Tensor) -> torch.Tensor:
@@ -188,10 +190,16 @@ class PagedCaches:
 
     Args:
         layers: the pages of each layer, and its window, 0 without one.
+        slides: whether layers with windows have pages of their own.
     """
 
-    def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int]) -> None:
-        self.layers, self.windows = layers, windows
+    def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int], *, slides: bool = False) -> None:
+        self.layers, self.windows, self.slides = layers, windows, slides
+        kinds = [slides and window > 0 for window in windows]
+        self.in_full = [None if slid else paged for paged, slid in zip(layers, kinds, strict=True)]
+        """By layer, the pages of all tokens of a sequence."""
+        self.in_windows = [paged if slid else None for paged, slid in zip(layers, kinds, strict=True)]
+        """By layer, those of a window."""
         self.structs = [
             paged.held() if isinstance(paged, StatePages) else paged.held(window)
             for paged, window in zip(layers, windows, strict=True)
@@ -199,18 +207,21 @@ class PagedCaches:
         self._states = [paged for paged in layers if isinstance(paged, StatePages) and paged.page_bytes]
 
     @classmethod
-    def like(cls, cache: Any, kv_type: KvType, pages: int, states: int, *, by_head: bool = False) -> PagedCaches | None:
+    def like(
+        cls, cache: Any, kv_type: KvType, pages: int, states: int, windows: int = 0, *, by_head: bool = False
+    ) -> PagedCaches | None:
         """So many pages of what the library's cache has of its layers, of which it has read a token; None if pages
         cannot hold all of that.
 
         Args:
             kv_type: of keys and values.
+            windows: pages of layers with a sliding window; 0 if theirs are those of the others.
         """
-        made, windows = list[PagedLayer | StatePages](), list[int]()
+        made, slides = list[PagedLayer | StatePages](), list[int]()
         is_narrow = kv_type in (KvType.INT8, KvType.FP16)
         for layer in cache.layers if type(cache) is DynamicCache else [cache]:
-            windows.append(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0)
-            index = index_of(layer)
+            slides.append(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0)
+            index, own_pages = index_of(layer), windows or pages if slides[-1] else pages
             if type(layer) is DummyLayer:
                 made.append(StatePages.like(None, None, states))
             elif type(layer) is StateLayer and layer.number_of_states == 1:
@@ -218,20 +229,23 @@ class PagedCaches:
             elif (
                 type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
                 and layer.is_initialized
-                and (layer.keys.dtype == kv_type.dtype or (is_narrow and not windows[-1]))
+                and (layer.keys.dtype == kv_type.dtype or (is_narrow and not slides[-1]))
             ):
-                made.append(PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head))
+                made.append(PagedLayer(_shape_of(layer), kv_type, own_pages, by_head=by_head))
             elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
                 made.append(PagedLayer(_shape_of(layer), own, pages, by_head=by_head, index_dim=index))
             else:
                 return None
-        return cls(made, windows)
+        return cls(made, slides, slides=windows > 0)
 
-    @property
-    def page_bytes(self) -> int:
-        """Of the keys and values of a page of all layers."""
-        return sum(each.page_bytes for each in self.layers if isinstance(each, PagedLayer))
+    def bytes_by_window(self) -> dict[int, int]:
+        """Of the keys and values of a page, of all layers that have the same window; 0 stands for none."""
+        found = dict[int, int]()
+        for paged, window in zip(self.layers, self.windows, strict=True):
+            if isinstance(paged, PagedLayer):
+                found[window] = found.get(window, 0) + paged.page_bytes
+        return found
 
     @property
     def state_bytes(self) -> int:
@@ -274,9 +288,11 @@ class PagedCaches:
 
     def copy_page(self, source: int, target: int) -> None:
         """What a page holds, into another one."""
-        for paged in self.layers:
-            for part in parts_of_pages(paged):
-                part[target] = part[source]
+        _copy(self.in_full, source, target)
+
+    def copy_window(self, source: int, target: int) -> None:
+        """The same of a window's page."""
+        _copy(self.in_windows, source, target)
 
     def copy_state(self, source: int, target: int) -> None:
         """What layers have summed up, into another page."""
@@ -290,13 +306,27 @@ class PagedCaches:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
-        for paged in self.layers:
-            if isinstance(paged, PagedLayer):
-                paged.discard(pages)
+        _discard(self.in_full, pages)
+
+    def discard_windows(self, pages: Sequence[int]) -> None:
+        """The same of windows' pages."""
+        _discard(self.in_windows, pages)
 
     def discard_states(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
+            paged.discard(pages)
+
+
+def _copy(layers: Sequence[PagedLayer | StatePages | None], source: int, target: int) -> None:
+    for paged in layers:
+        for part in parts_of_pages(paged):
+            part[target] = part[source]
+
+
+def _discard(layers: Sequence[PagedLayer | StatePages | None], pages: Sequence[int]) -> None:
+    for paged in layers:
+        if isinstance(paged, PagedLayer):
             paged.discard(pages)
 
 
