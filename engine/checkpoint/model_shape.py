@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.stored import StoredWeights
+from engine.common.footprint import PAGE_TOKENS, pages_for, window_pages
 from engine.common.paths import resources_dir
 from engine.common.profile_file import ProfileFile, find_profile, refused
 from engine.formats import BF16, LADDER, STORED, WeightFormat, careful, format_of, head_format, measured_as
@@ -72,6 +73,8 @@ class ModelShape:
         table_weights: parameters in tables of n-grams or of layers, of which a token reads a few rows.
         table_rows, table_columns: how many rows, and parameters of each.
         kv_numbers: cache elements per token over all layers, counted; 0 to derive them.
+        window_numbers, window_tokens: those of layers with a sliding window, and what these see; 0 without any.
+        state_bytes: of what layers sum up of a sequence, however long it is.
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
@@ -102,6 +105,9 @@ class ModelShape:
     expert_biases: bool = False
     other_weights: int = 0
     kv_numbers: int = 0
+    window_numbers: int = 0
+    window_tokens: int = 0
+    state_bytes: int = 0
     left_out_weights: int = 0
     table_weights: int = 0
     table_rows: int = 0
@@ -223,11 +229,31 @@ class ModelShape:
         if kv_precision != "int8" or self.attention.latent:
             return self
         width = self.attention.head_dim
-        return replace(self, kv_numbers=round(self.kv_bytes_per_token() * (width + 4) / (4 * width)))
+        narrower = (width + 4) / (2 * width)
+        return replace(
+            self,
+            kv_numbers=round(self.kv_bytes_per_token() / 2 * narrower),
+            window_numbers=round(self.window_numbers * narrower),
+        )
 
     def kv_bytes_per_token(self) -> float:
         """Bytes of cache per token, all layers: two for each number."""
         return 2.0 * (self.kv_numbers or self.full_attention_layers * self.attention.kv_elements)
+
+    def context_bytes(self, tokens: float, *, in_pages: bool = False) -> float:
+        """Bytes that a sequence of so many tokens holds: keys, values and states.
+
+        Args:
+            in_pages: whether in pages in RAM, where those that a window has passed are freed, and a step writes its
+                state beside the one that it reads.
+        """
+        each = self.kv_bytes_per_token()
+        if not in_pages:
+            return each * tokens + self.state_bytes
+        pages, of_windows = pages_for(tokens), 2.0 * self.window_numbers
+        slides = 0 < of_windows < each and not self.state_bytes
+        windows = min(pages, window_pages(self.window_tokens)) if slides else pages
+        return PAGE_TOKENS * ((each - of_windows) * pages + of_windows * windows) + 2 * self.state_bytes
 
 
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
@@ -235,6 +261,9 @@ _WITH_DEFAULT = {
     "expert_matrices": 3,
     "other_weights": 0,
     "kv_numbers": 0,
+    "window_numbers": 0,
+    "window_tokens": 0,
+    "state_bytes": 0,
     "left_out_weights": 0,
     "table_weights": 0,
     "table_rows": 0,

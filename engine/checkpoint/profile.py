@@ -89,23 +89,78 @@ _POSITIONS = 6
 """An indexed layer stores three 64-bit positions per token: six 32-bit numbers."""
 
 
-def kv_elements_per_token(text: dict[str, Any]) -> int:
-    """KV cache elements per token over all layers, as transformers stores them.
+@dataclass(frozen=True, slots=True)
+class KvOfModel:
+    """What layers hold of a sequence.
+
+    Attributes:
+        numbers: cache elements per token of context over all layers, as transformers stores them.
+        window_numbers, window_tokens: of these, those of layers with a sliding window, and what these see.
+        state_bytes: of what recurrent layers and short convolutions sum up, at 32 bits.
+    """
+
+    numbers: int
+    window_numbers: int = 0
+    window_tokens: int = 0
+    state_bytes: int = 0
+
+
+def kv_of_model(text: dict[str, Any]) -> KvOfModel:
+    """What layers hold of a sequence, by the configuration.
 
     Multi-head latent attention caches latents, the rotary part of the keys, and the keys of the token index if there is
     one. Linear attention and state-space layers have no growing cache. Sliding-window layers count in full: their cache
     grows until the window is full.
     """
+    if isinstance(linear := text.get("linear_attn_config"), dict):  # as Kimi Linear is published
+        own_names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
+        own_names |= {"short_conv_kernel_size": "linear_conv_kernel_dim", "kda_layers": "kda_layers"}
+        text = {**{own_names[name]: value for name, value in linear.items() if name in own_names}, **text}
     layers = number_of(text, (*DECODER_LAYERS, *LAYERS))
     kinds = _kinds(text, layers)
     kinds = kinds[: len(kinds) - number_of(text, ("num_kv_shared_layers",))]
     kinds += _looped(text, kinds)
-    growing = [(index, kind) for index, kind in enumerate(kinds) if _grows(kind)] or list(enumerate(kinds))
+    growing = [(index, kind) for index, kind in enumerate(kinds) if _grows(kind)]
+    states = sum(_state_numbers(text, kind) for kind in kinds) if growing else 0
+    growing = growing or list(enumerate(kinds))
     by_layer = text.get("per_layer_config")
     own = {key: of for key, of in by_layer.items() if isinstance(of, dict)} if isinstance(by_layer, dict) else {}
     family = family_of(str(text.get("model_type"))).kv
-    count = sum(_of_layer({**text, **own.get(str(index), {})}, kind, family) for index, kind in growing)
-    return count * family.attentions
+    of_layer = [
+        (kind, _of_layer({**text, **own.get(str(index), {})}, kind, family) * family.attentions)
+        for index, kind in growing
+    ]
+    window = number_of(text, ("sliding_window", "sliding_window_size", "attention_chunk_size"))
+    in_windows = sum(count for kind, count in of_layer if "sliding" in kind or "chunked" in kind) if window else 0
+    return KvOfModel(sum(count for _, count in of_layer), in_windows, window if in_windows else 0, 4 * states)
+
+
+def _state_numbers(text: dict[str, Any], kind: str) -> int:
+    """Numbers that a layer of this kind sums up: of its short convolutions, and its recurrent state."""
+    if kind == "conv":
+        return number_of(text, ("conv_L_cache",)) * number_of(text, HIDDEN)
+    if kind not in ("linear_attention", "state", "mamba"):
+        return 0
+    kernel, heads = number_of(text, ("linear_conv_kernel_dim",)), number_of(text, ("linear_num_heads",))
+    if kernel and heads:  # decays key by key
+        width = number_of(text, ("linear_head_dim",))
+        return 3 * heads * width * kernel + heads * width**2
+    if kernel:  # a gated delta net
+        heads, values = number_of(text, ("linear_num_key_heads",)), number_of(text, ("linear_num_value_heads",))
+        keys, width = number_of(text, ("linear_key_head_dim",)), number_of(text, ("linear_value_head_dim",))
+        return (2 * heads * keys + values * width) * kernel + values * keys * width
+    state, kernel = (
+        number_of(text, ("mamba_d_state", "ssm_state_size")),
+        number_of(text, ("mamba_d_conv", "conv_kernel")),
+    )
+    if heads := number_of(text, ("mamba_n_heads", "mamba_num_heads")):  # Mamba 2
+        inner = heads * number_of(text, ("mamba_d_head", "mamba_head_dim"))
+        groups = number_of(text, ("mamba_n_groups", "n_groups")) or 1
+        return (inner + 2 * groups * state) * kernel + inner * state
+    if state:
+        return (number_of(text, ("mamba_expand",)) or 2) * number_of(text, HIDDEN) * (kernel + state)
+    heads = number_of(text, _HEADS)  # lightning attention
+    return heads * (number_of(text, _HEAD_DIM) or number_of(text, HIDDEN) // max(heads, 1)) ** 2
 
 
 def number_of(config: dict[str, Any], names: Iterable[str]) -> int:
@@ -130,6 +185,14 @@ def _kinds(text: dict[str, Any], layers: int) -> list[str]:
     if period:  # state-space layers with an attention layer every `period`
         offset = number_of(text, ("attn_layer_offset",))
         return ["attention" if layer % period == offset else "state" for layer in range(layers)]
+    if isinstance(linear := text.get("kda_layers"), list):  # counted from one
+        return ["linear_attention" if layer + 1 in linear else "attention" for layer in range(layers)]
+    for name, others in (
+        ("full_attention_interval", "linear_attention"),
+        ("sliding_window_pattern", "sliding_attention"),
+    ):
+        if every := number_of(text, (name,)):
+            return [others if (layer + 1) % every else "attention" for layer in range(layers)]
     return ["attention"] * layers
 
 
@@ -198,7 +261,7 @@ class ModelProfile:
         bytes, expert_bytes: of the tensors in the files.
         context_tokens: longest supported context; 0 if unknown.
         trained_tokens: context length of the training, if the rotary embedding extends it.
-        kv_elements_per_token: cache elements per token of context.
+        kv: what layers hold of a sequence.
         dtype: from config.json, e.g. `bfloat16`; empty if unknown.
         quantization: `fp8`, `gptq`, ...; empty for plain weights; of a GGUF file the type of most of them (`q4_k`).
         sees: whether it is given pictures, too.
@@ -215,7 +278,7 @@ class ModelProfile:
     expert_bytes: int
     context_tokens: int
     trained_tokens: int
-    kv_elements_per_token: int
+    kv: KvOfModel
     dtype: str
     quantization: str
     sees: bool = False
@@ -250,7 +313,7 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
         expert_bytes=sum(entry.nbytes for entry in experts) if count > 1 else 0,
         context_tokens=stretched_context(text, trained),
         trained_tokens=trained,
-        kv_elements_per_token=kv_elements_per_token(text),
+        kv=kv_of_model(text),
         dtype=str(
             text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
         ),

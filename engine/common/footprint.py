@@ -56,6 +56,22 @@ _SHARE = 4
 """A chunk's activations may take 1/n of what a device has left after the dense weights."""
 
 
+PAGE_TOKENS = 32
+"""Tokens per page of keys and values, all of one sequence."""
+SPARE_WINDOW_PAGES = 2
+"""Pages of a window that a sequence holds beyond what its next token sees, so that others can go on a little before."""
+
+
+def pages_for(tokens: float) -> int:
+    """Pages that so many tokens need."""
+    return int(-(-tokens // PAGE_TOKENS))
+
+
+def window_pages(window: int, at_once: int = PAGE_TOKENS) -> int:
+    """Pages, at most, that a sequence holds in layers that see so many tokens, if that many are computed at once."""
+    return pages_for(window + at_once) + 2 + SPARE_WINDOW_PAGES
+
+
 def round_up(value: int, to: int) -> int:
     """The next multiple of `to`."""
     return -(-value // to) * to

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, KvType, PagedLayer, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, KvType, PagedLayer, Pieces, pages_seen
 
 
 def reference_experts(
@@ -73,14 +73,16 @@ def attend_in_torch(
         first += piece.tokens
         end = piece.held + piece.tokens
         positions = torch.arange(piece.held, end)
-        page = piece.pages[positions // PAGE_TOKENS].long()
+        pages = pages_seen(piece, has_window=bool(terms.window))
+        page = pages[positions // PAGE_TOKENS].long()
         store_tokens(layer, page, positions % PAGE_TOKENS, keys[mine], values[mine])
-        held_keys, held_values = _read(layer, piece.pages, end)
+        seen = max(0, piece.held - terms.window + 1) if terms.window and not terms.kept else 0
+        held_keys, held_values = _read(layer, pages, seen, end)
         q = queries[mine].float().transpose(0, 1) * terms.scale
         scores = q @ held_keys.repeat_interleave(group, 0).mT
         if terms.softcap:
             scores = terms.softcap * torch.tanh(scores / terms.softcap)
-        hidden = _hidden(piece.held, end, terms).to(scores.device)
+        hidden = _hidden(piece.held, end, terms)[:, seen:].to(scores.device)
         scores = scores.masked_fill(hidden, float("-inf"))
         if terms.sinks is not None:
             sinks = terms.sinks.view(-1, 1, 1).expand(-1, piece.tokens, 1)
@@ -118,9 +120,10 @@ def _quantised(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (states.float() * (127 / most.clamp(min=1e-30))[..., None]).round(), most / 127
 
 
-def _read(layer: PagedLayer, pages: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[kv_heads, end, dim] each."""
-    used = pages[: -(-end // PAGE_TOKENS)].long()
+def _read(layer: PagedLayer, pages: torch.Tensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[kv_heads, end - first, dim] each."""
+    begin = first // PAGE_TOKENS
+    used = pages[begin : -(-end // PAGE_TOKENS)].long()
     keys = layer.keys[used].float()
     values = layer.values[used].float()
     if layer.key_scales is not None and layer.value_scales is not None:
@@ -129,4 +132,5 @@ def _read(layer: PagedLayer, pages: torch.Tensor, end: int) -> tuple[torch.Tenso
     shape = layer.shape
     keys = keys.transpose(0, 1).reshape(shape.kv_heads, -1, shape.key_dim)
     values = values.transpose(0, 1).reshape(shape.kv_heads, -1, shape.value_dim)
-    return keys[:, :end], values[:, :end]
+    rows = slice(first - begin * PAGE_TOKENS, end - begin * PAGE_TOKENS)
+    return keys[:, rows], values[:, rows]

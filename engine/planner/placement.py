@@ -165,6 +165,7 @@ class Sizes:
         context_tokens: the longest context requested.
         experts_per_token: experts that a token uses in one layer.
         tower: of what sees, which is read with the first picture: RAM that is left free for it, where there is as much.
+        state_bytes: of what layers sum up of a sequence, however long it is.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Sizes:
     context_tokens: int
     experts_per_token: int
     tower: int = 0
+    state_bytes: int = 0
 
 
 # Available memory
@@ -623,7 +625,7 @@ def _by_layers(
 
 def _room_for_experts(need: _Need) -> int:
     """Bytes that a device has for experts."""
-    return max(0, need.device.free - need.dense - need.activations - need.first_context * need.kv_per_token)
+    return max(0, need.device.free - need.dense - need.activations - need.kv(need.first_context))
 
 
 def _on_cpu(sizes: Sizes, weights: Weights, budgets: Budgets, notes: tuple[Note, ...]) -> Placement:
@@ -652,31 +654,35 @@ class _Need:
     piece: int
     activations: int
     kv_per_token: int
+    state_bytes: int
     first_context: int
     fewest_context: int
 
+    def kv(self, tokens: int) -> int:
+        return self.state_bytes + tokens * self.kv_per_token
+
     @property
     def least(self) -> int:
-        return self.dense + self.activations + self.fewest_context * self.kv_per_token
+        return self.dense + self.activations + self.kv(self.fewest_context)
 
     def with_experts(self, experts: int, context_tokens: int) -> int:
         """With these bytes of experts, and a context that they never have to make room for."""
-        return self.dense + experts + self.activations + context_tokens * self.kv_per_token
+        return self.dense + experts + self.activations + self.kv(context_tokens)
 
     def context_room(self, wanted: int) -> int:
         if not self.kv_per_token:
             return wanted
-        return min(wanted, (self.device.free - self.dense - self.activations) // self.kv_per_token)
+        return min(wanted, (self.device.free - self.dense - self.activations - self.state_bytes) // self.kv_per_token)
 
 
 def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, device: DeviceBudget) -> _Need:
     if of_layer:
         mine = [layer for layer, at in enumerate(of_layer) if at == index]
         dense = sum(weights.dense_layers[layer] for layer in mine) + (weights.dense_elsewhere if index == 0 else 0)
-        kv = -(-sizes.kv_per_token * len(mine) // len(of_layer))
+        kv, states = (-(-each * len(mine) // len(of_layer)) for each in (sizes.kv_per_token, sizes.state_bytes))
     else:
         dense = sum(weights.dense_layers) + weights.dense_elsewhere if index == 0 else 0
-        kv = sizes.kv_per_token if index == 0 else 0
+        kv, states = (sizes.kv_per_token, sizes.state_bytes) if index == 0 else (0, 0)
     each, context = sizes.activations_per_token, sizes.context_tokens
     room = device.free - dense
     return _Need(
@@ -685,6 +691,7 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
         footprint.chunk_tokens(room, each, context),
         footprint.piece_room(room, each, context),
         kv,
+        states,
         min(context, footprint.KV_TOKENS),
         min(context, footprint.FEWEST_KV_TOKENS),
     )
@@ -713,7 +720,7 @@ def _on_device(
     *,
     all_experts: bool,
 ) -> OnDevice:
-    kv = need.first_context * need.kv_per_token
+    kv = need.kv(need.first_context)
     if all_experts:
         whole = _experts_on(index, weights, of_layer)
         nbytes, count = sum(each.nbytes for each in whole), sum(each.count for each in whole)

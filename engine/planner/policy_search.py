@@ -132,7 +132,7 @@ class PerformanceModel:
 
     def kv_bytes(self) -> float:
         """Bytes of one sequence's keys and values at full length."""
-        return self.model.kv_bytes_per_token() * self.sequence_tokens
+        return self.model.context_bytes(self.sequence_tokens)
 
     def largest_batch(self, cache_on_card: float) -> int:
         """The largest N whose keys and values fit into RAM next to the weights."""

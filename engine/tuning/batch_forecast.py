@@ -118,7 +118,7 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
 
 
 def _on_cpu(look: MachineLook, costs: Costs, rows: JobRows, off: float) -> Forecast:
-    each = costs.model.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
+    each = costs.model.context_bytes(rows.prompt_tokens + rows.generated_tokens, in_pages=True)
     room = max(1, int(_KV_SHARE * look.probe.ram_available_bytes // max(each, 1.0)))
     prediction = predict_on_cpu(costs, rows, min(ROWS_TOGETHER, room), sweep_tokens=SWEEP_TOKENS, off=off)
     alone = predict_on_cpu(costs, rows, 1, sweep_tokens=round(rows.prompt_tokens) or 1, off=off)

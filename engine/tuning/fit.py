@@ -208,8 +208,8 @@ def _row(
         why = candidate.problem or "What it is could not be read."
         return replace(row, why=why, load_anyway="It cannot be loaded.", fits_alone=False)
     held = limits.held(shape, look.profile)
-    per_token = round(held.kv_bytes_per_token())
-    row = replace(row, kv_at_context=per_token * context_tokens(shape, limits))
+    in_pages = not (limits.use_card and look.profile.gpu is not None)
+    row = replace(row, kv_at_context=round(held.context_bytes(context_tokens(shape, limits), in_pages=in_pages)))
     try:
         run = _run(shape, look, limits, _installed(candidate, here))
     except EngineError as error:

@@ -203,7 +203,8 @@ def _assert_pages_are_as_a_cache(
         return out
 
     pieces = Pieces([Piece(*each) for each in zip(pages, lengths, tokens, strict=True)])
-    got = call(paged.struct(0, *window), pieces.address, len(tokens), 0, len(x))
+    held = paged.struct(0, *window)
+    got = call(held, pieces.address_for(held), len(tokens), 0, len(x))
     begin = 0
     for row, new in enumerate(tokens):
         one, its = ClaimedPage.apart(), cache.struct(row, *window)

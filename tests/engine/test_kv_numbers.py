@@ -1,7 +1,9 @@
-"""What one token adds to the cache, from the configuration alone, against the cache of the model itself."""
+"""What one token adds to the cache, from the configuration alone, against the cache of the model itself; and what a
+sequence takes of a pool of pages, states and windows, as the planner counts it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,17 @@ import pytest
 import torch
 
 from engine.checkpoint.config_file import text_part
-from engine.checkpoint.profile import kv_elements_per_token
+from engine.checkpoint.model_shape import read_model
+from engine.checkpoint.profile import KvOfModel, kv_of_model
 from engine.common.config import SamplingParams
+from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.policy import BatchPolicy, why_not_packed
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_layer_bytes, measure_kv
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from tests.combinations import some
-from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt
 from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
@@ -25,6 +32,8 @@ _ODD = (
     "longcat_flash",
 )  # fmt: skip
 """Families that keep more or less than two numbers for each head and layer."""
+_KEPT_OTHERWISE = ("deepseek_v4", "inkling_text", "inkling_mm_model", "zaya", "jetmoe")
+"""Rows have caches of their own, beside pages that only count tokens; pages of the last one hold heads that repeat."""
 
 
 @pytest.mark.parametrize("family", _ODD)
@@ -66,4 +75,32 @@ def assert_counted(family: str) -> None:
     model = tiny_model(family)
     with torch.no_grad():
         held = measure_kv(model, torch.device("cpu")).per_token
-    assert kv_elements_per_token(text_part(model.config.to_dict())) * 4 == held
+    found = kv_of_model(text_part(model.config.to_dict()))
+    assert found.numbers * 4 == held
+    is_expanded = bool(text_part(model.config.to_dict()).get("kv_lora_rank"))  # without native steps
+    if family not in _KEPT_OTHERWISE and not is_expanded and not why_not_packed(model):
+        assert_as_in_the_pool(as_loaded(model, context_tokens=4096), found)
+
+
+def assert_as_in_the_pool(loaded: LoadedModel, planned: KvOfModel) -> None:
+    """What is planned for sequences of any length is what they take of a pool."""
+    policy = BatchPolicy(kv_bytes=2**24)
+    try:
+        lane = ContinuousBatch(PackedModel(loaded, policy), policy)
+    except LookupError:
+        return  # it is not answered over pages
+    shape = replace(
+        read_model("olmoe-1b-7b"),
+        kv_numbers=2 * planned.numbers,  # here a number takes four bytes and not two
+        window_numbers=2 * planned.window_numbers,
+        window_tokens=planned.window_tokens,
+        state_bytes=planned.state_bytes,
+    )
+    pool, unit = lane.pool, lane.model.page_bytes
+    assert pool.state_weight == -(-planned.state_bytes // unit)
+    assert (pool.windows > 0) == (0 < planned.window_numbers < planned.numbers)
+    rounded = 2 * (pool.state_weight * unit - planned.state_bytes)
+    for tokens in (1, 33, 100, 1000, 4000):
+        taken = pool.needs(tokens, lane._kind, reads=False) * unit
+        assert shape.context_bytes(tokens, in_pages=True) + rounded == taken
+    lane.free()

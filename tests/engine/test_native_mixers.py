@@ -156,13 +156,13 @@ def test_a_delta_net_is_its_recurrence(
     out = torch.empty(tokens, values)
     layer = kernels.pool, ctypes.addressof(struct), ctypes.addressof(of_pages)
     all_of_it = going_on(tokens, 1)
-    assert not kernels.delta_rows(*layer, all_of_it.address, ctypes.addressof(places), out.data_ptr())
+    assert not kernels.delta_rows(*layer, all_of_it.address_for(of_pages), ctypes.addressof(places), out.data_ptr())
     assert float((out - wanted).norm()) <= 1e-3 * float(wanted.norm()) + 1e-6
 
     few = min(tokens, 4)
     twice, both = x[:few].repeat(2, 1), going_on(few, 0, 2)
     stepped = torch.empty(2 * few, hidden)
-    assert not kernels.delta_step(*layer, both.address, 2, twice.data_ptr(), stepped.data_ptr())
+    assert not kernels.delta_step(*layer, both.address_for(of_pages), 2, twice.data_ptr(), stepped.data_ptr())
     added = _by(o, wanted[:few])
     assert float((stepped[:few] - x[:few] - added).norm()) <= 2e-2 * float(added.norm()) + 1e-6
     assert torch.equal(stepped[:few], stepped[few:])

@@ -1,6 +1,7 @@
 """Pages of rows in any order of their lives: none is lost, taken twice, or written to while others hold it.
 
-Nor is a state, where layers sum up what they read: each row goes on from that of its own tokens.
+Nor is a page of a window, wherever one has passed: each token finds what it sees.  Nor is a state, where layers sum up
+what they read: each row goes on from that of its own tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS
-from engine.runtime.kv.pages import Discard, PageKind, PagePool, pages_for
+from engine.common.footprint import PAGE_TOKENS, pages_for
+from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
 from engine.runtime.schedule.row import PagedRow
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
 """All alike, so that rows share pages."""
+_AT_ONCE = 3 * PAGE_TOKENS
+_SIZES = [PageSizes(1), PageSizes(1), *(PageSizes(1, 1 + window % 2, window % 4, window) for window in (1, 17, 31, 70))]
 
 
 @dataclass(eq=False)
@@ -38,9 +41,15 @@ class _Row:
 class PagesInAnyOrder(RuleBasedStateMachine):
     """Rows that begin, share, read, answer, step aside, take over and end, over one pool."""
 
-    @initialize(capacity=st.integers(1, 20), state_weight=st.integers(0, 3))
-    def start(self, capacity: int, state_weight: int) -> None:
-        self.pool = PagePool(capacity, state_weight=state_weight)
+    @initialize(capacity=st.integers(1, 20), state_weight=st.integers(0, 3), sizes=st.sampled_from(_SIZES))
+    def start(self, capacity: int, state_weight: int, sizes: PageSizes) -> None:
+        if sizes.window:
+            state_weight = 0
+        self.pool = PagePool(capacity * (sizes.page + sizes.window), None, state_weight, sizes)
+        self.in_windows: dict[int, list[int]] = {}
+        """Window's page -> all tokens up to its last one."""
+        self.held_windows: list[int] = []
+        """By others than rows."""
         self.states: dict[int, list[int]] = {}
         """Of each state, the tokens that it has summed up, in which of the ways."""
         self.held_states: list[int] = []
@@ -63,10 +72,17 @@ class PagesInAnyOrder(RuleBasedStateMachine):
                 assert state not in self._uses_of_states()
                 self.states.pop(state, None)
 
+        def discard_windows(pages: Sequence[int]) -> None:
+            for page in pages:
+                assert page not in self._uses_of_windows()
+                self.in_windows.pop(page, None)
+
         self.kinds = [
-            PageKind(b"", 1, discarding(), lambda states: discard_states(states)),
-            PageKind(b"other", 1, discarding(), lambda states: discard_states(states)),
-            PageKind(b"wider", 2, discarding(), lambda states: discard_states(states)),
+            PageKind(
+                *(root, weight, discarding(), lambda states: discard_states(states)),
+                *(lambda pages: discard_windows(pages), sizes.window_tokens, _AT_ONCE),
+            )
+            for root, weight in ((b"", 1), (b"other", 1), (b"wider", 2))
         ]
 
     @precondition(lambda self: len(self.alive) < 6)
@@ -99,10 +115,13 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             mine.row.share_pages()
         if copies and not self.pool.states:
             before = mine.row.held
-            mine.row.copy_part(lambda source, target: self.held.update({target: self.held[source]}))
+            mine.row.copy_part(self._caches())
             if mine.row.held > before:
                 page = mine.row.pages.tolist()[-1]
                 self.held[page] = self.held[page][: mine.row.held]
+                if self.pool.windows:
+                    page = mine.row._windows[len(mine.row.pages) - 1]
+                    self.in_windows[page] = self.in_windows[page][: mine.row.held]
         self._write(mine, min(most, len(mine.row.prompt) - mine.row.held))
         if mine.row.is_reading and copies and self.pool.states:
             mine.row.leave_state(self._caches())
@@ -162,13 +181,21 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             _, state = mine.row.states[-1]
             self.pool.hold_state(state)  # until it is on disk
             self.held_states.append(state)
+        if leaves and len(self.held_windows) < 9:
+            own, others = mine.row.windows_to_keep()
+            for page in own.values():
+                self.pool.hold_window(page, is_reserved=False)
+            held = [page for page in others.values() if self.pool.reserve(self.pool.window_weight)]
+            for page in held:
+                self.pool.hold_window(page)
+            self.held_windows += [*own.values(), *held]
         mine.row.close()
         mine.row.close()  # whoever is not sure may say so twice
         if is_deleted:
             held = self._uses()
             for page in self.pool.forget(left):
                 assert page not in held
-                self.held.pop(page)
+                assert page not in self.held
 
     @precondition(lambda self: self.alive and len(self.forks) < 4)
     @rule(which=st.integers(0, 5))
@@ -192,11 +219,16 @@ class PagesInAnyOrder(RuleBasedStateMachine):
     def write_a_state(self) -> None:
         self.pool.release_state(self.held_states.pop())
 
+    @precondition(lambda self: self.held_windows)
+    @rule(which=st.integers(0, 5))
+    def write_a_window(self, which: int) -> None:
+        self.pool.release_window(self.held_windows.pop(which % len(self.held_windows)))
+
     @rule(kind=st.integers(1, 2))
     def leave(self, kind: int) -> None:
         """The memory of one kind goes, once nobody has any of it."""
         in_use = {tokens[0] // 100 for fork in self.forks for tokens in fork.values()}
-        if kind in in_use or any(mine.kind == kind for mine in self.alive) or self.held_states:
+        if kind in in_use or any(mine.kind == kind for mine in self.alive) or self.held_states or self.held_windows:
             return
         self.pool.leave(self.kinds[kind])
         for page in [page for page, tokens in self.held.items() if tokens and tokens[0] // 100 == kind]:
@@ -220,6 +252,10 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             for place, page in enumerate(mine.row.pages.tolist()[: pages_for(len(tokens))]):
                 wanted = self._as(mine, tokens[: (place + 1) * PAGE_TOKENS])
                 assert self.held[page][: len(wanted)] == wanted
+            window, first = mine.row._windows, self.kinds[mine.kind].first_window(len(tokens))
+            for place in range(first, pages_for(len(tokens))) if self.pool.windows else ():
+                wanted = self._as(mine, tokens[: (place + 1) * PAGE_TOKENS])
+                assert self.in_windows[window[place]][: len(wanted)] == wanted
         for fork in getattr(self, "forks", ()):
             assert all(self.held[page] == tokens for page, tokens in fork.items())
 
@@ -228,7 +264,10 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         uses = self._uses()
-        assert all(0 <= page < self.pool.capacity for page in uses)
+        assert all(0 <= page < self.pool.pages for page in uses)
+        windows = self._uses_of_windows()
+        assert all(0 <= page < self.pool.windows for page in windows)
+        assert self.pool.held_windows == len(windows)
         for mine in self.alive:
             assert len(set(mine.row.pages.tolist())) == len(mine.row.pages)
         assert self.pool.held == len(uses)
@@ -240,8 +279,10 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         for mine in self.alive:
             if mine.row.state is not None:
                 assert self.states[mine.row.state] == self._as(mine, mine.row.read)
-        weight = self.pool.state_weight
-        assert self.pool.held + weight * len(states) <= self.pool.in_use <= self.pool.capacity
+        held = self.pool.held * self.pool.page_weight + self.pool.state_weight * len(states)
+        assert held + self.pool.window_weight * windows.total() <= self.pool.in_use <= self.pool.capacity
+        for mine in self.alive:
+            assert len(mine.row._windows) <= self.kinds[mine.kind].most_windows(reads=mine.row.is_reading)
         assert self.pool.filled <= self.pool.capacity
         shared = [page for page, count in uses.items() if count > 1]
         for page in shared:  # only whole pages are shared: nobody writes to one
@@ -255,22 +296,33 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             self.pool.release(page)
         for state in getattr(self, "held_states", ()):
             self.pool.release_state(state)
+        for page in getattr(self, "held_windows", ()):
+            self.pool.release_window(page)
         if hasattr(self, "pool"):
-            self.alive, self.forks, self.held_states = [], [], []
-            assert (self.pool.held, self.pool.in_use) == (0, 0)
+            self.alive, self.forks, self.held_states, self.held_windows = [], [], [], []
+            assert (self.pool.held, self.pool.held_windows, self.pool.in_use) == (0, 0, 0)
             weight = self.pool.state_weight
             assert self.pool.reserve(self.pool.states * weight)
             kind = self.kinds[0]
             assert len({self.pool.take_state(kind) for _ in range(self.pool.states)}) == self.pool.states
             for state in range(self.pool.states):
                 self.pool.release_state(state)
-            assert self.pool.reserve(self.pool.capacity)  # none is lost
-            assert len({self.pool.take() for _ in range(self.pool.capacity)}) == self.pool.capacity
+            assert self.pool.reserve(self.pool.windows * self.pool.window_weight)
+            taken = [self.pool.take_window(kind) for _ in range(self.pool.windows)]
+            assert len({*taken}) == self.pool.windows
+            for page in taken:
+                self.pool.release_window(page)
+            assert self.pool.reserve(self.pool.pages * self.pool.page_weight)  # none is lost
+            assert len({self.pool.take() for _ in range(self.pool.pages)}) == self.pool.pages
 
     def _uses(self) -> Counter[int]:
         """How many hold each page."""
         rows = chain.from_iterable(mine.row.pages.tolist() for mine in self.alive)
         return Counter(chain(rows, *self.forks))
+
+    def _uses_of_windows(self) -> Counter[int]:
+        rows = chain.from_iterable(mine.row._windows.values() for mine in self.alive)
+        return Counter(chain(rows, self.held_windows))
 
     def _own_states(self, mine: _Row) -> list[int]:
         assert mine.row.state is not None
@@ -286,7 +338,11 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         def copy_page(source: int, target: int) -> None:
             self.held[target] = list(self.held[source])
 
+        def copy_window(source: int, target: int) -> None:
+            self.in_windows[target] = list(self.in_windows[source])
+
         return SimpleNamespace(
+            copy_window=copy_window,
             clear_state=lambda state: self.states.__setitem__(state, []),
             copy_state=lambda source, target: self.states.__setitem__(target, list(self.states[source])),
             copy_page=copy_page,
@@ -321,6 +377,14 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             so_far = self._as(mine, [*before, *new[: place - begin + 1]])
             assert slot == 0 or self.held[page][: len(so_far) - 1] == so_far[:-1]
             self.held[page] = so_far
+            if self.pool.windows:
+                assert piece.windows is not None
+                page = int(piece.windows[place // PAGE_TOKENS])
+                assert self._uses_of_windows()[page] == 1, "a window's page is written to while somebody else holds it"
+                self.in_windows[page] = so_far
+                for seen in range(self.kinds[mine.kind].first_window(place), place // PAGE_TOKENS + 1):
+                    wanted = so_far[: (seen + 1) * PAGE_TOKENS]
+                    assert self.in_windows[int(piece.windows[seen])][: len(wanted)] == wanted
 
 
 TestPagesInAnyOrder = PagesInAnyOrder.TestCase

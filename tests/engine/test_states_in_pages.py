@@ -1,4 +1,5 @@
-"""Models whose layers sum up what they read, over pages of one pool: alone, in company, forked, guessed, kept.
+"""Models whose layers sum up what they read, or forget it behind a window, over pages of one pool: alone, in company,
+forked, guessed, kept.
 
 Each answer is held to that of the model's own cache, which other tests hold to transformers, and once to transformers.
 """
@@ -26,6 +27,7 @@ from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kept.state import StateLayout
@@ -34,7 +36,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
-from engine.runtime.schedule.scheduler import Scheduler
+from engine.runtime.schedule.scheduler import AHEAD_TOKENS, Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
@@ -59,8 +61,9 @@ pytestmark = [
 
 NATIVE = (
     *("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear"),
-    *("lfm2_moe", "granitemoehybrid", "nemotron_h"),
+    *("lfm2_moe", "granitemoehybrid", "nemotron_h", "gpt_oss", "gemma3_text"),
 )
+WINDOWED = ("gpt_oss", "gemma3_text", "gemma4_text")
 FAMILIES = [
     "qwen3_next",
     "qwen3_5_moe_text",
@@ -69,7 +72,10 @@ FAMILIES = [
     "lfm2_moe",  # short convolutions alone
     "granitemoehybrid",  # Mamba 2
     "nemotron_h",  # and layers that keep nothing
-    "minimax",  # from here on by the library: linear attention without convolutions
+    "gpt_oss",  # every other layer has a window
+    pytest.param("gemma3_text", marks=pytest.mark.exhaustive),
+    "gemma4_text",  # from here on by the library: another one with windows
+    "minimax",  # linear attention without convolutions
     *(
         pytest.param(family, marks=pytest.mark.exhaustive)
         for family in ("jamba", "bailing_hybrid", "lara_mini", "glm5_next_text")
@@ -79,9 +85,11 @@ FAMILIES = [
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    lengths = {"max_position_embeddings": 2048}
+    lengths |= {"sliding_window": 40} if request.param in WINDOWED else {}
     if request.param not in NATIVE:  # in 32 bits: the library rounds prompts that are read in other pieces otherwise
         index = {"index_topk": 32, "index_n_heads": 32} if request.param == "glm5_next_text" else {}
-        model = tiny_loaded(request.param, context_tokens=2048, max_position_embeddings=2048, **index)
+        model = tiny_loaded(request.param, context_tokens=2048, **lengths, **index)
         model.kernels = load_kernels(threads=1)
         yield model
         return
@@ -91,7 +99,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
 
     folder = tmp_path_factory.mktemp("states") / "model"
-    path = tiny_checkpoint(request.param, folder, prepare=spread, max_position_embeddings=2048)
+    path = tiny_checkpoint(request.param, folder, prepare=spread, **lengths)
     config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, speculation="text")
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     model.kept = None
@@ -111,7 +119,7 @@ def close(scheduler: Scheduler) -> None:
     """Nothing is lost."""
     lane = lane_of(scheduler)
     lane.give_up_offers()
-    assert (lane.pool.held, lane.pool.held_states, lane.pool.in_use) == (0, 0, 0)
+    assert (lane.pool.held, lane.pool.held_states, lane.pool.held_windows, lane.pool.in_use) == (0, 0, 0, 0)
     assert lane.pool.reserve(lane.pool.capacity)
     scheduler.close()
 
@@ -199,7 +207,8 @@ def test_guesses_change_nothing_and_what_did_not_come_true_leaves_no_trace(
     for answer, result in zip([answers[0], *answers], results, strict=True):
         assert_same_but_for_a_near_tie(loaded, prompts[answers.index(answer)], result.token_ids, answer)
     assert results[0].token_ids == answers[0]
-    if lane_of(scheduler).model.mixers is None:  # nothing is guessed where the library computes steps
+    exact = lane_of(scheduler).exact
+    if exact is not None and exact.is_native:  # nothing is guessed where the library computes steps
         assert all(result.guessed_tokens > result.accepted_tokens > 0 for result in results[:1])
     close(scheduler)
 
@@ -241,9 +250,11 @@ def test_beams_go_on_from_states_of_others(loaded: LoadedModel) -> None:
 
 
 def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
-    """Where an answer ended, shortly before it began, or far back in a long prompt."""
+    """Where an answer ended, shortly before it began, or far back in a long prompt; with a window also where prompts
+    were seen to part, and in the midst of a page."""
     loaded.kept = kept = KeptPrefixes(ROOT, 2**26)
     scheduler = Scheduler(loaded)
+    has_window = lane_of(scheduler).pool.windows > 0
     (first,) = ask(scheduler, A, chat="")
     ask(scheduler, B, chat="")
     turn = further(A, first)
@@ -253,16 +264,16 @@ def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     edited = [*A[:-4], *random_prompt(30, seed=4)]
     (third,) = ask(scheduler, edited, chat="")
     assert third.token_ids == fresh(loaded, edited)
-    assert third.reused_tokens == (len(A) - 16) // 32 * 32
+    assert third.reused_tokens == (len(A) - 4 if has_window else (len(A) - 16) // 32 * 32)
     (again,) = ask(scheduler, A, chat="")
     assert again.token_ids == first.token_ids
-    assert again.reused_tokens == (len(A) - 16) // 32 * 32
+    assert again.reused_tokens == (len(A) - 1 if has_window else (len(A) - 16) // 32 * 32)
     long = random_prompt(1400, seed=6)
-    for seed in (7, 8):
+    for seed, found in ((7, 0), (8, 1024), (9, len(long) if has_window else 1376)):
         prompt = [*long, *random_prompt(90, seed=seed)]
         (result,) = ask(scheduler, prompt, chat="")
         assert result.token_ids == fresh(loaded, prompt)
-        assert result.reused_tokens == (0 if seed == 7 else 1024)
+        assert result.reused_tokens == found
     close(scheduler)
     kept.close()
     loaded.kept = None
@@ -277,19 +288,22 @@ def test_a_chat_goes_on_after_a_restart(
     tokens, write = dict[str, int](), KeptFiles.write
 
     def noting(files: KeptFiles, path: Path, chat: str, key: bytes, description: bytes, data: memoryview) -> None:
-        layout = StateLayout.read(description)
+        layout, block = StateLayout.read(description), BlockLayout.read(description)
         tokens[path.stem] = layout.tokens if layout is not None else 0
+        if has_window and block is not None and block.layers[0]:
+            tokens[path.stem] = whole  # of the first layer, which has a window: what is seen from there
         write(files, path, chat, key, description, data)
 
     monkeypatch.setattr(KeptFiles, "write", noting)
     loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
-    scheduler = Scheduler(loaded)
+    scheduler, whole = Scheduler(loaded), 192
+    has_window = lane_of(scheduler).pool.windows > 0
     (first,) = ask(scheduler, A)
     assert kept.settle(30)
     close(scheduler)
     kept.close()
-    end, middle = len(A) + 7, (len(A) - 16) // 32 * 32
-    assert sorted(set(tokens.values())) == [0, middle, end]
+    end, middle = (whole, 0) if has_window else (len(A) + 7, (len(A) - 16) // 32 * 32)
+    assert set(tokens.values()) == {0, middle, end}
     least = {"none": end + 1, "state": end, "every state": 1, "block": 0}[damage]
     for path in tmp_path.rglob("*.kept"):
         if tokens[path.stem] >= least:
@@ -380,4 +394,30 @@ def test_a_step_without_memory_loses_no_answer(loaded: LoadedModel, monkeypatch:
     results = ask(scheduler, *prompts, tokens=12, chat="")
     for prompt, result in zip(prompts, results, strict=True):
         assert_same_but_for_a_near_tie(loaded, prompt, result.token_ids, fresh(loaded, prompt, 12))
+    close(scheduler)
+
+
+def test_a_long_chat_holds_half_of_the_pages(loaded: LoadedModel) -> None:
+    """Where every other layer has a window: so twice as many chats have room, or one twice as long."""
+    scheduler, held = Scheduler(loaded), list[tuple[int, int, int]]()
+    pool = lane_of(scheduler).pool
+    if not pool.windows:
+        return
+    prompt = random_prompt(1800)
+    whole = pool.page_weight + pool.window_weight
+
+    def look(_text: str, _tokens: int) -> None:
+        held.append((pool.held, pool.held_windows, pool.in_use))
+
+    sampling = SamplingParams(max_tokens=100)
+    request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=NO_END, on_text=look)
+    assert scheduler.answer(request).token_ids == fresh(loaded, prompt, 100)
+    for pages, windows, in_use in held[2:]:
+        assert pages >= 1800 // 32
+        assert windows <= 6  # what 40 tokens see, and two pages before that
+        assert in_use <= 0.65 * (pages + AHEAD_TOKENS // 32) * whole
+    spare = pool.spare
+    for seed in range(2, 5):  # what windows left behind is used again
+        ask(scheduler, random_prompt(1800, seed=seed), chat="")
+    assert pool.spare <= spare + 3 * 0.75 * whole * (1800 // 32)
     close(scheduler)

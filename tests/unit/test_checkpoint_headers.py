@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.checkpoint.config_file import read_config, text_part
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import TensorEntry, read_header
-from engine.checkpoint.profile import kv_elements_per_token, read_profile, stretched_context
+from engine.checkpoint.profile import kv_of_model, read_profile, stretched_context
 from engine.checkpoint.shards import check_filled, read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.load.library_conversion import PartSources
@@ -166,7 +166,7 @@ def test_moe_profile(tmp_path: Path) -> None:
     assert profile.expert_bytes == 2 * 6 * 32
     assert profile.parameters == 80 + 7 * 32
     assert profile.bytes == 2 * profile.parameters
-    assert profile.kv_elements_per_token == 2 * 4
+    assert profile.kv.numbers == 2 * 4
     assert (profile.dtype, profile.quantization) == ("bfloat16", "")
 
 
@@ -201,9 +201,9 @@ def test_kv_of_latent_attention_and_of_linear_layers() -> None:
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
     }
-    assert kv_elements_per_token(latent) == 3 * (16 + 4)
+    assert kv_of_model(latent).numbers == 3 * (16 + 4)
     hybrid = {**MIXTRAL, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    assert kv_elements_per_token(hybrid) == 2 * 4
+    assert kv_of_model(hybrid).numbers == 2 * 4
 
 
 def test_sources_of_an_expert(tmp_path: Path) -> None:

@@ -13,11 +13,9 @@ from enum import IntEnum
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.footprint import PAGE_TOKENS as PAGE_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import PagesStruct, PieceStruct
-
-PAGE_TOKENS = 32
-"""Tokens per page, all of one sequence."""
 
 
 class KvType(IntEnum):
@@ -300,6 +298,8 @@ class Piece:
         tokens: number of new tokens.
         state, next_state: of layers that sum up what they read, the page to go on from and the one that receives what
             becomes of it; they may be the same.
+        windows: likewise for layers with a sliding window if these have pages of their own, right from the first one
+            that the window of the first new token reaches.
     """
 
     pages: torch.Tensor
@@ -307,6 +307,7 @@ class Piece:
     tokens: int
     state: int = 0
     next_state: int = 0
+    windows: torch.Tensor | None = None
 
 
 class Pieces:
@@ -316,16 +317,21 @@ class Pieces:
         self.pieces = tuple(pieces)
         self.tokens = 0
         self.struct = (PieceStruct * len(pieces))()
+        self._windows = (PieceStruct * len(pieces))()
         for place, piece in enumerate(pieces):
-            self.struct[place] = PieceStruct(
-                *(piece.pages.data_ptr(), piece.held, piece.tokens, self.tokens, piece.state, piece.next_state)
-            )
+            rest = (piece.held, piece.tokens, self.tokens, piece.state, piece.next_state)
+            self.struct[place] = PieceStruct(piece.pages.data_ptr(), *rest)
+            self._windows[place] = PieceStruct(pages_seen(piece, has_window=True).data_ptr(), *rest)
             self.tokens += piece.tokens
 
-    @property
-    def address(self) -> int:
-        """Address of the structs."""
-        return ctypes.addressof(self.struct)
+    def address_for(self, held: PagesStruct) -> int:
+        """Address of the structs for a layer with these pages."""
+        return ctypes.addressof(self._windows if held.window else self.struct)
+
+
+def pages_seen(piece: Piece, *, has_window: bool) -> torch.Tensor:
+    """The pages of a sequence in a layer, with a sliding window or without."""
+    return piece.windows if has_window and piece.windows is not None else piece.pages
 
 
 def attend(
@@ -353,7 +359,12 @@ def attend(
     out = queries.new_empty(queries.shape[0], layer.heads, layer.value_dim)
     addresses = (ctypes.addressof(struct) for struct in states)
     failed = kernels.paged_attention(
-        kernels.pool, ctypes.addressof(layer), pieces.address, len(pieces.pieces), *addresses, out.data_ptr()
+        kernels.pool,
+        ctypes.addressof(layer),
+        pieces.address_for(layer.held),
+        len(pieces.pieces),
+        *addresses,
+        out.data_ptr(),
     )
     if failed:
         raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute attention.")

@@ -42,7 +42,7 @@ def attention_rows(
         kernels.pool,
         ctypes.addressof(layer),
         ctypes.addressof(paged),
-        pieces.address,
+        pieces.address_for(paged.held),
         len(pieces.pieces),
         hidden.data_ptr(),
         cos.data_ptr(),

@@ -429,5 +429,5 @@ def job_rows(
 
 def _rows_that_fit(policy: BatchPolicy, rows: JobRows, shape: ModelShape) -> int:
     """Rows whose keys and values fit into memory together."""
-    each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
+    each = shape.context_bytes(rows.prompt_tokens + rows.generated_tokens, in_pages=True)
     return max(1, int(policy.kv_bytes // max(each, 1.0)))

@@ -232,7 +232,8 @@ class NativeRows:
             self._states_of[index] if module is None else self._states.layer_of(module)[0]
             for index, module in enumerate(modules)
         ]
-        return PagedCaches(pages, [0 if each is None else self._states.terms_of(each).window for each in modules])
+        windows = [0 if each is None else self._states.terms_of(each).window for each in modules]
+        return PagedCaches(pages, windows, slides=self._states.slides)
 
     @property
     def state_bytes(self) -> int:

@@ -52,6 +52,8 @@ class PagedStates:
         self._terms: dict[int, AttentionTerms] = {}
         self._layers: dict[int, tuple[PagedLayer, PagedLayerStruct]] = {}
         self._latent: set[int] = set()
+        self.slides = False
+        """Whether modules with a window have pages of their own."""
         self.are_met = False
         """Whether every module has been probed with one token, so that its kind of attention is known."""
         self.pieces: Pieces | None = None
@@ -59,10 +61,16 @@ class PagedStates:
         self.elsewhere: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         """If set, computes attention instead of `attend`, from a module, queries, keys and values."""
 
-    def allocate(self, kv_type: KvType, pages: int, *, by_head: bool = False) -> None:
-        """Allocates the pages of all modules probed so far; `by_head` is read faster in single sequences."""
+    def allocate(self, kv_type: KvType, pages: int, windows: int = 0, *, by_head: bool = False) -> None:
+        """Allocates the pages of all modules probed so far; `by_head` is read faster in single sequences.
+
+        Args:
+            windows: pages of modules with a window; 0 if theirs are those of the others.
+        """
+        self.slides = windows > 0
         for key, shape in self.shapes.items():
-            layer = PagedLayer(shape, self._type_of(key, kv_type), pages, by_head=by_head)
+            own = windows or pages if self._terms[key].window else pages
+            layer = PagedLayer(shape, self._type_of(key, kv_type), own, by_head=by_head)
             self._layers[key] = (layer, layer.struct(self._terms[key]))
 
     def attend_over(self, caches: PagedCaches) -> bool:
@@ -87,12 +95,23 @@ class PagedStates:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
-        for layer, _struct in self._layers.values():
-            layer.discard(pages)
+        for key, (layer, _struct) in self._layers.items():
+            if not (self.slides and self._terms[key].window):
+                layer.discard(pages)
 
-    def page_bytes(self, kv_type: KvType) -> int:
-        """Bytes of one page of all layers."""
-        return sum(shape.page_bytes(self._type_of(key, kv_type)) for key, shape in self.shapes.items())
+    def discard_windows(self, pages: Sequence[int]) -> None:
+        """The same of windows' pages."""
+        for key, (layer, _struct) in self._layers.items():
+            if self.slides and self._terms[key].window:
+                layer.discard(pages)
+
+    def bytes_by_window(self, kv_type: KvType) -> dict[int, int]:
+        """Of a page of all modules that have the same window; 0 stands for none."""
+        found = dict[int, int]()
+        for key, shape in self.shapes.items():
+            window = self._terms[key].window
+            found[window] = found.get(window, 0) + shape.page_bytes(self._type_of(key, kv_type))
+        return found
 
     def keep_latents(self, module: Any, rank: int, rope: int) -> None:
         """The pages of this module hold latents and rotary keys, in bf16, in the place of what they expand to."""

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from engine.common import clock
 from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
+from engine.common.footprint import pages_for
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
@@ -33,7 +34,7 @@ from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
-from engine.runtime.kv.pages import pages_for
+from engine.runtime.kv.pages import PageSizes
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
@@ -152,9 +153,9 @@ class PackedModel:
         """Of what layers sum up of a sequence."""
         if (own := self.mixers or self._native) is not None:
             self.state_bytes = own.state_bytes
-        self.context_tokens = loaded.context_tokens
-        self.page_bytes = self.mixers.page_bytes if self.mixers is not None else self._states.page_bytes(self._kv_type)
-        """Of all layers."""
+        self.context_tokens, self.chunk_tokens = loaded.context_tokens, loaded.chunk_tokens
+        by_window = self.mixers.bytes_by_window if self.mixers is not None else None
+        self.sizes = PageSizes.of(by_window or self._states.bytes_by_window(self._kv_type), self._slides())
         self.pages_beside = self.mixers.pages_beside if self.mixers is not None else None
         """See `PagePool`."""
         self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.own_caches else 0)) // self.page_bytes)
@@ -168,6 +169,23 @@ class PackedModel:
         self._attention = dict[torch.device, PagedAttention]()
         self._placed: tuple[Pieces, PlacedRows] | None = None
         self._generation = 0
+
+    def _slides(self) -> bool:
+        """Whether layers with a window have pages of their own: all that is computed is over pages in RAM."""
+        loaded = self._loaded
+        return (
+            not self._policy.window
+            and not self.state_bytes
+            and loaded.devices is None
+            and loaded.device.type == "cpu"
+            and self._pipeline is None
+            and self.own_caches is None
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Of what a pool counts in."""
+        return self.sizes.unit
 
     def _opened_pipeline(self) -> DevicePipeline | None:
         """None where experts are computed as in a chat; where some of them come over a link, it is said why."""
@@ -197,13 +215,14 @@ class PackedModel:
             self._exact = PagedSteps.of(self._loaded, self.caches, self._attending if is_over_pages else None)
         return self._exact
 
-    def allocate(self, pages: int, states: int = 0, *, by_head: bool = False) -> None:
+    def allocate(self, pages: int, states: int = 0, windows: int = 0, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer, see `PagedStates.allocate`, and so many of what layers sum up."""
         self.pages = pages
         if self.mixers is not None:
-            self.caches = self.mixers.allocate(pages, states, by_head=by_head) if self.mixers.has_pages else None
-        elif not self._shares_pages(pages, by_head=by_head):
-            self._states.allocate(self._kv_type, pages, by_head=by_head)
+            has_pages = self.mixers.has_pages
+            self.caches = self.mixers.allocate(pages, states, windows, by_head=by_head) if has_pages else None
+        elif not self._shares_pages(pages, windows, by_head=by_head):
+            self._states.allocate(self._kv_type, pages, windows, by_head=by_head)
             if self._native is not None:
                 self._native.allocate_states(states)
                 self.caches = self._native.caches()
@@ -216,12 +235,12 @@ class PackedModel:
             moving = math.ceil((self._policy.micro_batch_rows or self._policy.rows) * each * (1 - self._policy.cached))
             self._pipeline.keep_pages(self._policy.cached, among, moving)
 
-    def _shares_pages(self, pages: int, *, by_head: bool) -> bool:
+    def _shares_pages(self, pages: int, windows: int, *, by_head: bool) -> bool:
         """Whether modules attend over the same pages as the library's cache of this model, which are allocated then."""
         is_native = self._native is not None and self._native.has_all
         if is_native or self._read is None or not self._may_have_pages:
             return False
-        caches = PagedCaches.like(self._read, self._kv_type, pages, 0, by_head=by_head)
+        caches = PagedCaches.like(self._read, self._kv_type, pages, 0, windows, by_head=by_head)
         if caches is None or not self._states.attend_over(caches):
             return False
         self.caches = caches
@@ -230,6 +249,10 @@ class PackedModel:
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
         (self.caches or self._states).discard(pages)
+
+    def discard_windows(self, pages: Sequence[int]) -> None:
+        """The same of windows' pages."""
+        (self.caches or self._states).discard_windows(pages)
 
     def discard_states(self, states: Sequence[int]) -> None:
         """The same of what layers have summed up."""

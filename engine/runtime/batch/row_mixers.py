@@ -130,21 +130,21 @@ class RowMixers(DecoderLayers):
         self.attends_over_pages = pages is not None and bool(states.shapes) and states.attend_over(pages)
         """Whether native attention does, for which nothing of them is copied."""
         if pages is not None:
-            self.page_bytes, self.state_bytes = max(1, pages.page_bytes), pages.state_bytes
+            self.bytes_by_window, self.state_bytes = pages.bytes_by_window(), pages.state_bytes
             self.pages_beside: int | None = None
             return
         with torch.inference_mode():
             cost = measure_kv(loaded.model, loaded.device)
         # Of the tokens of a page, and at least a share of what a row takes beside them.
-        self.page_bytes = max(1, cost.per_token * PAGE_TOKENS, -(-cost.fixed // _MOST_PAGES_BESIDE))
-        self.state_bytes = 0
-        self.pages_beside = -(-cost.fixed // self.page_bytes)
+        page_bytes = max(1, cost.per_token * PAGE_TOKENS, -(-cost.fixed // _MOST_PAGES_BESIDE))
+        self.bytes_by_window, self.state_bytes = {0: page_bytes}, 0
+        self.pages_beside = -(-cost.fixed // page_bytes)
         """What a row takes beside its tokens, in pages."""
         self._left = LeftCaches(left_bytes)
 
-    def allocate(self, pages: int, states: int, *, by_head: bool) -> PagedCaches:
-        """So many pages."""
-        self._caches = PagedCaches.like(self._read, self._kv_type, pages, states, by_head=by_head)
+    def allocate(self, pages: int, states: int, windows: int, *, by_head: bool) -> PagedCaches:
+        """So many pages; see `PagedCaches.like`."""
+        self._caches = PagedCaches.like(self._read, self._kv_type, pages, states, windows, by_head=by_head)
         assert self._caches is not None
         if self.attends_over_pages:
             self._states.attend_over(self._caches)

@@ -20,6 +20,7 @@ from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import BeamModel, Decoded, Reading, ignore_progress, ignore_reused
 from engine.runtime.decode.kv_session import KvSession, common_prefix
 from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kv.pages import PageSizes
 from engine.runtime.kv.reuse import kinds_by_length, restart_angles
 from engine.runtime.loaded_model import LoadedModel
 
@@ -119,6 +120,7 @@ class SessionRows:
         self.guesses = (loaded.speculates if speculates is None else speculates) and not self._encodes
         self.context_tokens = loaded.context_tokens * (1 + self._encodes)  # prompt and answer each have all of it
         self.page_bytes = max(1, loaded.info.kv_bytes_per_token * PAGE_TOKENS)
+        self.sizes = PageSizes(self.page_bytes)
         self.pages = max(1, policy.kv_bytes // self.page_bytes)
         self._threads = torch.get_num_threads()
         self._follows_length = "dynamic" in kinds_by_length(loaded.model)
@@ -129,13 +131,13 @@ class SessionRows:
 
     # --- as of `PackedModel` ------------------------------------------------------------------------
 
-    def allocate(self, pages: int, states: int = 0, *, by_head: bool = False) -> None:
+    def allocate(self, pages: int, states: int = 0, windows: int = 0, *, by_head: bool = False) -> None:
         """Nothing: caches grow with their tokens."""
 
     def discard(self, pages: Sequence[int]) -> None:
         """Nothing, likewise."""
 
-    discard_states = discard
+    discard_states = discard_windows = discard
 
     def heed(self) -> None:
         """Nothing: who serves follows what other programs leave."""

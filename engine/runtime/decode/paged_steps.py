@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -235,7 +236,7 @@ class PagedSteps:
             state = piece.state
             for place in range(piece.tokens):
                 held = piece.held + place
-                own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
+                own, state = replace(piece, held=held, tokens=1, state=state), piece.next_state
                 with self._attending(Pieces([own])) if self._attending is not None else nullcontext():
                     cache = self._caches.of(own, passes=passes)
                     token = torch.tensor([[next(left)]], device=self._device)

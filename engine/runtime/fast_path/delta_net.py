@@ -231,7 +231,7 @@ class DeltaNet:
 
     def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:  # noqa: ARG002
         """The same of the next tokens of several sequences, whose states are pages."""
-        return self._compute(hidden_states, (ctypes.addressof(held), pieces.address, len(pieces.pieces)))
+        return self._compute(hidden_states, (ctypes.addressof(held), pieces.address_for(held), len(pieces.pieces)))
 
     def read(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
         """The same of any number of tokens, projections by the net's own layers."""

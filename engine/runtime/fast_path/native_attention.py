@@ -164,7 +164,7 @@ class NativeAttention(ABC):
         """The same of the next tokens of several sequences, whose keys and values go into pages."""
         angles = self.angles_of(positions, pieces.tokens)
         assert angles is not None
-        where = (ctypes.addressof(held), pieces.address, len(pieces.pieces))
+        where = (ctypes.addressof(held), pieces.address_for(held), len(pieces.pieces))
         return self._compute(hidden_states, where, angles)
 
     def _compute(self, hidden_states: torch.Tensor, where: tuple[int, int, int], angles: Angles) -> torch.Tensor:

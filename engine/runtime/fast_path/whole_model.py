@@ -131,7 +131,7 @@ class WholeModel:
         if angles is None:
             return None
         for struct, pages in zip(self._row_structs, held, strict=True):
-            struct.held, struct.pieces = pages, pieces.address
+            struct.held, struct.pieces = pages, pieces.address_for(pages)
         return self._compute(self._row_model, len(pieces.pieces), hidden, angles)
 
     def _turn_to(self, positions: dict[str, Any], tokens: int) -> list[Angles] | None:

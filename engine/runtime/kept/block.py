@@ -94,7 +94,7 @@ class BlockLayout:
         )
 
     @classmethod
-    def of_pages(cls, layers: Sequence[PagedLayer | StatePages]) -> BlockLayout:
+    def of_pages(cls, layers: Sequence[PagedLayer | StatePages | None]) -> BlockLayout:
         """That of pages."""
         return cls(tuple(tuple(_of_page(part) for part in parts_of_pages(each)) for each in layers))
 

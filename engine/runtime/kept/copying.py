@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,10 @@ def _rows(
     return tokens - rows, [each.new_empty(each.shape[0], rows, *each.shape[2:]) for each in empty]
 
 
-def from_pages(layers: Sequence[PagedLayer | StatePages], pages: torch.Tensor, layout: BlockLayout) -> CopyBlock:
+def from_pages(
+    layers: Sequence[PagedLayer | StatePages | None], places: Sequence[int] | Mapping[int, int], layout: BlockLayout
+) -> CopyBlock:
     """Copies blocks of the sequence that these pages hold."""
-    places = pages.tolist()
 
     def copy(index: int, data: torch.Tensor) -> None:
         for paged, parts in zip(layers, layout.parts(data), strict=True):
@@ -117,16 +118,26 @@ def state_into_pages(found: Found, layers: Sequence[PagedLayer | StatePages], pi
         return False
 
 
-def into_pages(found: Found, layers: Sequence[PagedLayer | StatePages], pages: torch.Tensor, held: int) -> int:
+def into_pages(found: Found, layers: Sequence[PagedLayer | StatePages | None], pages: torch.Tensor, held: int) -> int:
     """Writes what was found behind the first `held` tokens, which end a page; returns the tokens that are there now."""
     places, begun = pages.tolist(), held // PAGE_TOKENS
 
     def take(index: int, data: torch.Tensor) -> None:
-        for paged, parts in zip(layers, found.layout.parts(data), strict=True):
-            for source, target in zip(parts, parts_of_pages(paged), strict=True):
-                for number in range(_PAGES):
-                    page = index * _PAGES + number
-                    if page >= begun:
-                        target[places[page]].copy_(source.narrow(1, number * PAGE_TOKENS, PAGE_TOKENS))
+        for number in range(_PAGES):
+            if (place := index * _PAGES + number) >= begun:
+                page_from_block(data, number, found.layout, layers, places[place])
 
     return max(held, found.bring(held // BLOCK_TOKENS, take))
+
+
+def page_from_block(
+    data: torch.Tensor,
+    number: int,
+    layout: BlockLayout,
+    layers: Sequence[PagedLayer | StatePages | None],
+    page: int,
+) -> None:
+    """Writes a page of a block to this one, the block's first being number 0."""
+    for paged, parts in zip(layers, layout.parts(data), strict=True):
+        for source, target in zip(parts, parts_of_pages(paged), strict=True):
+            target[page].copy_(source.narrow(1, number * PAGE_TOKENS, PAGE_TOKENS))

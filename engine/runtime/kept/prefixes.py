@@ -98,9 +98,21 @@ class _Source:
         return [piece.key for piece in self.pieces]
 
 
+class WindowBlocks(NamedTuple):
+    """Blocks, by their indices, of layers with a sliding window: those that are there."""
+
+    layout: BlockLayout
+    copy: CopyBlock
+    there: Sequence[int]
+
+
 @dataclass
 class Found:
-    """The beginning of a prompt that is kept: blocks, and for layers that forget tokens what they hold behind it."""
+    """The beginning of a prompt that is kept: blocks, and for layers that forget tokens what they hold behind it.
+
+    Attributes:
+        windows: blocks of layers with a window, where these are apart: the last of them can be brought.
+    """
 
     keys: list[Key]
     layout: BlockLayout
@@ -108,6 +120,7 @@ class Found:
     _store: KeptPrefixes
     reused: Reused = field(default_factory=Reused)
     state: tuple[Key, StateLayout] | None = None
+    windows: Found | None = None
 
     @property
     def tokens(self) -> int:
@@ -144,6 +157,7 @@ class KeptPrefixes:
         if files is not None:
             files.on_key = self._has_key
         self._forgetful_root = hashlib.blake2b(root + b"forgetful", digest_size=16).digest()
+        self._windowed_root = hashlib.blake2b(root + b"windowed", digest_size=16).digest()
         self.ram_budget = ram_bytes
         self._changed = threading.Condition()
         self._blocks: OrderedDict[Key, _Block] = OrderedDict()
@@ -168,24 +182,36 @@ class KeptPrefixes:
         """What is on disk, of all models."""
         return self._files.nbytes if self._files is not None else 0
 
-    def find(self, ids: Sequence[int], least: int = 0, chat: str = "") -> Found | None:
+    def find(self, ids: Sequence[int], least: int = 0, chat: str = "", window: int = 0) -> Found | None:
         """The longest kept beginning of a prompt, which leaves its last token to be computed.
 
         Args:
             least: tokens that the caller has; one that is no longer is of no use.
             chat: whose files are looked at, too.
+            window: what layers see whose blocks are apart; 0 without any.
         """
         if not BLOCK_TOKENS <= len(ids) - 1 <= self._most_tokens - 1 or least + BLOCK_TOKENS > len(ids) - 1:
             return None
         found, has, is_kept = list[Key](), least // BLOCK_TOKENS, self._look(chat)
-        for key in block_keys(self.root, ids, len(ids) - 1):
+        for key in block_keys(self._windowed_root if window else self.root, ids, len(ids) - 1):
             if len(found) >= has and not is_kept(key):
                 break
             found.append(key)
+        windows = [_of_window(key) for key in found] if window else []
+        while window and len(found) > has:
+            seen = range(max(has, max(0, len(found) * BLOCK_TOKENS - window + 1) // BLOCK_TOKENS), len(found))
+            if all(is_kept(windows[index]) for index in seen):
+                break
+            found.pop()
         if len(found) * BLOCK_TOKENS <= least:
             return None
         layout = self._layout_of(found[has], chat)
-        return Found(found, layout, chat, self) if isinstance(layout, BlockLayout) else None
+        of_windows = self._layout_of(windows[len(found) - 1], chat) if window else None
+        if not isinstance(layout, BlockLayout):
+            return None
+        if not isinstance(of_windows, BlockLayout):
+            return None if window else Found(found, layout, chat, self)
+        return Found(found, layout, chat, self, windows=Found(windows[: len(found)], of_windows, chat, self))
 
     def find_state(self, ids: Sequence[int], least: int, *, has_rows: bool, chat: str = "") -> Found | None:
         """The same for a cache whose layers forget tokens: it goes on where it was left once, behind `least` tokens.
@@ -219,17 +245,30 @@ class KeptPrefixes:
         return Found(blocks, layout, chat, self, state=(key, state)) if isinstance(layout, BlockLayout) else None
 
     def offer(
-        self, owner: object, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock, chat: str = ""
+        self,
+        owner: object,
+        ids: Sequence[int],
+        layout: BlockLayout | None,
+        copy: CopyBlock,
+        chat: str = "",
+        windows: WindowBlocks | None = None,
     ) -> None:
         """An answer has ended: `copy` gives what its owner holds of these tokens, until `withdraw`.
 
         Args:
             layout: of what it gives; None if that cannot be kept.
             chat: on whose part of the disk it may be kept; empty: on none.
+            windows: of layers with a window, if these are apart.
         """
         if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
             return
-        self._offer(owner, _Source(_blocks(self.root, ids, len(ids), layout, copy), chat))
+        pieces = _blocks(self.root if windows is None else self._windowed_root, ids, len(ids), layout, copy)
+        if windows is not None:
+            pieces += [
+                _Piece(_of_window(pieces[index].key), index, windows.layout, partial(windows.copy, index))
+                for index in windows.there
+            ]
+        self._offer(owner, _Source(pieces, chat))
 
     def offer_states(
         self,
@@ -549,6 +588,11 @@ class KeptPrefixes:
 def _blocks(root: Key, ids: Sequence[int], tokens: int, layout: BlockLayout, copy: CopyBlock) -> list[_Piece]:
     """Of the first `tokens` tokens."""
     return [_Piece(key, index, layout, partial(copy, index)) for index, key in enumerate(block_keys(root, ids, tokens))]
+
+
+def _of_window(key: Key) -> Key:
+    """The key of the same tokens of layers with a window."""
+    return hashlib.blake2b(key + b"window", digest_size=16).digest()
 
 
 def _give_way() -> None:

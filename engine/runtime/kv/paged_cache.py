@@ -24,6 +24,7 @@ from engine.kernels.native.paged_attention import (
     Piece,
     Pieces,
     StatePages,
+    pages_seen,
 )
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
@@ -197,17 +198,25 @@ class PagedCaches:
 
     Args:
         layers: the pages of each layer, and its window, 0 without one.
+        slides: whether layers with windows have pages of their own.
     """
 
-    def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int]) -> None:
-        self.layers, self.windows = layers, windows
+    def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int], *, slides: bool = False) -> None:
+        self.layers, self.windows, self.slides = layers, windows, slides
+        kinds = [slides and window > 0 for window in windows]
+        self.in_full = [None if slid else paged for paged, slid in zip(layers, kinds, strict=True)]
+        """By layer, the pages of all tokens of a sequence."""
+        self.in_windows = [paged if slid else None for paged, slid in zip(layers, kinds, strict=True)]
+        """By layer, those of a window."""
         self.generation = 0
         """Another one whenever they get other memory."""
         self._point()
         self._states = [paged for paged in layers if isinstance(paged, StatePages) and paged.page_bytes]
 
     @classmethod
-    def like(cls, cache: Any, kv_type: KvType, pages: int, states: int, *, by_head: bool = False) -> PagedCaches | None:
+    def like(
+        cls, cache: Any, kv_type: KvType, pages: int, states: int, windows: int = 0, *, by_head: bool = False
+    ) -> PagedCaches | None:
         """So many pages of what the library's cache has of its layers, of which it has read a token, where these are;
         None if pages cannot hold all of that.
 
@@ -215,12 +224,13 @@ class PagedCaches:
 
         Args:
             kv_type: of keys and values.
+            windows: pages of layers with a sliding window; 0 if theirs are those of the others.
         """
-        made, windows = list[PagedLayer | StatePages](), list[int]()
+        made, slides = list[PagedLayer | StatePages](), list[int]()
         is_narrow = kv_type in (KvType.INT8, KvType.FP16)
         for layer in cache.layers if type(cache) is DynamicCache else [cache]:
-            windows.append(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0)
-            index = index_of(layer)
+            slides.append(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0)
+            index, own_pages = index_of(layer), windows or pages if slides[-1] else pages
             if type(layer) is DummyLayer:
                 made.append(StatePages.like(None, None, states))
             elif type(layer) is StateLayer and layer.number_of_states == 1:
@@ -228,15 +238,15 @@ class PagedCaches:
             elif (
                 type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
                 and layer.is_initialized
-                and (layer.keys.dtype == kv_type.dtype or (is_narrow and not windows[-1]))
+                and (layer.keys.dtype == kv_type.dtype or (is_narrow and not slides[-1]))
             ):
-                made.append(_pages_like(layer, kv_type, pages, by_head=by_head))
+                made.append(_pages_like(layer, kv_type, own_pages, by_head=by_head))
             elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
                 made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
             else:
                 return None
-        return cls(made, windows)
+        return cls(made, slides, slides=windows > 0)
 
     def _point(self) -> None:
         self.structs = [
@@ -256,10 +266,13 @@ class PagedCaches:
         self.generation += 1
         self._point()
 
-    @property
-    def page_bytes(self) -> int:
-        """Of the keys and values of a page of all layers."""
-        return sum(each.page_bytes for each in self.layers if isinstance(each, PagedLayer))
+    def bytes_by_window(self) -> dict[int, int]:
+        """Of the keys and values of a page, of all layers that have the same window; 0 stands for none."""
+        found = dict[int, int]()
+        for paged, window in zip(self.layers, self.windows, strict=True):
+            if isinstance(paged, PagedLayer):
+                found[window] = found.get(window, 0) + paged.page_bytes
+        return found
 
     @property
     def state_bytes(self) -> int:
@@ -289,24 +302,30 @@ class PagedCaches:
         """A sequence's, for a forward of its next tokens; see `PagedCacheLayer`."""
         if piece.state != piece.next_state:
             self.copy_state(piece.state, piece.next_state)
-        places = {paged.keys.device for paged in self.layers if isinstance(paged, PagedLayer)}
-        pages = {place: piece.pages.to(place, torch.int64) for place in places}
+        kinds = {
+            (paged.keys.device, window > 0)
+            for paged, window in zip(self.layers, self.windows, strict=True)
+            if isinstance(paged, PagedLayer)
+        }
+        pages = {kind: pages_seen(piece, has_window=kind[1]).to(kind[0], torch.int64) for kind in kinds}
         cache = DynamicCache()
         cache.layers = [
             _state_layer(paged, piece)
             if isinstance(paged, StatePages)
-            else PagedCacheLayer(paged, struct, window, piece, pages[paged.keys.device], passes=passes)
+            else PagedCacheLayer(paged, struct, window, piece, pages[paged.keys.device, window > 0], passes=passes)
             if paged.index is None
-            else PagedIndexedLayer(paged, struct, piece, pages[paged.keys.device])
+            else PagedIndexedLayer(paged, struct, piece, pages[paged.keys.device, window > 0])
             for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
         ]
         return cache
 
     def copy_page(self, source: int, target: int) -> None:
         """What a page holds, into another one."""
-        for paged in self.layers:
-            for part in parts_of_pages(paged):
-                part[target] = part[source]
+        _copy(self.in_full, source, target)
+
+    def copy_window(self, source: int, target: int) -> None:
+        """The same of a window's page."""
+        _copy(self.in_windows, source, target)
 
     def copy_state(self, source: int, target: int) -> None:
         """What layers have summed up, into another page."""
@@ -320,13 +339,27 @@ class PagedCaches:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
-        for paged in self.layers:
-            if isinstance(paged, PagedLayer):
-                paged.discard(pages)
+        _discard(self.in_full, pages)
+
+    def discard_windows(self, pages: Sequence[int]) -> None:
+        """The same of windows' pages."""
+        _discard(self.in_windows, pages)
 
     def discard_states(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
+            paged.discard(pages)
+
+
+def _copy(layers: Sequence[PagedLayer | StatePages | None], source: int, target: int) -> None:
+    for paged in layers:
+        for part in parts_of_pages(paged):
+            part[target] = part[source]
+
+
+def _discard(layers: Sequence[PagedLayer | StatePages | None], pages: Sequence[int]) -> None:
+    for paged in layers:
+        if isinstance(paged, PagedLayer):
             paged.discard(pages)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
 from typing import NamedTuple, Protocol
 
 from engine.common.errors import EngineError
-from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.common.footprint import PAGE_TOKENS, pages_for, window_pages
 
 Prefix = bytes
 """Identifies the tokens of a prompt up to the end of a page."""
@@ -17,6 +18,10 @@ Prefix = bytes
 NO_PREFIX: Prefix = b""
 
 Discard = Callable[[Sequence[int]], None]
+
+_WINDOWS_APART = 4
+_FEWEST_APART = 512
+"""How far apart, in windows and in tokens, a long text keeps what others need to go on from its midst."""
 
 
 def _keep(pages: Sequence[int]) -> None:
@@ -34,13 +39,93 @@ class PageKind(NamedTuple):
     Attributes:
         root: the prefix of no tokens; what is stored in another way has another one.
         weight: pages that one of theirs takes.
-        discard, discard_states: return the memory of pages to the system; they can be written to again.
+        discard, discard_states, discard_windows: return the memory of pages to the system; they can be written to
+            again.
+        window: tokens that layers with pages of their own see; 0 if all layers have their tokens in the same pages.
+        at_once: most tokens that a row reads at once.
     """
 
     root: Prefix = NO_PREFIX
     weight: int = 1
     discard: Discard = _keep
     discard_states: Discard = _keep
+    discard_windows: Discard = _keep
+    window: int = 0
+    at_once: int = 1
+
+    def most_windows(self, *, reads: bool = True) -> int:
+        """Pages of a window, at most, that a row holds while it reads its prompt, or while it is answered."""
+        return window_pages(self.window, self.at_once if reads else PAGE_TOKENS)
+
+    def first_window(self, tokens: int) -> int:
+        """The first page that the token behind so many sees."""
+        return max(0, tokens - self.window + 1) // PAGE_TOKENS
+
+    @property
+    def apart(self) -> int:
+        """Tokens, in whole pages, from one place that others can go on from to the next."""
+        return pages_for(max(_FEWEST_APART, _WINDOWS_APART * self.window)) * PAGE_TOKENS
+
+
+class PageSizes(NamedTuple):
+    """What pages take of memory.
+
+    Attributes:
+        unit: bytes that a pool counts in.
+        page, window: units of a page of tokens, and of a window's; 0 if windows have none.
+        window_tokens: what layers with pages of their own see.
+    """
+
+    unit: int
+    page: int = 1
+    window: int = 0
+    window_tokens: int = 0
+
+    @classmethod
+    def of(cls, by_window: Mapping[int, int], slides: bool) -> PageSizes:
+        """Those of layers with so many bytes of a page by their window, 0 for those that see all tokens.
+
+        Args:
+            slides: whether windows may have pages of their own.
+        """
+        full, windows = by_window.get(0, 0), max(by_window, default=0)
+        if not (slides and full and windows):
+            return cls(max(1, sum(by_window.values())))
+        rest = sum(by_window.values()) - full
+        unit = gcd(full, rest)
+        return cls(unit, full // unit, rest // unit, windows)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a page of all layers."""
+        return self.unit * (self.page + self.window)
+
+
+class _Places:
+    """Places 0 to `count` - 1 in one kind of memory, each as large as `weight` pages of the pool."""
+
+    def __init__(self, count: int, weight: int) -> None:
+        self.count, self.weight = count, weight
+        self.free = list(range(count - 1, -1, -1))
+        self.holders = [0] * count
+        self.idle = set[int]()
+        """Those that no row holds but that can still be shared."""
+        self.touched: dict[int, Discard] = {}
+        """Those that have been written to, and so have memory, and what returns that."""
+
+    @property
+    def held(self) -> int:
+        """Those that rows hold now."""
+        return self.count - len(self.free) - len(self.idle)
+
+    def discard(self, numbers: Sequence[int]) -> None:
+        """Returns their memory to the system."""
+        owners: dict[Discard, list[int]] = {}
+        for number in numbers:
+            if (owner := self.touched.pop(number, None)) is not None:
+                owners.setdefault(owner, []).append(number)
+        for owner, own in owners.items():
+            owner(own)
 
 
 class Room(Protocol):
@@ -57,11 +142,14 @@ class Room(Protocol):
 
 
 class PagePool:
-    """Pages 0 to `capacity` - 1.
+    """Memory of the size of `capacity` pages, for all that rows hold of their tokens.
 
     A row takes pages that it has reserved.  Complete pages are offered for sharing under the tokens up to their end,
     of prompts and answers alike, and so is the last one of a row that has ended; once no row holds such a page it is
     kept until its place is needed, least recently used first.  That is the prefix cache.
+
+    Layers with a sliding window may have pages of their own, which a row gives up once its window has passed them.  To
+    go on behind a prefix takes all of its pages, and of the windows' those that the next token sees.
 
     Where layers sum up what they read, a row has two pages of another kind: the state behind its tokens, and the one
     that the next step writes, so that a step may be given up.  States are never shared; the prefix cache has some of
@@ -71,28 +159,36 @@ class PagePool:
         beside: how many pages' memory a row takes for what it has beside its pages, without which nobody can go on from
             these: they are not shared; `None` if pages are all that it has.
         state_weight: pages whose memory a state takes; 0 without any.
-        room: what gives memory to the first pages and states, where it does not come by itself.
+        sizes: of a page, and of a window's.
     """
 
     def __init__(
-        self, capacity: int, beside: int | None = None, state_weight: int = 0, room: Room | None = None
+        self,
+        capacity: int,
+        beside: int | None = None,
+        state_weight: int = 0,
+        sizes: PageSizes = PageSizes(1),  # noqa: B008 - it cannot be changed
     ) -> None:
-        self.capacity, self.state_weight, self._room = capacity, state_weight, room
+        page_weight, window_weight = sizes.page, sizes.window
+        self.capacity, self.state_weight = capacity, state_weight
+        self.page_weight, self.window_weight = page_weight, window_weight
+        self.room: Room | None = None
+        """What gives memory to the first pages and states, where it does not come by itself."""
         self.beside, self.shares = beside or 2 * state_weight, beside is None
-        self.states = capacity // state_weight if state_weight else 0
-        """How many states there can be."""
-        self._free_states = list(range(self.states - 1, -1, -1))
-        self._state_holders = [0] * self.states
+        self._pages = _Places(capacity // page_weight, page_weight)
+        # Whoever holds a window's page holds that of the same tokens.
+        self._windows = _Places(capacity // (page_weight + window_weight) if window_weight else 0, window_weight)
+        self._states = _Places(capacity // state_weight if state_weight else 0, state_weight)
+        self._kinds = (self._states, self._windows, self._pages)
         self._state_of: dict[Prefix, int] = {}
         self._behind: dict[int, tuple[Prefix, Prefix]] = {}
         """Of an offered state, the prefix of whole pages that it is behind, and that of all of its tokens."""
         self._states_after: dict[Prefix, dict[int, tuple[int, ...]]] = {}
         """Offered states by the former, with the tokens since then."""
-        self._idle_states = set[int]()
-        self.touched_states: dict[int, Discard] = {}
-        """As `touched`."""
-        self._free = list(range(capacity - 1, -1, -1))
-        self._holders = [0] * capacity
+        self._window_of: dict[Prefix, int] = {}
+        self._prefix_of_window: dict[int, Prefix] = {}
+        self._windows_held = 0
+        """Windows' pages by rows: two that share one have room for two, as either may be the first to need another."""
         self._reserved = 0
         self._page_of: dict[Prefix, int] = {}
         self._prefix_of: dict[int, Prefix] = {}
@@ -102,41 +198,70 @@ class PagePool:
         self.steady: set[int] = set()
         """Offered pages whose tokens, and all before them, were computed in whole chunks from the first one on: those
         of an answer that has to be repeated bit by bit may be shared."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages that no row holds but that can still be shared; a state is -1 less its number."""
+        self._idle: OrderedDict[tuple[_Places, int], None] = OrderedDict()
+        """What no row holds but can still be shared, the least recently used first."""
         self.elsewhere: Callable[[], int] = int
         """Pages whose memory is in use as a cache of a sequence's own."""
-        self.touched: dict[int, Discard] = {}
-        """Pages that have been written to, and so have memory, and what returns that."""
+
+    @property
+    def pages(self) -> int:
+        """How many pages of tokens there can be."""
+        return self._pages.count
+
+    @property
+    def windows(self) -> int:
+        """How many pages of windows there can be."""
+        return self._windows.count
+
+    @property
+    def states(self) -> int:
+        """How many states there can be."""
+        return self._states.count
 
     @property
     def held(self) -> int:
-        """Pages that rows hold now, states not counted."""
-        return self.capacity - len(self._free) - self.idle
+        """Pages of tokens that rows hold now."""
+        return self._pages.held
+
+    @property
+    def held_windows(self) -> int:
+        """Pages of windows that rows hold now."""
+        return self._windows.held
 
     @property
     def held_states(self) -> int:
         """States that rows hold now."""
-        return self.states - len(self._free_states) - len(self._idle_states)
+        return self._states.held
 
     @property
     def in_use(self) -> int:
-        """Pages that are held or promised, and those whose memory is a cache of a sequence's own."""
-        return self.held + self.held_states * self.state_weight + self._reserved + self.elsewhere()
+        """What is held or promised, and what is a cache of a sequence's own, in pages."""
+        held = self.held * self.page_weight + self.held_states * self.state_weight
+        return held + self._windows_held * self.window_weight + self._reserved + self.elsewhere()
 
     @property
     def filled(self) -> int:
-        """Pages whose memory holds something of use."""
-        return self.capacity - len(self._free) + (self.states - len(self._free_states)) * self.state_weight
+        """Memory that holds something of use, in pages."""
+        return sum((kind.count - len(kind.free)) * kind.weight for kind in self._kinds)
 
     @property
-    def has_memory(self) -> int:
-        """Pages that have any."""
-        return len(self.touched) + len(self.touched_states) * self.state_weight
+    def spare(self) -> int:
+        """Memory that was written to and that no row holds, in pages."""
+        return sum((len(kind.touched) - kind.held) * kind.weight for kind in self._kinds)
 
-    def needs(self, tokens: int) -> int:
-        """Pages that a row of so many tokens takes."""
-        return pages_for(tokens) + self.beside
+    def needs(self, tokens: int, kind: PageKind = PageKind(), *, reads: bool = True) -> int:  # noqa: B008
+        """Memory that a row of so many tokens takes, in pages, while it reads its prompt or is answered."""
+        pages = pages_for(tokens)
+        windows = min(pages, kind.most_windows(reads=reads)) if kind.window else 0
+        return (pages * self.page_weight + windows * self.window_weight) * kind.weight + self.beside
+
+    def most_tokens(self, kind: PageKind) -> int:
+        """How long a row may be that has all of it."""
+        room = (self.capacity - self.beside) // kind.weight
+        windows = kind.most_windows() if kind.window else 0
+        if room < windows * (self.page_weight + self.window_weight):
+            return room // (self.page_weight + self.window_weight) * PAGE_TOKENS
+        return (room - windows * self.window_weight) // self.page_weight * PAGE_TOKENS
 
     def reserve(self, pages: int) -> bool:
         """Reserves pages; False if there are not enough."""
@@ -155,84 +280,88 @@ class PagePool:
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`: a device has none for it.
         """
-        assert self._reserved > 0
-        page = self._free_page()
-        self._reserved -= 1
-        self._holders[page] = 1
-        if self.touched.get(page, kind.discard) != kind.discard:
-            self.discard([page])
-        self.touched[page] = kind.discard
-        return page
+        return self._take(self._pages, kind.discard)
 
-    def _free_page(self) -> int:
-        while not self._free or (self.states and self.filled >= self.capacity):
-            page = self._oldest_idle()
-            if page >= 0:
-                return page
-            self._free_states.append(-1 - page)
-            _discard(self.touched_states, [-1 - page])
-        room = self._room
-        if room is not None and (wanted := self._free[-1] + 1) > room.pages:
-            try:
-                room.resize(wanted, room.states)
-            except EngineError:
-                if not self.idle:
-                    raise
-                while (page := self._oldest_idle()) < 0:
-                    self._free_states.append(-1 - page)
-                return page
-        return self._free.pop()
+    def take_window(self, kind: PageKind) -> int:
+        """Takes a page of a window out of a reservation."""
+        self._windows_held += 1
+        return self._take(self._windows, kind.discard_windows)
 
-    def fit(self, *, spare: int = 0) -> bool:
-        """Gives up the memory of the last pages and states that hold nothing, if these are more than `spare`; whether
+    def fit(self, *, if_many: bool = False) -> bool:
+        """Gives up the memory of the last pages and states that hold nothing, or only if these are half of all; whether
         there was any."""
-        if self._room is None:
+        if self.room is None:
             return False
-        pages, states = (max(held, default=-1) + 1 for held in (self.touched, self.touched_states))
-        if pages + spare >= self._room.pages and states >= self._room.states:
+        pages, states = (max(kind.touched, default=-1) + 1 for kind in (self._pages, self._states))
+        if (2 * pages if if_many else pages) >= self.room.pages and states >= self.room.states:
             return False
-        self._room.resize(pages, states)
+        self.room.resize(pages, states)
         return True
 
     def take_state(self, kind: PageKind) -> int:
         """Takes a state out of a reservation of its weight."""
-        assert self._reserved >= self.state_weight
-        pages = list[int]()
-        while not self._free_states or self.filled + self.state_weight > self.capacity:
-            page = self._oldest_idle()
-            if page >= 0:
-                pages.append(page)
-                self._free.append(page)
-            else:
-                self._free_states.append(-1 - page)
-        self.discard(pages)
-        if self._room is not None and (wanted := self._free_states[-1] + 1) > self._room.states:
-            self._room.resize(self._room.pages, wanted)
-        self._reserved -= self.state_weight
-        state = self._free_states.pop()
-        self._state_holders[state] = 1
-        if self.touched_states.get(state, kind.discard_states) != kind.discard_states:
-            _discard(self.touched_states, [state])
-        self.touched_states[state] = kind.discard_states
-        return state
+        return self._take(self._states, kind.discard_states)
+
+    def _take(self, places: _Places, discard: Discard) -> int:
+        assert self._reserved >= places.weight
+        while not places.free or self.filled + places.weight > self.capacity:
+            evicted, number = self._oldest_idle()
+            evicted.free.append(number)
+            if evicted is not places:
+                evicted.discard([number])
+        if self.room is not None:
+            self._make_room(self.room, places)
+        self._reserved -= places.weight
+        number = places.free.pop()
+        places.holders[number] = 1
+        if places.touched.get(number, discard) != discard:
+            places.discard([number])
+        places.touched[number] = discard
+        return number
+
+    def _make_room(self, room: Room, places: _Places) -> None:
+        """Has the next free one of these places have memory."""
+        wanted, are_pages = places.free[-1] + 1, places is self._pages
+        if wanted <= (room.pages if are_pages else room.states):
+            return
+        try:
+            room.resize(*((wanted, room.states) if are_pages else (room.pages, wanted)))
+        except EngineError:
+            if not places.idle:
+                raise
+            evicted = None
+            while evicted is not places:
+                evicted, number = self._oldest_idle()
+                evicted.free.append(number)
+
+    def _hold(self, places: _Places, number: int) -> bool:
+        """One more holder; whether there was none."""
+        places.holders[number] += 1
+        if number not in places.idle:
+            return False
+        places.idle.remove(number)
+        del self._idle[places, number]
+        return True
+
+    def _release(self, places: _Places, number: int, *, is_offered: bool) -> None:
+        places.holders[number] -= 1
+        if places.holders[number]:
+            return
+        if is_offered:
+            places.idle.add(number)
+            self._idle[places, number] = None
+        else:
+            places.free.append(number)
+
+    # --- states -----------------------------------------------------------------------------------------
 
     def hold_state(self, state: int) -> None:
         """One more holder of a state that is held or offered: nobody writes to it then."""
-        if not self._state_holders[state]:
-            self._idle_states.remove(state)
-            del self._idle[-1 - state]
-        self._state_holders[state] += 1
+        self._hold(self._states, state)
 
     def release_state(self, state: int) -> None:
         """Removes one holder."""
-        self._state_holders[state] -= 1
-        if self._state_holders[state]:
-            return
-        if state in self._behind:
-            self._idle_states.add(state)
-            self._idle[-1 - state] = None
-        else:
-            self._free_states.append(state)
+        self._release(self._states, state, is_offered=state in self._behind)
 
     def offer_state(self, state: int, before: Prefix, tokens: Sequence[int]) -> bool:
         """Offers a state, which nobody writes to any more; false if there is one behind the same tokens.
@@ -265,101 +394,146 @@ class PagePool:
                 return state, count
             end += PAGE_TOKENS
 
+    # --- windows ----------------------------------------------------------------------------------------
+
+    def offer_window(self, page: int, prefix: Prefix) -> None:
+        """Offers a window's page for sharing as the end of this prefix, as `publish` does."""
+        if self.shares and prefix not in self._window_of and page not in self._prefix_of_window:
+            self._window_of[prefix], self._prefix_of_window[page] = page, prefix
+
+    def window_of(self, prefix: Prefix) -> int | None:
+        """The window's page that is offered as the end of a prefix; `None` if there is none."""
+        return self._window_of.get(prefix)
+
+    def hold_window(self, page: int, *, is_reserved: bool = True) -> None:
+        """One more row holds a window's page, which is held or offered.
+
+        Args:
+            is_reserved: whether it gives up a reservation for that; else another one is about to let go of the page.
+        """
+        self._hold(self._windows, page)
+        self._windows_held += 1
+        self._reserved -= self.window_weight if is_reserved else 0
+
+    def fork_window(self, page: int) -> None:
+        """One more sequence of a row that holds a window's page goes on from it."""
+        self._windows.holders[page] += 1
+
+    def is_window_forked(self, page: int) -> bool:
+        """Whether several hold it."""
+        return self._windows.holders[page] > 1
+
+    def release_window(self, page: int, *, is_fork: bool = False, is_of_use: bool = True) -> None:
+        """Removes one holder.
+
+        Args:
+            is_of_use: whether others may want to go on from where it is seen.
+        """
+        if not is_fork:
+            self._windows_held -= 1
+        if not is_of_use and self._windows.holders[page] == 1:
+            self._forget_window(page)
+        self._release(self._windows, page, is_offered=page in self._prefix_of_window)
+
+    def _forget_window(self, page: int) -> None:
+        prefix = self._prefix_of_window.pop(page, None)
+        if prefix is not None:
+            del self._window_of[prefix]
+
+    # --- what nobody holds ------------------------------------------------------------------------------
+
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of pages that nobody can share any more."""
-        _discard(self.touched, pages)
+        self._pages.discard(pages)
 
     def leave(self, kind: PageKind) -> None:
         """The memory of this kind is gone."""
-        for page in [page for page, owner in self.touched.items() if owner == kind.discard]:
-            del self.touched[page]
-            if page in self._idle:
-                self._let_go(page)
-        for state in [state for state, owner in self.touched_states.items() if owner == kind.discard_states]:
-            del self.touched_states[state]
-            if state in self._idle_states:
-                self._let_go(-1 - state)
+        discards = (kind.discard_states, kind.discard_windows, kind.discard)
+        for places, discard in zip(self._kinds, discards, strict=True):
+            for number in [number for number, owner in places.touched.items() if owner == discard]:
+                del places.touched[number]
+                if number in places.idle:
+                    self._let_go(places, number)
 
     def give_back(self, most: int) -> list[int]:
-        """Up to so many pages with memory that no row holds, and states in place of some of them: they have none from
-        now on."""
-        states = [state for state in self._free_states if state in self.touched_states]
-        states = states[: most // self.state_weight] if states else []
-        most -= len(states) * self.state_weight
-        pages = [page for page in self._free if page in self.touched][:most]
-        while len(pages) < most and self._idle:
-            page = self._oldest_idle()
-            if page >= 0:
-                pages.append(page)
-                self._free.insert(0, page)
-            else:
-                states.append(-1 - page)
-                self._free_states.insert(0, -1 - page)
-                most -= self.state_weight
-        self.discard(pages)
-        _discard(self.touched_states, states)
-        return pages
+        """Returns the memory of up to so many pages, or of states and windows in their place, that no row holds; which
+        of them are pages."""
+        gone: dict[_Places, list[int]] = {}
+        for places in self._kinds:
+            free = [number for number in places.free if number in places.touched]
+            gone[places] = free[: most // places.weight] if free else []
+            most -= len(gone[places]) * places.weight
+        while most > 0 and self._idle:
+            places, number = self._oldest_idle()
+            gone[places].append(number)
+            places.free.insert(0, number)
+            most -= places.weight
+        for places, numbers in gone.items():
+            places.discard(numbers)
+        return gone[self._pages]
 
-    def _oldest_idle(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        self._forget(page)
-        return page
+    def _oldest_idle(self) -> tuple[_Places, int]:
+        (places, number), _ = self._idle.popitem(last=False)
+        self._forget(places, number)
+        return places, number
 
-    def _let_go(self, page: int) -> None:
+    def _let_go(self, places: _Places, number: int) -> None:
         """Stops offering what nobody holds."""
-        del self._idle[page]
-        self._forget(page)
-        (self._free if page >= 0 else self._free_states).append(page if page >= 0 else -1 - page)
+        del self._idle[places, number]
+        self._forget(places, number)
+        places.free.append(number)
 
-    def _forget(self, page: int) -> None:
-        if page < 0:
-            state = -1 - page
-            before, prefix = self._behind.pop(state)
+    def _forget(self, places: _Places, number: int) -> None:
+        places.idle.discard(number)
+        if places is self._windows:
+            self._forget_window(number)
+        elif places is self._states:
+            before, prefix = self._behind.pop(number)
             del self._state_of[prefix]
-            self._idle_states.discard(state)
-            del self._states_after[before][state]
+            del self._states_after[before][number]
             if not self._states_after[before]:
                 del self._states_after[before]
-            return
-        prefix = self._prefix_of.pop(page)
-        if self._page_of.get(prefix) == page:
-            del self._page_of[prefix]
-        siblings = self._after[before := self._before.pop(page)]
-        del siblings[page]
-        if not siblings:
-            del self._after[before]
-        self.steady.discard(page)
+        else:
+            prefix = self._prefix_of.pop(number)
+            if self._page_of.get(prefix) == number:
+                del self._page_of[prefix]
+            siblings = self._after[before := self._before.pop(number)]
+            del siblings[number]
+            if not siblings:
+                del self._after[before]
+            self.steady.discard(number)
+
+    # --- pages of tokens --------------------------------------------------------------------------------
 
     def share(self, prefix: Prefix) -> int | None:
         """The page that ends this prefix, with one more holder; `None` if there is none."""
         page = self._page_of.get(prefix)
-        if page is None:
-            return None
-        if self._holders[page] == 0:
+        if page is not None and self._hold(self._pages, page):
             # Reservations count an idle page as free, so the row that shares it gives up one of its own.
-            del self._idle[page]
-            self._reserved -= 1
-        self._holders[page] += 1
+            self._reserved -= self.page_weight
         return page
 
     def fork(self, page: int) -> None:
         """One more holder of a page that is held: who writes to it next takes a page of its own instead."""
-        assert self._holders[page] > 0
-        self._holders[page] += 1
+        assert self._pages.holders[page] > 0
+        self._pages.holders[page] += 1
 
     def is_forked(self, page: int) -> bool:
         """Whether several hold it."""
-        return self._holders[page] > 1
+        return self._pages.holders[page] > 1
 
     def is_idle(self, prefix: Prefix) -> bool:
         """Whether this prefix has a page that no row holds."""
-        page = self._page_of.get(prefix)
-        return page is not None and self._holders[page] == 0
+        return self._page_of.get(prefix) in self._pages.idle
+
+    def has(self, prefix: Prefix) -> bool:
+        """Whether a page is offered as the end of this prefix."""
+        return prefix in self._page_of
 
     @property
     def idle(self) -> int:
-        """Pages that no row holds but that can still be shared, states not counted."""
-        return len(self._idle) - len(self._idle_states)
+        """Pages that no row holds but that can still be shared."""
+        return len(self._pages.idle)
 
     def publish(
         self, page: int, prefix: Prefix, before: Prefix = NO_PREFIX, tokens: Sequence[int] = (), *, steady: bool = False
@@ -378,9 +552,17 @@ class PagePool:
         if steady and self._page_of[prefix] == page:
             self.steady.add(page)
 
-    def longest(self, before: Prefix, tokens: Sequence[int]) -> tuple[int, int]:
-        """The offered page behind a prefix that begins with most of these tokens, and how many they are."""
-        found = ((_common(held, tokens), page) for page, held in self._after.get(before, {}).items())
+    def longest(self, before: Prefix, tokens: Sequence[int], *, has_window: bool = False) -> tuple[int, int]:
+        """The offered page behind a prefix that begins with most of these tokens, and how many they are.
+
+        Args:
+            has_window: whether the window's page has to be there, too.
+        """
+        found = (
+            (_common(held, tokens), page)
+            for page, held in self._after.get(before, {}).items()
+            if not has_window or self._prefix_of[page] in self._window_of
+        )
         count, page = max(found, default=(0, -1))
         return page, count
 
@@ -399,50 +581,34 @@ class PagePool:
         return [self._prefix_of[page] for page in pages if page in self._prefix_of]
 
     def forget(self, prefixes: Sequence[Prefix]) -> list[int]:
-        """Stops sharing the pages that end these and that no row holds; which they are."""
-        pages = [page for page in map(self._page_of.get, prefixes) if page is not None and page in self._idle]
-        states = [state for state in map(self._state_of.get, prefixes) if state in self._idle_states]
-        for page in [*pages, *(-1 - state for state in states if state is not None)]:
-            self._let_go(page)
-        _discard(self.touched_states, [state for state in states if state is not None])
+        """Stops sharing what ends these and no row holds, and returns the memory of it; which of it are pages."""
+        pages = list[int]()
+        for prefix in prefixes:
+            found = (self._state_of.get(prefix), self._window_of.get(prefix), self._page_of.get(prefix))
+            for places, number in zip(self._kinds, found, strict=True):
+                if number is not None and number in places.idle:
+                    self._let_go(places, number)
+                    places.discard([number])
+                    pages += [number] if places is self._pages else []
         return pages
 
     def forget_prefixes(self) -> None:
         """Stops sharing all present pages with later rows."""
-        self._free += [page for page in self._idle if page >= 0]
-        self._free_states += self._idle_states
+        for places in self._kinds:
+            places.free += places.idle
+            places.idle.clear()
         self._idle.clear()
         for known in (self._page_of, self._prefix_of, self._after, self._before, self.steady):
             known.clear()
-        for of_states in (self._state_of, self._behind, self._states_after, self._idle_states):
-            of_states.clear()
+        for of_others in (self._state_of, self._behind, self._states_after, self._window_of, self._prefix_of_window):
+            of_others.clear()
 
     def release(self, page: int) -> None:
         """Removes one holder."""
-        self._holders[page] -= 1
-        if self._holders[page]:
-            return
-        if page in self._prefix_of:
-            self._idle[page] = None
-        else:
-            self._free.append(page)
-
-
-def _discard(touched: dict[int, Discard], pages: Sequence[int]) -> None:
-    owners: dict[Discard, list[int]] = {}
-    for page in pages:
-        if (owner := touched.pop(page, None)) is not None:
-            owners.setdefault(owner, []).append(page)
-    for owner, own in owners.items():
-        owner(own)
+        self._release(self._pages, page, is_offered=page in self._prefix_of)
 
 
 def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = enumerate(zip(held, tokens, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(held), len(tokens)))
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that `tokens` tokens need."""
-    return -(-tokens // PAGE_TOKENS)

@@ -44,9 +44,9 @@ def held_parts(states: Any) -> list[torch.Tensor]:
     return parts
 
 
-def parts_of_pages(paged: PagedLayer | StatePages) -> list[torch.Tensor]:
+def parts_of_pages(paged: PagedLayer | StatePages | None) -> list[torch.Tensor]:
     """The same of pages: [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]; states have none of each token."""
-    if isinstance(paged, StatePages):
+    if not isinstance(paged, PagedLayer):
         return []
     parts = (paged.keys, paged.values, paged.key_scales, paged.value_scales, paged.index)
     return [part for part in parts if part is not None]

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
+from engine.common.footprint import pages_for
 from engine.devices.device import upload
 from engine.kernels.gpu.latents import LatentContext
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
 from engine.kernels.reference import store_tokens
 from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.parts import parts_of_pages
 
 GATHERED_PAGES = 8

@@ -20,6 +20,7 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -33,12 +34,12 @@ from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
-from engine.runtime.kept.block import BlockLayout
+from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import from_pages
-from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kept.prefixes import KeptPrefixes, WindowBlocks
 from engine.runtime.kept.state import PagedState
 from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for
+from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool, Prefix
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
@@ -130,21 +131,24 @@ class ContinuousBatch:
         if above is None:
             # Any one request has room; memory is only taken as tokens come.
             state_weight = -(-model.state_bytes // model.page_bytes)
-            longest, pages = pages_for(model.context_tokens) + 2 * state_weight, model.pages
+            sizes, pages = model.sizes, model.pages
+            kind = self._kind_of(model, window=sizes.window_tokens)
             if exact:
+                longest = PagePool(0, None, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
-            pages = min(pages, most_pages or pages)
-            model.allocate(pages, pages // state_weight if state_weight else 0, by_head=exact)
-            self.pool = PagePool(pages, model.pages_beside, state_weight, model.room)
+            if most_pages:
+                pages = min(pages, most_pages * (sizes.page + sizes.window))
+            self.pool, self._kind = PagePool(pages, model.pages_beside, state_weight, sizes), kind
+            model.allocate(self.pool.pages, self.pool.states, self.pool.windows, by_head=exact)
+            self.pool.room = model.room
             self.exact = model.exact_steps() if exact else None
-            self._kind = PageKind(discard=model.discard, discard_states=model.discard_states)
         else:
             self.pool, self._kind = above.pool, above._kind
             above.below.append(self)
             if model is not above.model:
-                weight = -(-model.page_bytes // above.model.page_bytes)
+                weight = -(-model.sizes.nbytes // (above.model.sizes.page * above.model.page_bytes))
                 self._kind = PageKind(uuid4().bytes, weight, model.discard, model.discard_states)
-                model.allocate(self.pool.capacity, self.pool.states)
+                model.allocate(self.pool.pages, self.pool.states)
         self._partings = Partings(PAGE_TOKENS)
         """Where rows leave states, if layers have any."""
         self.make_room: Check = never
@@ -181,6 +185,11 @@ class ContinuousBatch:
         self._token_s = 0.0
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
+
+    def _kind_of(self, model: PackedModel | SessionRows, window: int) -> PageKind:
+        at_once = max(self._policy.sweep_tokens, model.chunk_tokens)
+        discards = (model.discard, model.discard_states, model.discard_windows)
+        return PageKind(NO_PREFIX, 1, *discards, window=window, at_once=at_once)
 
     def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
         """Takes a request, which is answered in `sweep`.
@@ -339,7 +348,7 @@ class ContinuousBatch:
 
     def has_room_for(self, new: PreparedRow) -> bool:
         """Whether a request could begin here if all others left."""
-        return self.pool.needs(len(new.prompt) + 1) <= self.pool.capacity
+        return self.pool.needs(len(new.prompt) + 1, self._kind) <= self.pool.capacity
 
     @property
     def model(self) -> PackedModel | SessionRows:
@@ -556,8 +565,8 @@ class ContinuousBatch:
             source.on_row(new.ended())
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
-        if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:
-            source.on_row(new.ended(_too_long(new, self.pool.capacity)))
+        if self.pool.needs(needs, self._kind) > self.pool.capacity:
+            source.on_row(new.ended(_too_long(new, self.pool.most_tokens(self._kind))))
             return True
         row = self._row_of(new, sequence)
         if not self._reserve(row):
@@ -736,9 +745,9 @@ class ContinuousBatch:
             else:
                 row.share_pages()
                 if self._kept is not None and caches is not None:
-                    row.bring_kept(self._kept, caches.layers)
+                    row.bring_kept(self._kept, caches)
                 if exact is not None and caches is not None:
-                    row.copy_part(caches.copy_page)
+                    row.copy_part(caches)
             if exact is not None and begins and not row.sequence.ids:
                 row.request.on_progress(row.held, len(row.prompt))
         return row.error is None
@@ -821,7 +830,7 @@ class ContinuousBatch:
         if row.search is not None:
             caches = self._model.caches
             with self._work_for(row):
-                row.search_on(logits, caches.copy_page if caches is not None else None)
+                row.search_on(logits, caches)
             return 1
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
@@ -875,29 +884,38 @@ class ContinuousBatch:
                 self._offer(kept, row, caches, pages)
         # As much as is kept of other models, or what this one has left.
         most = max(
-            len(row.pages) + self.pool.beside,
+            self.pool.needs(row.held, self._kind),
             kept.ram_budget // self._model.page_bytes if kept is not None else 0,
         )
-        held = self.pool.held + self.pool.held_states * self.pool.state_weight
         if self._policy.on_device:  # room for a context is nobody else's
             most = max(most, pages_for(self._model.context_tokens))
-        too_many = self.pool.has_memory - held - most
-        if too_many > 0:
+        if (too_many := self.pool.spare - most) > 0:
             self.pool.give_back(too_many)
-        self.pool.fit(spare=self.pool.has_memory)
+        self.pool.fit(if_many=True)
 
     def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
-        layout, states = BlockLayout.of_pages(caches.layers), row.states
+        layout, states, windows = BlockLayout.of_pages(caches.in_full), row.states, self._hold_windows(row)
         for _tokens, state in states:
             self.pool.hold_state(state)
-        offer = _Offer(pages, [state for _tokens, state in states])
+        offer = _Offer(pages, [state for _tokens, state in states], [*windows.values()])
         self._offers.append(offer)
-        copy, chat = from_pages(caches.layers, pages, layout), row.request.chat
+        copy, chat = from_pages(caches.in_full, pages.tolist(), layout), row.request.chat
         if caches.have_states:
             held = [PagedState(caches, pages, tokens, state) for tokens, state in states]
             kept.offer_states(offer, row.read, layout, copy, held, chat)
         else:
-            kept.offer(offer, row.read, layout, copy, chat)
+            kept.offer(offer, row.read, layout, copy, chat, _blocks_of_windows(caches, windows, row.held))
+
+    def _hold_windows(self, row: PagedRow) -> dict[int, int]:
+        own, others = row.windows_to_keep()
+        for page in own.values():
+            self.pool.hold_window(page, is_reserved=False)  # the row lets go of it now
+        there = dict(own)
+        for place, page in others.items():
+            if self.pool.reserve(self.pool.window_weight):
+                self.pool.hold_window(page)
+                there[place] = page
+        return there
 
     def _drop_written(self) -> None:
         """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
@@ -908,7 +926,7 @@ class ContinuousBatch:
             kept.forget(offer)
             self._drop(offer)
         for chat in [each for each in self._left_by if not kept.is_there(each)]:
-            self.pool.discard(self.pool.forget(self._left_by.pop(chat)))
+            self.pool.forget(self._left_by.pop(chat))
 
     def give_up_offers(self) -> bool:
         """Copies what the disk is to have of pages that are needed now; whether there was any."""
@@ -923,6 +941,8 @@ class ContinuousBatch:
         self._offers.remove(offer)
         for page in offer.pages.tolist():
             self.pool.release(page)
+        for page in offer.windows:
+            self.pool.release_window(page)
         for state in offer.states:
             self.pool.release_state(state)
 
@@ -942,6 +962,16 @@ class _Offer:
 
     pages: torch.Tensor
     states: list[int]
+    windows: list[int]
+
+
+def _blocks_of_windows(caches: PagedCaches, windows: dict[int, int], tokens: int) -> WindowBlocks | None:
+    if not caches.slides:
+        return None
+    layout, each = BlockLayout.of_pages(caches.in_windows), BLOCK_TOKENS // PAGE_TOKENS
+    whole = range(tokens // BLOCK_TOKENS)
+    there = [index for index in whole if all(index * each + number in windows for number in range(each))]
+    return WindowBlocks(layout, from_pages(caches.in_windows, windows, layout), there)
 
 
 def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:
@@ -962,9 +992,9 @@ def _is_memory(error: BaseException) -> bool:
     return is_out_of_memory(error) or (isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY)
 
 
-def _too_long(new: PreparedRow, pages: int) -> EngineError:
+def _too_long(new: PreparedRow, tokens: int) -> EngineError:
     return EngineError(
         ErrorCode.PROMPT_TOO_LONG,
         f"The row needs room for {len(new.prompt) + new.limits.max_tokens:,} tokens, but the batch has memory for "
-        f"{pages * PAGE_TOKENS:,}: shorten it, lower the token limit or allow more memory with --ram.",
+        f"{tokens:,}: shorten it, lower the token limit or allow more memory with --ram.",
     )

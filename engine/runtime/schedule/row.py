@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
+from engine.common.footprint import PAGE_TOKENS, SPARE_WINDOW_PAGES, pages_for
+from engine.kernels.native.paged_attention import Piece
 from engine.runtime.batch.session_rows import RowSession, SessionBeams
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import Decoded, GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation
-from engine.runtime.kept.block import BlockLayout
-from engine.runtime.kept.copying import into_pages, state_into_pages
-from engine.runtime.kept.prefixes import KeptPrefixes, Reused
-from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for, prefix_after
+from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
+from engine.runtime.kept.copying import into_pages, page_from_block, state_into_pages
+from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
+from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
 from engine.runtime.pictures import Layout
 from engine.runtime.schedule.request import BatchRequest
 
@@ -71,7 +72,13 @@ class PagedRow:
         # The last token of an answer is never fed back.
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
         self._pages: list[int] = []
-        self._reserved = 0
+        self._windows: dict[int, int] = {}
+        """The pages of its window by their place among its pages, if layers with one have pages of their own."""
+        self._window_table = torch.zeros_like(self._table) if kind.window else None
+        self._places = set[int]()
+        """Numbers of tokens that others may want to go on behind."""
+        self._reserved = self._covered = 0
+        """What it has room for, and the pages of tokens that this is for."""
         self.search: Callable[[torch.Tensor], Beams[Decoded]] | None = None
         """Begins the search for its answer, from logits after the prompt, if it has beams."""
         self.beams: _RowBeams | SessionBeams | None = None
@@ -131,9 +138,8 @@ class PagedRow:
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
         if self.beams is not None:
-            return self._reserve_pages(self._pool.beside + len(self._pages) + self.beams.taken + self.beams.needs)
-        taken = len(self._pages) * self._kind.weight + self._pool.beside
-        if taken < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
+            return self._reserve_pages(self._pool.beside + self._taken + self.beams.taken + self.beams.needs)
+        if self._needs(self.held + 1) <= self._reserved:
             return True
         return self._reserve_up_to(self.held + self._ahead) or self._reserve_up_to(self.held + 1)
 
@@ -194,14 +200,19 @@ class PagedRow:
 
     def up_to_state(self, tokens: int) -> int:
         """How many of its next tokens it reads before it may leave a state for whoever asks the same again."""
-        last = (len(self.prompt) - _BEFORE_END) // PAGE_TOKENS * PAGE_TOKENS
+        last = self._before_end
         return min(tokens, last - self.held) if self.held < last and not self.request.repeats else tokens
+
+    @property
+    def _before_end(self) -> int:
+        return (len(self.prompt) - _BEFORE_END) // PAGE_TOKENS * PAGE_TOKENS
 
     def leaves_state(self) -> bool:
         """Whether others may want to go on from here: before its prompt's end, or far from the last such place."""
-        last = (len(self.prompt) - _BEFORE_END) // PAGE_TOKENS * PAGE_TOKENS
         before = self.left[-1][0] if self.left else self._found
-        return self.held == last or self.held - before >= max(_FEWEST_APART, self._pool.state_weight * PAGE_TOKENS)
+        return self.held == self._before_end or self.held - before >= max(
+            _FEWEST_APART, self._pool.state_weight * PAGE_TOKENS
+        )
 
     def leave_state(self, caches: PagedCaches) -> None:
         """Copies its state for others, where a page ends, if there is room for that."""
@@ -229,52 +240,105 @@ class PagedRow:
         return self._table[: len(self._pages)]
 
     @property
+    def _taken(self) -> int:
+        """What its pages and its window's take of its reservation."""
+        return len(self._pages) * self._pool.page_weight + len(self._windows) * self._pool.window_weight
+
+    @property
     def read(self) -> list[int]:
         """The tokens that are in its pages."""
         return (self.prompt[: self._prompt_tokens] + self.sequence.ids)[: self.held]
 
-    def share_pages(self, most: int | None = None) -> None:
+    def share_pages(self, most: int | None = None, step: int = PAGE_TOKENS) -> None:
         """Takes over pages of rows whose prompts have the same beginning, as far as there are any.
 
         Args:
             most: tokens that it may hold then.
+            step: only a multiple of so many, if layers have a window.
         """
-        while self.following is not None and self.held == len(self._pages) * PAGE_TOKENS:
-            if most is not None and self.held >= most:
-                return
-            was_idle = self._pool.is_idle(self.following)
-            page = self._pool.share(self.following)
-            if page is None:
-                return
+        if self.held != len(self._pages) * PAGE_TOKENS:
+            return
+        begun, prefixes = len(self._pages), self._known_prefixes(most)
+        count = self._reach(begun, prefixes, step) if self._kind.window else len(prefixes)
+        if count < len(prefixes):
+            self._places.add(self.held + len(prefixes) * PAGE_TOKENS)  # this is where prompts part
+        if not count:
+            return
+        reach = self.held + count * PAGE_TOKENS
+        if self._kind.window:
+            self._places.add(reach)
+            first = self._kind.first_window(reach)
+            self._pass_windows(first)
+            for place in range(max(begun, first), begun + count):
+                page = self._pool.window_of(prefixes[place - begun])
+                assert page is not None
+                self._pool.hold_window(page)
+                self._add_window(place, page)
+        for prefix in prefixes[:count]:
+            was_idle, page = self._pool.is_idle(prefix), self._pool.share(prefix)
+            assert page is not None
             if not was_idle:
-                self._pool.give_back_reservation(1)
+                self._pool.give_back_reservation(self._pool.page_weight)
             self._add(page)
-            self._has_found(PAGE_TOKENS)
-            self._published, self._prefix = self.held, self.following
-            self._look_ahead()
+        self._has_found(reach - self.held)
+        self._published, self._prefix = self.held, prefixes[count - 1]
+        self._look_ahead()
+
+    def _known_prefixes(self, most: int | None) -> list[Prefix]:
+        """Those of its next pages that are offered, up to the first that is not."""
+        found, prefix, end = list[Prefix](), self.following, self.held + PAGE_TOKENS
+        while prefix is not None and self._pool.has(prefix) and (most is None or end - PAGE_TOKENS < most):
+            found.append(prefix)
+            is_next = end + PAGE_TOKENS < len(self.prompt)
+            prefix = prefix_after(prefix, self.prompt[end : end + PAGE_TOKENS]) if is_next else None
+            end += PAGE_TOKENS
+        return found
+
+    def _reach(self, begun: int, prefixes: Sequence[Prefix], step: int) -> int:
+        """How many of these pages can be gone on behind: what the next token sees of a window is there."""
+        count = run = 0
+        for number, prefix in enumerate(prefixes, 1):
+            run = run + 1 if self._pool.window_of(prefix) is not None else 0
+            end = begun + number
+            wanted = end - max(begun, self._kind.first_window(end * PAGE_TOKENS))
+            if run >= wanted and end * PAGE_TOKENS % step == 0:
+                count = number
+        return count
 
     def share_steady_pages(self, chunk: int) -> None:
         """The same, where tokens have to be those of another time, bit by bit: whole chunks computed as at first."""
         if not self.held:
-            self.share_pages(most := self._pool.steady_tokens(self.prompt[:-1]) // chunk * chunk)
-            self.steady = most
+            most = self._pool.steady_tokens(self.prompt[:-1]) // chunk * chunk
+            self.share_pages(most, chunk)
+            self.steady = min(most, self.held)
 
-    def copy_part(self, copy_page: Callable[[int, int], None]) -> None:
-        """Takes over the beginning of a page in which its prompt goes on otherwise, or that is not full; once.
-
-        Args:
-            copy_page: from one page to another one.
-        """
+    def copy_part(self, caches: PagedCaches) -> None:
+        """Takes over the beginning of a page in which its prompt goes on otherwise, or that is not full; once."""
         if self._has_copied or self.held != len(self._pages) * PAGE_TOKENS:
             return
-        self._has_copied = True
-        page, tokens = self._pool.longest(self._prefix, self.prompt[self.held : len(self.prompt) - 1][:PAGE_TOKENS])
-        if tokens:
-            own = self._pool.take(self._kind)
-            if own != page:
-                copy_page(page, own)
-            self._add(own)
-            self._has_found(tokens)
+        self._has_copied, pool, place = True, self._pool, len(self._pages)
+        new = self.prompt[self.held : len(self.prompt) - 1][:PAGE_TOKENS]
+        page, tokens = pool.longest(self._prefix, new, has_window=bool(self._kind.window))
+        if not tokens:
+            return
+        (prefix,) = pool.prefixes([page])
+        window, own_window = pool.window_of(prefix), -1
+        if self._kind.window:
+            self._pass_windows(self._kind.first_window(self.held))
+            own_window = self._add_window(place, pool.take_window(self._kind))
+        own = pool.take(self._kind)
+        self._add(own)
+        # What nobody held may just have been evicted, for these two.
+        is_there = own == page or pool.prefixes([page]) == [prefix]
+        if self._kind.window:
+            is_there &= own_window == window or (window is not None and pool.window_of(prefix) == window)
+        if not is_there:
+            return
+        if own != page:
+            caches.copy_page(page, own)
+        if window is not None and own_window not in (-1, window):
+            caches.copy_window(window, own_window)
+        self._has_found(tokens)
 
     def _has_found(self, tokens: int) -> None:
         before = max(self.held, self._once_read)
@@ -287,22 +351,61 @@ class PagedRow:
         self.shared += max(0, min(tokens, self._prompt_tokens) - self._once_read)
         self.has_read(tokens)
 
-    def bring_kept(self, kept: KeptPrefixes, layers: Sequence[PagedLayer | StatePages]) -> None:
+    def bring_kept(self, kept: KeptPrefixes, caches: PagedCaches) -> None:
         """Takes over what is kept of its prompt, if that is more than it holds; it is looked for once."""
         if self._was_looked_for or self.held % PAGE_TOKENS:
             return
         self._was_looked_for = True
-        begun_s, found = clock.now(), kept.find(self.prompt, self.held, self.request.chat)
-        if found is None or found.layout != BlockLayout.of_pages(layers):
+        begun_s, window = clock.now(), self._kind.window
+        found = kept.find(self.prompt, self.held, self.request.chat, window)
+        if found is None or found.layout != BlockLayout.of_pages(caches.in_full):
             return
-        self.piece(found.tokens - self.held)
-        there = into_pages(found, layers, self.pages, self.held)
+        while len(self._pages) < pages_for(found.tokens):
+            self._add(self._pool.take(self._kind))
+        there = into_pages(found, caches.in_full, self.pages, self.held)
+        if window and not (there == found.tokens and self._bring_windows(found, caches)):
+            return
         new = there - self.held
         if new > 0:
             self.shared += max(0, min(there, self._prompt_tokens) - max(self.held, self._once_read))
             self.kept = found.reused
             self.has_read(new)
             self.request.on_reused(found.reused.ram, found.reused.disk, clock.now() - begun_s)
+
+    def _bring_windows(self, found: Found, caches: PagedCaches) -> bool:
+        """What the token behind all that was found sees of a window; whether that is sound."""
+        first, windows = self._kind.first_window(found.tokens), found.windows
+        if windows is None or windows.layout != BlockLayout.of_pages(caches.in_windows):
+            return False
+        begun = max(first * PAGE_TOKENS, self.held) // BLOCK_TOKENS
+        blocks: dict[int, torch.Tensor] = {}
+        if windows.bring(begun, lambda index, data: blocks.__setitem__(index, data.clone())) < found.tokens:
+            return False
+        self._pass_windows(first)
+        for place in range(max(first, self.held // PAGE_TOKENS), found.tokens // PAGE_TOKENS):
+            page = self._windows.get(place, -1)  # a step that was given up may have taken it
+            page = self._add_window(place, self._pool.take_window(self._kind)) if page < 0 else page
+            block, number = divmod(place, BLOCK_TOKENS // PAGE_TOKENS)
+            page_from_block(blocks[block], number, windows.layout, caches.in_windows, page)
+        return True
+
+    def windows_to_keep(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The pages of its window now, and those that others hold or may share of a window before its prompt's end, by
+        their places."""
+        if not self._kind.window:
+            return {}, {}
+        first, found, prefix, read = (
+            self._kind.first_window(self._before_end),
+            dict[int, int](),
+            self._kind.root,
+            self.read,
+        )
+        for place in range(min(self._before_end, self.held) // PAGE_TOKENS):
+            prefix = prefix_after(prefix, read[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS])
+            page = self._pool.window_of(prefix)
+            if place >= first - SPARE_WINDOW_PAGES and page is not None and place not in self._windows:
+                found[place] = page
+        return dict(self._windows), found
 
     def piece(self, tokens: int, *, in_place: bool = False) -> Piece:
         """Its next tokens, with pages for them.
@@ -312,8 +415,15 @@ class PagedRow:
         """
         while len(self._pages) < pages_for(self.held + tokens):
             self._add(self._pool.take(self._kind))
+        if self._window_table is not None:
+            first = self._kind.first_window(self.held)
+            self._pass_windows(first)
+            for place in range(first, pages_for(self.held + tokens)):
+                if place not in self._windows:
+                    assert place * PAGE_TOKENS >= self.held, "a window lacks what has been read"
+                    self._add_window(place, self._pool.take_window(self._kind))
         if self.state is None:
-            return Piece(self._table, self.held, tokens)
+            return Piece(self._table, self.held, tokens, windows=self._window_table)
         self._into = self.state if in_place else self._spare
         return Piece(self._table, self.held, tokens, self.state, self._into)
 
@@ -333,11 +443,11 @@ class PagedRow:
         """The same as several sequences if it has beams."""
         return self.beams.pieces() if isinstance(self.beams, _RowBeams) else [self.piece(tokens, in_place=in_place)]
 
-    def search_on(self, logits: torch.Tensor, copy_page: Callable[[int, int], None] | None) -> None:
+    def search_on(self, logits: torch.Tensor, caches: PagedCaches | None) -> None:
         """Beams choose their next tokens, from logits [B, V], or [1, V] after the prompt.
 
         Args:
-            copy_page: from one page to another one, if it has any.
+            caches: of its pages, if it has any.
         """
         try:
             if self.beams is None:
@@ -347,8 +457,9 @@ class PagedRow:
                 if isinstance(self.own, RowSession):
                     self.beams = self.own.beams(begun, len(step.tokens))
                 else:
-                    assert copy_page is not None
-                    self.beams = _RowBeams(begun, self._pool, self._kind, self._pages, self.held, copy_page, self.state)
+                    assert caches is not None
+                    prompt = _Tables(list(self._pages), dict(self._windows))
+                    self.beams = _RowBeams(begun, self._pool, self._kind, prompt, self.held, caches, self.state)
             else:
                 step = self.beams.search.send(logits)
                 self.beams.held += 1
@@ -395,8 +506,12 @@ class PagedRow:
             page = self._pages[begin // PAGE_TOKENS]
             if self._shares:
                 self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=end <= self.steady)
+                self._offer_window(begin // PAGE_TOKENS, prefix)
             self._published, self._prefix = end, prefix
             self._look_ahead()
+        if self._kind.window and not self.is_reading and self.held - tokens < len(self.prompt) and self._covered:
+            self._pass_windows(self._kind.first_window(self.held))
+            self._reserve_pages(self._needs(self._covered * PAGE_TOKENS) + self._least_of_beams)
 
     def has_read_exactly(self, tokens: int, chunk: int) -> None:
         """The same of prompt tokens that were computed as if it were alone, up to so many at once."""
@@ -410,13 +525,14 @@ class PagedRow:
         if rest and self._shares and len(self._pages) * PAGE_TOKENS > self._published:
             prefix = prefix_after(self._prefix, rest)
             self._pool.publish(self._pages[self._published // PAGE_TOKENS], prefix, self._prefix, rest)
+            self._offer_window(self._published // PAGE_TOKENS, prefix)
         if self.state is not None and self.held and self._shares:
             self._pool.offer_state(self.state, self._prefix, rest)
 
     @property
     def room(self) -> int:
         """Tokens for which it has pages, or has reserved them."""
-        return (self._reserved - self._pool.beside) * PAGE_TOKENS - self.held
+        return self._covered * PAGE_TOKENS - self.held
 
     def guess(self, most: int, rows: int, tokens: int) -> Guess | None:
         """What to try with its next token, if anything promises enough; see `Speculation.guess`.
@@ -457,12 +573,14 @@ class PagedRow:
 
     def close(self) -> None:
         """Returns its pages."""
-        taken = len(self._pages) + (2 * self._pool.state_weight if self.state is not None else 0)
+        taken = self._taken + (2 * self._pool.state_weight if self.state is not None else 0)
         if self.beams is not None:
-            taken += self.beams.taken
             self.beams.close()
+            taken += self.beams.taken
             self.beams = None
         self._pool.give_back_reservation(self._reserved - taken)
+        for page in self._windows.values():
+            self._pool.release_window(page)
         for page in self._pages:
             self._pool.release(page)
         if self.state is not None:
@@ -470,14 +588,21 @@ class PagedRow:
             self._pool.release_state(self._spare)
             self.state = None
         self._pages = []
-        self._reserved = 0
+        self._windows = {}
+        self._reserved = self._covered = 0
         if self.own is not None:
             self.own.close()
             self.own = None
 
     def _reserve_up_to(self, tokens: int) -> bool:
-        pages = min(pages_for(tokens), len(self._table)) * self._kind.weight + self._pool.beside
-        return self._reserve_pages(pages + self._least_of_beams)
+        tokens = min(tokens, len(self._table) * PAGE_TOKENS)
+        if not self._reserve_pages(self._needs(tokens) + self._least_of_beams):
+            return False
+        self._covered = pages_for(tokens)
+        return True
+
+    def _needs(self, tokens: int) -> int:
+        return self._pool.needs(tokens, self._kind, reads=self.is_reading)
 
     def _reserve_pages(self, pages: int) -> bool:
         if not self._pool.reserve(pages - self._reserved):
@@ -488,6 +613,28 @@ class PagedRow:
     def _add(self, page: int) -> None:
         self._table[len(self._pages)] = page
         self._pages.append(page)
+
+    def _add_window(self, place: int, page: int) -> int:
+        assert self._window_table is not None
+        self._window_table[place] = page
+        self._windows[place] = page
+        return page
+
+    def _pass_windows(self, first: int) -> None:
+        """Gives up pages of its window, which begins with this one now: there is room for others in their place."""
+        for place in [place for place in self._windows if place < first - SPARE_WINDOW_PAGES]:
+            self._pool.release_window(self._windows.pop(place), is_of_use=self._is_of_use(place))
+            self._pool.give_back_reservation(-self._pool.window_weight)
+
+    def _is_of_use(self, place: int) -> bool:
+        """Whether a page of its window is seen from where others may want to go on."""
+        end, apart = (place + 1) * PAGE_TOKENS, self._kind.apart
+        places = (-(-end // apart) * apart, self._before_end, *self._places)
+        return any(self._kind.first_window(each) - SPARE_WINDOW_PAGES <= place < pages_for(each) for each in places)
+
+    def _offer_window(self, place: int, prefix: Prefix) -> None:
+        if place in self._windows:
+            self._pool.offer_window(self._windows[place], prefix)
 
     def _tokens(self, begin: int, end: int) -> list[int]:
         """Tokens of its prompt and, after that, of its answer."""
@@ -505,6 +652,13 @@ class PagedRow:
         self.following = prefix_after(self._prefix, self.prompt[begin:end]) if follows else None
 
 
+class _Tables(NamedTuple):
+    """The pages of a sequence, and those of its window by their place among them."""
+
+    pages: list[int]
+    windows: dict[int, int]
+
+
 class _RowBeams:
     """Sequences that go on from a row's pages: forks of these, each with its own token in every step.
 
@@ -512,7 +666,7 @@ class _RowBeams:
         held: tokens of each.
         tokens: the next one of each.
         own: pages that the row's prompt does not have.
-        taken: pages so far, out of the row's reservation.
+        taken: of the row's reservation so far.
 
     Args:
         state: behind the prompt, if layers have any.
@@ -523,18 +677,19 @@ class _RowBeams:
         search: Beams[Decoded],
         pool: PagePool,
         kind: PageKind,
-        prompt: Sequence[int],
+        prompt: _Tables,
         held: int,
-        copy_page: Callable[[int, int], None],
+        caches: PagedCaches,
         state: int | None,
     ) -> None:
         self.search, self.held = search, held
         self.tokens: list[int] = []
         self.own = set[int]()
         self.taken = 0
-        self._pool, self._kind, self._copy_page = pool, kind, copy_page
-        self._tables: list[list[int]] = []
-        self._prompt = list(prompt)
+        self._own_windows = set[int]()
+        self._pool, self._kind, self._caches = pool, kind, caches
+        self._tables: list[_Tables] = []
+        self._prompt = prompt
         self._state = state
         self._states: list[int] = []
         """Of each, and those that the step under way writes."""
@@ -543,9 +698,13 @@ class _RowBeams:
     def follow(self, step: BeamStep) -> None:
         """The next tokens, and which beam each goes on from."""
         before, self.tokens = self._tables, step.tokens
-        self._tables = [list(before[source] if before else self._prompt) for source in step.sources]
-        for page in itertools.chain(*self._tables):
-            self._pool.fork(page)
+        sources = [before[source] if before else self._prompt for source in step.sources]
+        self._tables = [_Tables(list(source.pages), dict(source.windows)) for source in sources]
+        for table in self._tables:
+            for page in table.pages:
+                self._pool.fork(page)
+            for page in table.windows.values():
+                self._pool.fork_window(page)
         self._release(before)
         if self._state is not None:
             old, new = [*self._states, *self._next], self._next
@@ -558,35 +717,65 @@ class _RowBeams:
 
     @property
     def needs(self) -> int:
-        """Pages that the next tokens take."""
+        """What the next tokens take."""
         place = self.held // PAGE_TOKENS
         states = (len(self._states) - len(self._next)) * self._pool.state_weight
-        return states + sum(place == len(table) or self._pool.is_forked(table[place]) for table in self._tables)
+        new = sum(place == len(table.pages) or self._pool.is_forked(table.pages[place]) for table in self._tables)
+        return states + new * self._pool.page_weight + self._new_windows(place) * self._pool.window_weight
+
+    def _new_windows(self, place: int) -> int:
+        return sum(self._wants_window(table, place) for table in self._tables) if self._kind.window else 0
+
+    def _wants_window(self, table: _Tables, place: int) -> bool:
+        return place not in table.windows or self._pool.is_window_forked(table.windows[place])
 
     @property
     def beside(self) -> int:
-        """Pages that those who begin such a search anew need beside the prompt's."""
-        return len(self.own) + self.needs + len(self._states) * self._pool.state_weight
+        """What those who begin such a search anew need beside the prompt's pages."""
+        own = len(self.own) * self._pool.page_weight + len(self._own_windows) * self._pool.window_weight
+        return own + self.needs + len(self._states) * self._pool.state_weight
 
     def pieces(self) -> list[Piece]:
         """The next tokens, each in a page that nobody else holds."""
         place = self.held // PAGE_TOKENS
         for table in self._tables:
-            if place < len(table) and not self._pool.is_forked(table[place]):
-                continue
-            own = self._pool.take(self._kind)
-            self.taken += 1
-            if place < len(table):
-                self._copy_page(table[place], own)
-                self._release([table[place:]])
-            table[place:] = [own]
-            self.own.add(own)
+            if place == len(table.pages) or self._pool.is_forked(table.pages[place]):
+                own = self._pool.take(self._kind)
+                self.taken += self._pool.page_weight
+                if place < len(table.pages):
+                    self._caches.copy_page(table.pages[place], own)
+                    self._release([_Tables(table.pages[place:], {})])
+                table.pages[place:] = [own]
+                self.own.add(own)
+            if self._kind.window:
+                self._slide(table, place)
         while len(self._next) < len(self._states):
             self._next.append(self._pool.take_state(self._kind))
             self.taken += self._pool.state_weight
         states = list(zip(self._states, self._next, strict=True)) or [(0, 0)] * len(self._tables)
-        tables = [torch.tensor(table, dtype=torch.int32) for table in self._tables]
-        return [Piece(table, self.held, 1, *own) for table, own in zip(tables, states, strict=True)]
+        return [
+            Piece(torch.tensor(table.pages, dtype=torch.int32), self.held, 1, *own, windows=self._window_table(table))
+            for table, own in zip(self._tables, states, strict=True)
+        ]
+
+    def _slide(self, table: _Tables, place: int) -> None:
+        """Has the window of a beam end with a page of its own."""
+        first = self._kind.first_window(self.held)
+        passed = {each: table.windows.pop(each) for each in list(table.windows) if each < first}
+        self._release([_Tables([], passed)])
+        if self._wants_window(table, place):
+            own = self._pool.take_window(self._kind)
+            self.taken += self._pool.window_weight
+            if place in table.windows:
+                self._caches.copy_window(table.windows[place], own)
+                self._release([_Tables([], {place: table.windows[place]})])
+            table.windows[place] = own
+            self._own_windows.add(own)
+
+    def _window_table(self, table: _Tables) -> torch.Tensor | None:
+        if not self._kind.window:
+            return None
+        return torch.tensor([table.windows.get(place, 0) for place in range(len(table.pages))], dtype=torch.int32)
 
     def close(self) -> None:
         """Returns their pages."""
@@ -594,8 +783,15 @@ class _RowBeams:
         for state in [*self._states, *self._next]:
             self._pool.release_state(state)
 
-    def _release(self, tables: Sequence[Sequence[int]]) -> None:
-        for page in itertools.chain(*tables):
+    def _release(self, tables: Iterable[_Tables]) -> None:
+        for page in itertools.chain.from_iterable(table.pages for table in tables):
             if not self._pool.is_forked(page):
                 self.own.discard(page)
             self._pool.release(page)
+        for page in itertools.chain.from_iterable(table.windows.values() for table in tables):
+            is_last = page in self._own_windows and not self._pool.is_window_forked(page)
+            if is_last:
+                self._own_windows.discard(page)
+                self.taken -= self._pool.window_weight
+                self._pool.give_back_reservation(-self._pool.window_weight)
+            self._pool.release_window(page, is_fork=not is_last)

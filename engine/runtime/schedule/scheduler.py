@@ -22,6 +22,7 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import FALLS
+from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.planner.schedules import HYBRID
@@ -31,7 +32,6 @@ from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
-from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
@@ -435,7 +435,9 @@ class Scheduler:
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
-            self._together.pool.elsewhere = lambda: pages_for(self._sessions.kv_tokens)
+            sizes = self._together.model.sizes
+            of_page = sizes.page + sizes.window
+            self._together.pool.elsewhere = lambda: pages_for(self._sessions.kv_tokens) * of_page
             self._together.make_room = self._sessions.model.lighten
             self._together.is_short = self._are_short
         return self._together
