@@ -272,6 +272,7 @@ void many_experts(SwitchyardPool &pool, const SwitchyardExperts &layer, int32_t 
     auto &call = buffers.call;
     call.begin(&layer, tokens, out);
     call.kernels = kernels_for_many();
+    call.kernels.alone = 1;  // a token's logits depend on how many share its experts anyway
     call.visits.group(layer.count, tokens, k, index, weights);
     const int64_t visits = call.visits.count();
     if (visits == 0) {

@@ -213,9 +213,14 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
     vectors.resize(static_cast<size_t>(count));
     const auto multiply = [&](const RowType &type, const uint8_t *const *mine, float *to) {
         for (int64_t v = 0; v < count; ++v) vectors[static_cast<size_t>(v)] = x.row(which[v], type.form);
+        const bool few = type.multiply_few && count <= kFewVectors;
         RowPanel *panel = room.of(matrix.columns);
-        type.unpack_panel(mine, matrix.columns, panel);
-        type.multiply(*panel, matrix.columns, vectors.data(), count, to);
+        if (!few) type.unpack_panel(mine, matrix.columns, panel);
+        const auto products = [&](int64_t some, float *out) {
+            if (few) return type.multiply_few(mine, matrix.columns, vectors.data(), some, out);
+            type.multiply(*panel, matrix.columns, vectors.data(), some, out);
+        };
+        products(count, to);
         if (type.form != VectorForm::kBy256) return;
         with_rest.clear();
         for (int64_t v = 0; v < count; ++v)
@@ -224,7 +229,7 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
         const auto rests = static_cast<int64_t>(with_rest.size());
         for (int64_t v = 0; v < rests; ++v) vectors[static_cast<size_t>(v)] = x.rest(which[with_rest[static_cast<size_t>(v)]]);
         of_rests.resize(static_cast<size_t>(rests * kTileRows));
-        type.multiply(*panel, matrix.columns, vectors.data(), rests, of_rests.data());
+        products(rests, of_rests.data());
         for (int64_t v = 0; v < rests; ++v)
             for (int64_t i = 0; i < kTileRows; ++i)
                 to[with_rest[static_cast<size_t>(v)] * kTileRows + i] += of_rests[static_cast<size_t>(v * kTileRows + i)];
@@ -239,14 +244,18 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
         std::copy_n(&of_half[static_cast<size_t>(v * kTileRows + kHalfRows)], kHalfRows, out + v * kTileRows + kHalfRows);
 }
 
-bool has_panels(const RowKernels &types, const SwitchyardMatrix &matrix) {
-    return types.of(matrix.type)->unpack_panel && (!matrix.second || types.of(matrix.second_type)->unpack_panel);
+bool joins_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t count) {
+    const auto joins = [&](int32_t number) {
+        const RowType &type = *kernels.types->of(number);
+        return type.unpack_panel && count > kernels.alone && count >= type.fewest;
+    };
+    return joins(matrix.type) && (!matrix.second || joins(matrix.second_type));
 }
 
 // Rows one after the other: each is read from begin to end.
 void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
                    const int32_t *which, int64_t count, float *out) {
-    if (count > kMostRowVectors && has_panels(*kernels.types, matrix))
+    if (joins_rows(kernels, matrix, count))
         return panel_of_block(kernels, matrix, block, x, which, count, out);
     const RowOrder order(matrix);
     for (int64_t half = 0; half < 2; ++half)

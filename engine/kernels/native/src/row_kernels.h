@@ -22,7 +22,7 @@ struct RowVector {
     const float *values;   // kFloats
 };
 
-constexpr int kMostRowVectors = 8;
+constexpr int kMostRowVectors = 8, kFewVectors = 4;  // that `dot` takes, and `multiply_few`
 
 // A block of 32 rows, unpacked for many vectors: a weight is scale * (code - offset) + minimum.
 struct RowPanel {
@@ -44,6 +44,9 @@ struct RowType {
     void (*unpack_panel)(const uint8_t *const *rows, int64_t columns, RowPanel *panel);
     // out[v * 32 + row] for `count` vectors, as `dot`, but rounded otherwise.
     void (*multiply)(const RowPanel &panel, int64_t columns, const RowVector *x, int64_t count, float *out);
+    // The same as both for up to kFewVectors, whose codes are not stored; null where that takes as long.
+    void (*multiply_few)(const uint8_t *const *rows, int64_t columns, const RowVector *x, int64_t count, float *out);
+    int fewest;  // vectors from which these are faster than `dot`
     // A row's weights.
     void (*unpack)(const uint8_t *row, int64_t columns, float *out);
 };

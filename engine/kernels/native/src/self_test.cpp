@@ -176,12 +176,17 @@ int32_t test_types(const RowKernels &kernels) {
             const uint8_t *rows[kTileRows] = {};
             rows[0] = rows[9] = rows[kTileRows - 1] = row.data();
             type.unpack_panel(rows, columns, &panel);
-            for (int64_t count : {1, 2, 3, 4, 5, 8}) {
-                std::vector<float> dots(count * kTileRows);
-                type.multiply(panel, columns, x.data(), count, dots.data());
-                for (size_t i = 0; i < dots.size(); ++i)
-                    if (!near(dots[i], rows[i % kTileRows] ? wanted : 0.0, 1e-5 * size)) return 23;
-            }
+            for (int64_t count : {1, 2, 3, 4, 5, 8})
+                for (bool few : {false, true}) {
+                    if (few && (!type.multiply_few || count > kFewVectors)) continue;
+                    std::vector<float> dots(count * kTileRows);
+                    if (few)
+                        type.multiply_few(rows, columns, x.data(), count, dots.data());
+                    else
+                        type.multiply(panel, columns, x.data(), count, dots.data());
+                    for (size_t i = 0; i < dots.size(); ++i)
+                        if (!near(dots[i], rows[i % kTileRows] ? wanted : 0.0, 1e-5 * size)) return 23;
+                }
         }
     return 0;
 }
