@@ -24,7 +24,7 @@ _HEADERS = Path(__file__).parents[2] / "engine" / "kernels" / "native" / "src"
 
 
 def bench_blocks(repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: for each type and instruction set, ticks with one vector, against ggml's, and with four; in a prompt for each of some.
+    """Adds rows: for each type and instruction set, ticks with one vector, against ggml's, with four, and in a prompt.
 
     Raises:
         EngineError: `DEVICE_UNAVAILABLE`: the program cannot be compiled, or does not run.
