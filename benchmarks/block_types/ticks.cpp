@@ -104,7 +104,7 @@ int main(int, char **arguments) {
                                parts.data(), x.data()};
         const std::vector<RowVector> vectors(kMost, vector);
         float out[kMost * 32];
-        const uint8_t *both[32];
+        const uint8_t *both[64] = {};
         for (int row = 0; row < 32; row++) both[row] = rows.data() + row % kRows * row_bytes;
         std::vector<uint8_t> room(columns * (32 + 2 * 32 * 4 / 16) + 64);
         RowPanel panel{room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63), nullptr, nullptr, 0, 0, false};
@@ -120,7 +120,7 @@ int main(int, char **arguments) {
                 double best = 1e30;
                 for (int run = 0; run < kPromptRuns; run++) {
                     const uint64_t begun = now();
-                    if (own->multiply_few && count <= kFewVectors) {
+                    if (own->multiply_few && count <= kMostRowVectors) {
                         own->multiply_few(both, columns, vectors.data(), count, out);
                     } else {
                         own->unpack_panel(both, columns, &panel);

@@ -173,12 +173,12 @@ int32_t test_types(const RowKernels &kernels) {
             RowPanel panel = {room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63), nullptr, nullptr, 0, 0, false};
             panel.scales = reinterpret_cast<float *>(panel.codes + whole * kTileRows);
             panel.mins = panel.scales + whole / kPart * kTileRows;
-            const uint8_t *rows[kTileRows] = {};
+            const uint8_t *rows[2 * kTileRows] = {};
             rows[0] = rows[9] = rows[kTileRows - 1] = row.data();
             type.unpack_panel(rows, columns, &panel);
             for (int64_t count : {1, 2, 3, 4, 5, 8})
                 for (bool few : {false, true}) {
-                    if (few && (!type.multiply_few || count > kFewVectors)) continue;
+                    if (few && (!type.multiply_few || count > kMostRowVectors)) continue;
                     std::vector<float> dots(count * kTileRows);
                     if (few)
                         type.multiply_few(rows, columns, x.data(), count, dots.data());

@@ -103,7 +103,7 @@ template <class Type> constexpr RowType row_type() {
                 unpack_numbers<Type>};
     } else if constexpr (Type::kElements == kGroup) {
         return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_panel<Type>,
-                multiply_panel<false, has_mins<Type>(), kGroup, kFit<Type>>, few_of<Type>(), kTurns<Type> ? 2 : kFewest, unpack_four_row<Type>};
+                multiply_panel<false, has_mins<Type>(), kGroup, kFit<Type>>, few_of<Type>(), fewest_of<Type>(), unpack_four_row<Type>};
     } else {
         using Dot = decltype(RowType::dot);
         Dot dot = nullptr;
@@ -112,7 +112,7 @@ template <class Type> constexpr RowType row_type() {
         else
             dot = dot_wide_some<Type>;
         return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot, unpack_panel<Type>,
-                multiply_panel<true, has_mins<Type>(), Type::kWidth, kFit<Type>>, few_of<Type>(), kTurns<Type> ? 2 : kFewest, unpack_wide_row<Type>};
+                multiply_panel<true, has_mins<Type>(), Type::kWidth, kFit<Type>>, few_of<Type>(), fewest_of<Type>(), unpack_wide_row<Type>};
     }
 }
 template <class... Types> constexpr RowKernels kernels_of() {

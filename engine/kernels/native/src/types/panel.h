@@ -448,7 +448,7 @@ template <class Type, bool with_codes = true> void put_block(const uint8_t *at, 
     }
 }
 
-// What `unpack_panel` and products of a few vectors begin with: where the blocks of 256 weights are that lie `block` further on.
+// Where blocks of 256 weights of some rows are.
 template <class Type, int rows> class BlocksOf {
   public:
     const uint8_t *at[rows];
@@ -456,15 +456,20 @@ template <class Type, int rows> class BlocksOf {
     void set(const uint8_t *const *row, int64_t block, int64_t columns) {
         constexpr int64_t bytes = kWideBytes<Type>;
         static const uint8_t no_row[bytes] = {};
-        for (int i = 0; i < rows; ++i) {
+        for (int i = 0; i < rows; ++i)
             at[i] = row[i] ? whole_blocks<Type>(row[i] + block * bytes, columns - block * kWide, room_ + i * bytes) : no_row;
-            for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at[i] + line + 2 * bytes);
-        }
     }
 
   private:
     uint8_t room_[rows * kWideBytes<Type>];
 };
+
+// Fetches a block of a row that comes after all of these: a row is too short for its own to come in time, and those of all rows at
+// once would be more than a core waits for.  Where nothing comes after them (null), one that follows `at`.
+template <class Type> inline void fetch_block(const uint8_t *next, int64_t block, const uint8_t *at) {
+    const uint8_t *from = next ? next + block * kWideBytes<Type> : at + 2 * kWideBytes<Type>;
+    for (int64_t line = 0; line < kWideBytes<Type>; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
 
 #if defined(__AVX512VNNI__)
 // Scales and minima of 256 weights of 16 rows, those that meet the same codes `stride` after those before.
@@ -497,6 +502,8 @@ template <class Type> void unpack_panel(const uint8_t *const *rows, int64_t colu
             for (int half = 0; half < 2; ++half) {
                 uint8_t *to = panel->codes + block * kWide * kPanelRows + half * 512;
                 Type::turned(blocks.at + 16 * half, [&](int group, int, int j, Bytes q) SWITCHYARD_INLINE {
+                    for (int row = 16 * half + 2 * group; j == 0 && row < 16 * half + 2 * group + 2; ++row)
+                        fetch_block<Type>(rows[kPanelRows + row], block, blocks.at[row]);
                     _mm512_store_si512(to + group * 1024 + j * 64, q);
                 });
                 put_steps<Type>(blocks.at + 16 * half, scales + 16 * half, mins + 16 * half, kPanelRows);
@@ -506,8 +513,10 @@ template <class Type> void unpack_panel(const uint8_t *const *rows, int64_t colu
 #endif
         alignas(64) uint8_t codes[kPanelRows * kWide];
         alignas(64) float by_row[kPanelRows * kPart], mins_by_row[kPanelRows * kPart];
-        for (int64_t row = 0; row < kPanelRows; ++row)
+        for (int64_t row = 0; row < kPanelRows; ++row) {
+            fetch_block<Type>(rows[kPanelRows + row], block, blocks.at[row]);
             put_block<Type>(blocks.at[row], codes + row * kWide, by_row + row * kPart, mins_by_row + row * kPart);
+        }
         put_tiles(codes, *panel, block * kWide, columns);
         for (int64_t from = 0; from < kPanelRows; from += 16) {
             put_numbers<step>(by_row + from * kPart, parts, scales + from, kPanelRows);
@@ -518,7 +527,7 @@ template <class Type> void unpack_panel(const uint8_t *const *rows, int64_t colu
 
 #if defined(__AVX512VNNI__)
 // Products of 16 rows, whose codes never leave the registers.
-template <class Type, int count> void multiply_turned(const uint8_t *const *rows, int64_t columns, const RowVector *x, float *out) {
+template <class Type, int count> void multiply_turned(const uint8_t *const *rows, const uint8_t *const *next, int64_t columns, const RowVector *x, float *out) {
     constexpr bool wide = Type::kElements != kGroup, lowest = has_mins<Type>();
     constexpr int width = width_of<Type>(), of_part = width / 4, parts = static_cast<int>(kGroup) / width;
     __m512 sums[count], before[count];
@@ -533,6 +542,7 @@ template <class Type, int count> void multiply_turned(const uint8_t *const *rows
             for (int v = 0; v < count; ++v) totals_of_block<width>(x[v].parts + block * (kWide / kPart), totals[v]);
         __m512i products[Type::kSlots][count];
         Type::turned(blocks.at, [&](int group, int slot, int j, Bytes codes) SWITCHYARD_INLINE {
+            for (int row = 2 * group; j == 0 && row < 2 * group + 2; ++row) fetch_block<Type>(next[row], block, blocks.at[row]);
             const int64_t at = block * (kWide / kGroup) + group;  // vectors are padded to whole blocks of 256
             const int number = group * parts + j / of_part;
 #pragma GCC unroll 8
@@ -564,19 +574,30 @@ template <class Type, int count> void multiply_turned(const uint8_t *const *rows
 }
 
 template <class Type> void multiply_few(const uint8_t *const *rows, int64_t columns, const RowVector *x, int64_t count, float *out) {
-    const auto loop = count == 4   ? multiply_turned<Type, kFewVectors>
-                      : count == 3 ? multiply_turned<Type, 3>
-                      : count == 2 ? multiply_turned<Type, 2>
-                                   : multiply_turned<Type, 1>;
-    for (int half = 0; half < 2; ++half)
-        if (std::any_of(rows + 16 * half, rows + 16 * half + 16, [](const uint8_t *row) { return row; }))
-            loop(rows + 16 * half, columns, x, out + 16 * half);
+    const auto there = [](const uint8_t *const *half) { return std::any_of(half, half + 16, [](const uint8_t *row) { return row; }); };
+    const int64_t parts = (count + 3) / 4;
+    for (int half = 0; half < 2; ++half) {
+        const uint8_t *const *mine = rows + 16 * half, *const *other = rows + 16 - 16 * half;
+        if (!there(mine)) continue;
+        const uint8_t *const *next = there(other) ? (half ? rows + kPanelRows : other) : mine + kPanelRows;
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t begin = count * part / parts, some = count * (part + 1) / parts - begin;
+            const auto loop = some == 4   ? multiply_turned<Type, 4>
+                              : some == 3 ? multiply_turned<Type, 3>
+                              : some == 2 ? multiply_turned<Type, 2>
+                                          : multiply_turned<Type, 1>;
+            loop(mine, next, columns, x + begin, out + begin * kPanelRows + 16 * half);
+        }
+    }
 }
 #endif
 
+// Where a scale has but 16 columns, the registers do not hold what is in work, and rows are as fast.
+template <class Type> constexpr bool kHasFew = kTurns<Type> && width_of<Type>() == kGroup;
+template <class Type> constexpr int fewest_of() { return kHasFew<Type> ? 1 : kTurns<Type> ? kMostRowVectors + 1 : kFewest; }
 template <class Type> constexpr decltype(RowType::multiply_few) few_of() {
 #if defined(__AVX512VNNI__)
-    if constexpr (kTurns<Type>) return multiply_few<Type>;
+    if constexpr (kHasFew<Type>) return multiply_few<Type>;
 #endif
     return nullptr;
 }

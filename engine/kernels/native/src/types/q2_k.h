@@ -31,7 +31,6 @@ struct Q2K : scalar::Q2K {
         made.factors = two_halves(block + 80);
         return made;
     }
-    static constexpr int kSlots = 4;
     template <class Put> SWITCHYARD_INLINE static void turned_pairs(const uint8_t *const *rows, int at, Put put) {
         for (int half = 0; half < 2; ++half)
             turn([&](int row) SWITCHYARD_INLINE { return rows[row] + at + 32 * half; }, [&](int j, Bytes q) SWITCHYARD_INLINE {

@@ -29,7 +29,6 @@ struct Q3K : scalar::Q3K {
         made.factors = one_half(block + 108);
         return made;
     }
-    static constexpr int kSlots = 4;
     template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
         Bytes high[8];
         turn([&](int row) SWITCHYARD_INLINE { return rows[row] + 0; }, [&](int j, Bytes q) SWITCHYARD_INLINE { high[j] = q; });

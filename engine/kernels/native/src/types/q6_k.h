@@ -24,7 +24,6 @@ struct Q6K : scalar::Q6K {
         made.factors = one_half(block + 208);
         return made;
     }
-    static constexpr int kSlots = 2;
     template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
         for (int i = 0; i < 2; ++i) {
             Bytes high[8];
