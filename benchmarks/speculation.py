@@ -20,13 +20,15 @@ import torch
 
 from engine.batch_files import rows as edited_module
 from engine.bench.report import Report, in_turn
+from engine.common import clock
 from engine.common.config import EngineConfig
 from engine.devices import device as written_module
 from engine.families import family as told_module
 from engine.planner import placement as summed_module
+from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
-from engine.runtime.decode.speculation import GuessedSteps, StepPrices
+from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -71,6 +73,62 @@ def bench_speculation(config: EngineConfig, plan: SpeculationPlan, report: Repor
             report.add(name, guessed, "tokens/s", peer="single tokens", peer_values=single)
     finally:
         loaded.close()
+
+
+class GuessedSteps:
+    """The steps of an answer whose tokens are known, over a session's cache, with guesses.
+
+    Args:
+        session: holds what the answer continues: the answer's first logits are there.
+    """
+
+    def __init__(self, session: KvSession, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
+        self._session, self._prices = session, prices
+        self.speculation = Speculation(prices, prefix, most_tokens, session.drafters())
+        self._guess: Guess | None = None
+        self._rows = torch.empty(0)
+        self._at = 0
+        self._step_s = 0.0
+
+    def foresaw(self, token_id: int) -> bool:
+        """Whether the logits after this token are there already."""
+        guess = self._guess
+        return guess is not None and self._at < len(guess.ids) and guess.ids[self._at] == token_id
+
+    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
+        """The answer's next token; logits [1, V] after it."""
+        self.speculation.append((token_id,))
+        if self.foresaw(token_id):
+            self._at += 1
+            return self._rows[self._at : self._at + 1]
+        self.settle()
+        begun_s = clock.now()
+        guess = self.speculation.guess(self._session.takes)
+        guessed_s = clock.now()
+        if guess is None:
+            logits = self._session.step(token, token_id)
+            self._prices.took(1, clock.now() - guessed_s)
+            return logits
+        self._rows = self._session.several([token_id, *guess.ids])
+        now_s = clock.now()
+        self._step_s = now_s - begun_s
+        self._prices.took(1 + len(guess.ids), now_s - guessed_s)
+        self._guess, self._at = guess, 0
+        return self._rows[:1]
+
+    def settle(self) -> None:
+        """Takes back what the answer does not go on with, and learns from it.  Harmless if repeated."""
+        guess, self._guess = self._guess, None
+        if guess is None:
+            return
+        tried, came_true = len(guess.ids), self._at
+        if came_true < tried:
+            begun_s = clock.now()
+            self._session.take_back(tried - came_true)
+            back_s = clock.now() - begun_s
+            self._step_s += back_s
+            self._prices.took_back(back_s)
+        self.speculation.settle(guess, came_true, self._step_s)
 
 
 class Both:

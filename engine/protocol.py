@@ -34,7 +34,7 @@ from engine.common.chat import PromptEnd, Tool, ToolCall, ToolChoice
 from engine.common.chat import Role as Role
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.json_fields import MessageLines
+from engine.common.json_fields import MessageLines, OfRequest
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel
 from engine.telemetry.messages import (
@@ -50,7 +50,7 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 WAITS = "--waits"
 """The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0
@@ -66,22 +66,19 @@ Phase = Literal["loading", "reading", "converting", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadModel:
+class LoadModel(OfRequest):
     """Load this model, replacing the current one.  Ends in `ModelLoaded`, `Failed` or `Cancelled`."""
 
-    request_id: str
     config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadModel:
+class UnloadModel(OfRequest):
     """Free the model's memory.  Ends in `ModelUnloaded` (also when none was loaded)."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(OfRequest):
     """Answer the last message.  Ends in `Finished` (also when cancelled midway) or `Failed`.
 
     With `remote`, an endpoint's model answers, whatever is loaded or going on here; nobody else does in its place.
@@ -92,7 +89,6 @@ class Generate:
         tools: what the answer may call. It ends behind its calls, which come in a `Called`, for the window to run.
     """
 
-    request_id: str
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
     remote: RemoteModel | None = None
@@ -101,10 +97,8 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(OfRequest):
     """Stop that request within one token, or before it starts.  Has no terminal event."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +151,9 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(OfRequest):
     """Progress of a phase: `done` of `total` (bytes of all phases of loading together, prompt tokens in prefill)."""
 
-    request_id: str
     phase: Phase
     done: int
     total: int
@@ -184,7 +177,7 @@ class NamedChances:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class Token(OfRequest):
     """Newly visible text of an answer; may be empty while a character or a stop string is incomplete.
 
     Attributes:
@@ -194,7 +187,6 @@ class Token:
         chances: of the new tokens, where a client of the server asked for them.
     """
 
-    request_id: str
     text: str
     generated_tokens: int
     reasoning: str = ""
@@ -202,18 +194,16 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class Called(OfRequest):
     """An answer calls these tools; its terminal event follows."""
 
-    request_id: str
     calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLoaded:
+class ModelLoaded(OfRequest):
     """Terminal event of `LoadModel`."""
 
-    request_id: str
     info: ModelInfo
     load_s: float
 
@@ -226,15 +216,13 @@ class ModelMoved:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelUnloaded:
+class ModelUnloaded(OfRequest):
     """Terminal event of `UnloadModel`."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """Terminal event of `Generate` and `Asked`.
+class Finished(OfRequest):
+    """Terminal event of `Generate` and `Submit`.
 
     Attributes:
         prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV cache.
@@ -246,7 +234,6 @@ class Finished:
         pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
     """
 
-    request_id: str
     finish_reason: FinishReason
     prompt_tokens: int
     reused_tokens: int
@@ -263,17 +250,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(OfRequest):
     """Terminal event of a `LoadModel` that was cancelled."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(OfRequest):
     """Terminal event of any request that failed: `message` is one sentence for the user."""
 
-    request_id: str
     code: ErrorCode
     message: str
 
@@ -356,19 +340,11 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Submit(OfRequest):
     """A client asks; the id is the server's.  Ends in `Finished` or `Failed`, after a `Began`, `Progress` of a long
     prompt and `Token`s; a `Cancel` says that nobody waits for it any more."""
 
-    request_id: str
     ask: Ask
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Load it before anybody asks."""
-
-    model: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,13 +365,12 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class Began(OfRequest):
     """The prompt is known; `thinks` if it ends by opening the model's reasoning; `family` is that model's.
 
     With `is_call` all but the reasoning is one call as JSON, in no family's form.
     """
 
-    request_id: str
     prompt_tokens: int
     thinks: bool
     family: str = ""
@@ -527,10 +502,10 @@ class NotListening:
     message: str
 
 
-LinkMessage = Asked | Prepare | Release | Began | ModelIs | Remark | ServeModels
+LinkMessage = Submit | Release | Began | ModelIs | Remark | ServeModels
 FrontMessage = Listen | Rules | FreeOthers | Listening | NotListening | Served | Beside | Wants
 Message = Command | Event | LinkMessage | FrontMessage
-_LINES = MessageLines((*get_args(Command), *get_args(Event), *get_args(LinkMessage), *get_args(FrontMessage)))
+_LINES = MessageLines(get_args(Message))
 
 
 # --- the codec ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -38,13 +38,14 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
 from engine.process.remote import RemoteChats, RemoteJobs, needs_no_model
-from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event, failed
+from engine.process.requests import Request, RequestQueue, cancelled_event, failed
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService
 from engine.protocol import (
     PROTOCOL_VERSION,
     WAITS,
     Cancel,
+    Event,
     Failed,
     Generate,
     LineReader,
@@ -63,12 +64,13 @@ from engine.protocol import (
     decode,
     request_id_of,
 )
-from engine.serving.other_programs import OtherPrograms
+from engine.serving.other_programs import ApiRequests
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
-from engine.tuning.messages import StartTuning
+from engine.tuning.messages import StartTuning, TuningFinished, TuningProgress
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
+    from engine.tuning.run import TunedEngine, TuningEvent
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
@@ -76,19 +78,17 @@ TELEMETRY_S = 0.5
 
 
 class Worker:
-    """Performs requests with one engine and reports what happens."""
-
     def __init__(
         self,
         requests: RequestQueue,
         writer: EventWriter,
         telemetry: TelemetryService,
-        others: OtherPrograms | None = None,
+        others: ApiRequests | None = None,
     ) -> None:
         self._requests = requests
         self._writer = writer
         self._telemetry = telemetry
-        self._others = OtherPrograms(requests) if others is None else others
+        self._others = ApiRequests(requests) if others is None else others
         self._process = psutil.Process()
         self._sampled_s = time.monotonic()
         self._written = 0
@@ -103,8 +103,8 @@ class Worker:
             if failure is None:
                 log_failure(error, "starting")
                 failure = as_engine_error(error, "starting")
-            while (request := self._requests.take()) is not None:
-                if not isinstance(request, AnswerOthers):
+            while not self._requests.is_over:
+                if (request := self._requests.take()) is not None:
                     self._requests.end(Failed.of(failure, request.request_id))
             return
         self._chats = ChatService(
@@ -118,37 +118,28 @@ class Worker:
         self._batches = BatchService(self._requests, self._writer.send, self._chats)
         engine.on_news = self._requests.look_after_others
         engine.on_moved = lambda info: self._moved(engine, info)
-        while self._go_on(engine):
-            pass
+        while not self._requests.is_over or self._chats.are_under_way:
+            self._go_on(engine)
         self._settle()
 
-    def _go_on(self, engine: Engine) -> bool:
-        """Goes on with answers, or performs the next request once there are none, waiting for one if necessary.
-
-        Returns:
-            False once the queue is closed.
-        """
+    def _go_on(self, engine: Engine) -> None:
+        """Goes on with answers, or performs the next request once there are none, waiting for one if necessary."""
         self._others.admit(engine)
         if engine.is_busy:
             self._chats.answer()
         if self._chats.are_under_way:
-            request: Request | AnswerOthers | None = self._requests.take_if(StartBatch, SampleBatch)
+            request = self._requests.take_if(StartBatch, SampleBatch)
         elif engine.is_busy and not self._requests.is_closed:
-            request = self._requests.take_if(*get_args(Request))
+            request = self._requests.take_if()
         else:
             request = self._requests.take()
-            if request is None:
-                return False
         if isinstance(request, Generate):
             self._sampled_s, self._written = time.monotonic(), 0
             self._chats.begin(request)
-            return True
-        if request is not None and not isinstance(request, AnswerOthers):
-            ending = self._perform(engine, request)
-            if ending is not None:
-                self._requests.end(ending)
+            return
+        if request is not None and (ending := self._perform(engine, request)) is not None:
+            self._requests.end(ending)
         self._sample(engine, 0.0)
-        return True
 
     def _wrote(self, engine: Engine, tokens: int) -> None:
         """Samples now and then while tokens come, and at the end of an answer."""
@@ -210,8 +201,6 @@ class Worker:
         return ModelLoaded(request.request_id, info, time.monotonic() - started)
 
     def _tune(self, engine: Engine, request: StartTuning) -> TerminalEvent:
-        from engine.process.tuning import run_tuning  # imports the planner, which few sessions need
-
         self._model_is(engine, is_leaving=True)
         try:
             return run_tuning(engine, request, self._requests, self._writer.send)
@@ -262,12 +251,36 @@ class Worker:
         )
 
 
+def run_tuning(
+    engine: TunedEngine, request: StartTuning, requests: RequestQueue, send: Callable[[Event], None]
+) -> TuningFinished:
+    """Runs until done or cancelled; results are sent at once, progress as often as it can be shown.
+
+    Raises:
+        EngineError: see `tune`.
+    """
+    from engine.tuning.run import tune  # the planner, which few sessions need
+
+    sent_s, stage = 0.0, ""
+
+    def tell(event: TuningEvent) -> None:
+        nonlocal sent_s, stage
+        if isinstance(event, TuningProgress):
+            is_news = event.stage != stage or (event.number is not None and event.stage == "measuring")
+            if not is_news and time.monotonic() - sent_s < PROGRESS_S:
+                return
+            stage, sent_s = event.stage, time.monotonic()
+        send(event)
+
+    return tune(engine, request, tell, lambda: requests.is_cancelled(request.request_id))
+
+
 def read_commands(
     fd: int,
     requests: RequestQueue,
     writer: EventWriter,
     telemetry: TelemetryService,
-    others: OtherPrograms | None = None,
+    others: ApiRequests | None = None,
     remote: RemoteChats | None = None,
     remote_jobs: RemoteJobs | None = None,
 ) -> bool:
@@ -323,7 +336,7 @@ def serve(make_engine: Callable[[], Engine], *, at_once: bool = True) -> None:
     writer.send(Ready(PROTOCOL_VERSION, os.getpid()))
     requests = RequestQueue(writer.send)
     telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
-    others = OtherPrograms(requests)
+    others = ApiRequests(requests)
     remote_jobs = RemoteJobs(requests, writer.send)
     remote = RemoteChats(requests, writer.send, telemetry.is_elsewhere)
 
@@ -348,7 +361,6 @@ def _real_engine() -> Engine:
 
 
 def main() -> None:
-    """Entry of `python -m engine.worker [WAITS]`."""
     serve(_real_engine, at_once=WAITS not in sys.argv)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+DAY = int(os.environ.get("SWITCHYARD_TEST_DAY", "0"))
+"""Values that take turns do so by this: always 0 in CI, elsewhere another one each day."""
 
 
 def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 1) -> list[dict[str, Any]]:
@@ -44,16 +49,20 @@ def any_two(values: Mapping[str, Sequence[Any]], indirect: Sequence[str] = ()) -
     return pytest.mark.parametrize(list(values), combinations, indirect=list(indirect), ids=_name)
 
 
-def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3, first: int = 0) -> list[Any]:
-    """Parameters of which those named and every third are tried by default, the others with `-m exhaustive`.
+def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 6, first: int = 0) -> list[Any]:
+    """Parameters of which those named and every sixth are tried by default, the others with `-m exhaustive`.
+
+    Which of them are tried changes by day, but for CI.
 
     Args:
         first: tests of the same values begin with another one each, so that one of them tries each value.
     """
+    values = list(values)
+    every = min(every, len(values))
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=[] if number % every == first or value in always else [pytest.mark.exhaustive],
+            marks=[] if (number - first - DAY) % every == 0 or value in always else [pytest.mark.exhaustive],
         )
         for number, value in enumerate(values)
     ]
@@ -62,9 +71,10 @@ def some(values: Iterable[Any], always: Collection[Any] = (), every: int = 3, fi
 def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
     """Where a test has several lists of parameters, its fixtures' among them, marks most combinations as exhaustive.
 
-    Of two lists each value is tried by default, of more lists the longest two with each other.  `any_two` is for tests
-    of which any two values matter, `every_combination` marks those of which all do, such as kernels that are code of
-    their own for every type on every processor.
+    Of what is left of a test with `takes_turns(n)` every nth is tried, which ones depends on its name and the day.
+
+    `any_two` is for tests of which any two values matter, `every_combination` marks those of which all do, such as
+    kernels that are code of their own for every type on every processor.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -72,16 +82,44 @@ def mark_most_of_products(items: Iterable[pytest.Item]) -> None:
         if is_default and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in tests.values():
-        if combinations[0].get_closest_marker("every_combination") is not None:
-            continue
-        names = zip(*(combination.callspec._idlist for combination in combinations), strict=True)
-        lists = [[list(dict.fromkeys(column)).index(name) for name in column] for column in names]
-        longest, *others = sorted(lists, key=lambda places: -max(places))
-        second = others.pop(0) if len(others) > 1 else [0] * len(combinations)
-        for number, combination in enumerate(combinations):
-            for turn, places in enumerate(others, 1):
-                if places[number] != (longest[number] + turn * second[number]) % (max(places) + 1):
-                    combination.add_marker(pytest.mark.exhaustive)
+        few = combinations
+        if combinations[0].get_closest_marker("every_combination") is None:
+            columns = list(zip(*map(_values_by_list, combinations), strict=True))
+            few = list(itertools.compress(combinations, few_of_product(columns)))
+        if (turns := combinations[0].get_closest_marker("takes_turns")) is not None:
+            every = min(turns.args[0], len(few))
+            few = few[(zlib.crc32(combinations[0].originalname.encode()) + DAY) % every :: every]
+        for combination in combinations:
+            if combination not in few:
+                combination.add_marker(pytest.mark.exhaustive)
+
+
+def _values_by_list(test: pytest.Function) -> list[tuple[int, ...]]:
+    """Of each list of parameters, by which of its values the test is called."""
+    left = {name: id(value) for name, value in test.callspec.params.items()}
+    found = []
+    for mark in test.iter_markers("parametrize"):
+        names = mark.kwargs.get("argnames", mark.args[0] if mark.args else "")
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        found.append(tuple(left.pop(name) for name in names if name in left))
+    return found + [(value,) for value in left.values()]  # of fixtures
+
+
+def few_of_product(columns: Sequence[Sequence[Any]], day: int = DAY) -> list[bool]:
+    """Which combinations are tried by default, given of each list of parameters which value each combination has.
+
+    Of two lists each value is tried, of more lists the longest two with each other.
+    """
+    lists = [[list(dict.fromkeys(column)).index(value) for value in column] for column in columns]
+    longest, *others = sorted(lists, key=lambda places: -max(places))
+    second = others.pop(0) if len(others) > 1 else [0] * len(longest)
+    return [
+        all(
+            places[number] == (longest[number] + turn * (second[number] + day)) % (max(places) + 1)
+            for turn, places in enumerate(others, 1)
+        )
+        for number in range(len(longest))
+    ]
 
 
 def _name(value: object) -> str | None:

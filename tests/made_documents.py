@@ -136,7 +136,7 @@ def docx(path: Path, paragraphs: Sequence[str]) -> Path:
 def bomb(path: Path, *, lies: bool = False) -> Path:
     """A docx of 300 MB of blanks; one that `lies` says that they are a few."""
     with (
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
         archive.open("word/document.xml", "w", force_zip64=True) as part,
     ):
         for _ in range(300):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.protocol import Ask, Began, Finished, Token
-from engine.serving.asking import Event, State, Ticket
+from engine.serving.link import Event, State, Ticket
 
 
 class ScriptedBroker:
@@ -15,8 +15,7 @@ class ScriptedBroker:
     def __init__(self, *, ends: bool, says: str = "Hello") -> None:
         self._ends, self._says = ends, says
         self.tickets: list[Ticket] = []
-        self.prepared: list[Path] = []
-        self.released: list[Path] = []
+        self.released: list[tuple[Path, float]] = []
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         ticket = Ticket(ask, on_event)
@@ -27,11 +26,8 @@ class ScriptedBroker:
             ticket.tell(Finished("", "stop", 3, 0, 1))
         return ticket
 
-    def prepare(self, model: Path) -> None:
-        self.prepared.append(model)
-
     def release(self, model: Path, after_s: float = 0) -> None:
-        self.released.append(model)
+        self.released.append((model, after_s))
 
     @property
     def state(self) -> State:

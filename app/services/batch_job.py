@@ -15,13 +15,14 @@ from PySide6.QtCore import QCoreApplication
 from engine.batch_files.job_list import Ended, KnownJob, known_jobs, read_answers
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.journal import journal_path
-from engine.batch_files.messages import BatchPlanned, BatchRow
+from engine.batch_files.messages import BatchRow
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.paths import jobs_dir
+from engine.planner.batch_prediction import JobPrediction
 
 translate = QCoreApplication.translate
 
@@ -252,7 +253,7 @@ class JobEntry:
     tokens_per_s: float = 0.0
     ends_low_s: float | None = None
     ends_high_s: float | None = None
-    plan: BatchPlanned | None = None
+    plan: JobPrediction | None = None
     under_way: int = 0
     beside_chat: bool = False
     beside_jobs: int = 0

@@ -262,27 +262,28 @@ class BatchJobs(QObject):
                 self._put(replace(entry, beside_chat=beside_chat), to_file=False)
         self.start_more()
 
-    def _on_planned(self, key: str, plan: BatchPlanned) -> None:
-        self._put(replace(self._entries[key], plan=plan), to_file=False)
+    def _on_planned(self, key: str, event: BatchPlanned) -> None:
+        self._put(replace(self._entries[key], plan=event.prediction), to_file=False)
 
     def _on_answered(self, key: str, event: BatchRows) -> None:
         self.answered.emit(key, event.rows)
 
     def _on_progressed(self, key: str, event: BatchProgress) -> None:
-        entry, now = self._entries[key], self._clock()
-        total = event.total if event.total >= 0 else entry.total
+        entry, pace, now = self._entries[key], event.pace, self._clock()
+        low, high = pace.remaining_low_s, pace.remaining_high_s
+        total = entry.total if pace.total is None else pace.total
         new = replace(
             entry,
-            done=event.done,
-            failed=event.failed,
-            cut_off=event.cut_off,
+            done=pace.done,
+            failed=pace.failed,
+            cut_off=pace.cut_off,
             total=total,
-            tokens_per_s=event.tokens_per_s,
-            ends_low_s=now + event.remaining_low_s if event.remaining_low_s >= 0 else None,
-            ends_high_s=now + event.remaining_high_s if event.remaining_high_s >= 0 else None,
-            under_way=event.under_way,
+            tokens_per_s=pace.tokens_per_s,
+            ends_low_s=None if low is None else now + low,
+            ends_high_s=None if high is None else now + high,
+            under_way=pace.under_way,
             blocked=event.blocked,
-            places=event.places,
+            places=pace.places,
         )
         self._put(new, to_file=total != entry.total)
 

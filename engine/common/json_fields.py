@@ -15,6 +15,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -94,8 +95,8 @@ def _convert(hint: Any, value: Any) -> Any:
         return from_fields(typing.cast(type, hint), value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is ErrorCode:
-        return ErrorCode(value)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return hint(value)
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is Any:
@@ -103,6 +104,13 @@ def _convert(hint: Any, value: Any) -> Any:
     if type(value) is not hint:
         raise TypeError(f"expected {hint.__name__}, got {value!r}")
     return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfRequest:
+    """A message about one request."""
+
+    request_id: str
 
 
 class MessageLines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import ComputingClock, JobEnding, JobWatcher, Pace, StoppedError, run_in_background
 from engine.batch_files.messages import (
@@ -20,6 +20,7 @@ from engine.batch_files.messages import (
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
+from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue, RequestThreads
 from engine.protocol import Event, LoadModel, UnloadModel
 from engine.telemetry.request_log import RequestLog
@@ -37,23 +38,10 @@ _MOST_CHARACTERS = 400
 JobRunner = Callable[[PreparedJob, JobWatcher], JobEnding]
 
 
-class Chats(Protocol):
-    """The chats beside a sample."""
-
-    def are_due(self) -> bool:
-        """Whether one is to have its turn."""
-
-    def take_turns(self) -> None:
-        """Answers them for as long as the job has computed since."""
-
-    def give_way(self) -> None:
-        """Answers them until none is left."""
-
-
 class BatchService:
     """Runs jobs, each on a thread of its own beside the engine's, and samples on the engine's."""
 
-    def __init__(self, requests: RequestQueue, send: Callable[[Event], None], chats: Chats) -> None:
+    def __init__(self, requests: RequestQueue, send: Callable[[Event], None], chats: ChatService) -> None:
         self._requests, self._send = requests, send
         self._chats = chats
         self.threads = RequestThreads(requests, "batch-job", "answering")
@@ -75,7 +63,6 @@ class BatchService:
 
     @property
     def are_running(self) -> bool:
-        """Whether any job has not ended yet."""
         return bool(self.threads.running)
 
     def settle(self, meanwhile: Callable[[], None]) -> None:
@@ -101,7 +88,7 @@ class BatchService:
         Raises:
             EngineError: see `Engine.sample_batch`.
         """
-        clock = ComputingClock()
+        clock, chats = ComputingClock(), self._chats
         events = JobEvents(request.request_id, self._send)
 
         def cancelled() -> bool:
@@ -114,7 +101,6 @@ class BatchService:
 
             return run
 
-        chats = self._chats
         watcher = JobWatcher(
             events.pace,
             events.answer_now,
@@ -140,7 +126,8 @@ def answered_job(
         EngineError: see `run_job`.
     """
     events = JobEvents(request.request_id, send)
-    watcher = JobWatcher(events.pace, events.answer, _never, _nothing, cancelled, events.plan)
+    # Chats are answered between the layers of jobs, by whoever has the engine's thread.
+    watcher = JobWatcher(events.pace, events.answer, lambda: False, lambda: None, cancelled, events.plan)
     try:
         # Opening a huge pdf or ten thousand files takes long.
         prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
@@ -174,15 +161,6 @@ def finished_event(
     return BatchFinished(request_id, finished, done, failed, 0, tokens, seconds, "")
 
 
-def _never() -> bool:
-    """Chats are answered between the layers of jobs, by who calls these."""
-    return False
-
-
-def _nothing() -> None:
-    """There is nobody to give way to."""
-
-
 class JobEvents:
     """Sends one job's events to the window, no more often than it can show them."""
 
@@ -195,24 +173,10 @@ class JobEvents:
 
     def pace(self, pace: Pace, blocked: str) -> None:
         self._log.has_answered(self._tokens)
-        self._send(
-            BatchProgress(
-                request_id=self._request_id,
-                done=pace.done,
-                failed=pace.failed,
-                total=-1 if pace.total is None else pace.total,
-                tokens_per_s=pace.tokens_per_s,
-                remaining_low_s=-1.0 if pace.remaining_low_s is None else pace.remaining_low_s,
-                remaining_high_s=-1.0 if pace.remaining_high_s is None else pace.remaining_high_s,
-                blocked=blocked,
-                under_way=pace.under_way,
-                places=pace.places,
-                cut_off=pace.cut_off,
-            )
-        )
+        self._send(BatchProgress(self._request_id, pace, blocked))
 
     def plan(self, prediction: JobPrediction) -> None:
-        self._send(BatchPlanned.of(self._request_id, prediction))
+        self._send(BatchPlanned(self._request_id, prediction))
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -237,7 +201,6 @@ class JobEvents:
             self.rows_now()
 
     def ends(self) -> None:
-        """The job is over."""
         self.rows_now()
         self._log.ends()
 

@@ -46,7 +46,6 @@ class ChatService:
         self._open: set[str] = set()
 
     def begin(self, request: Generate) -> None:
-        """Takes a request, which ends later."""
         name, told, reads = request.request_id, 0, False
         log = RequestLog()
 
@@ -134,7 +133,7 @@ class ChatService:
         self._arrive()
         if self._open:
             return self._requests.waits(StartBatch, SampleBatch)
-        return self._requests.window_waits or self._requests.is_closed
+        return self._requests.waits() or self._requests.is_closed
 
     def _arrive(self) -> bool:
         while (request := self._requests.take_if(Generate)) is not None:

@@ -102,7 +102,6 @@ class RayDriver:
         return ""
 
     def run(self) -> None:
-        """Until the commands end."""
         tells_at_s = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):

@@ -104,7 +104,6 @@ class RayNode:
             return {"answers": answers, "under_way": list(under_way), "broken": self._broken}
 
     def close(self) -> None:
-        """Ends the engine; what it was answering is dropped."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -112,7 +111,6 @@ class RayNode:
             self._thread.join()
 
     def _work(self, spec: dict[str, Any]) -> None:
-        """The engine's thread."""
         try:
             with contextlib.ExitStack() as held:
                 about = self._opened(spec, held)

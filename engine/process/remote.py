@@ -42,7 +42,6 @@ class RemoteChats:
         self._threads = RequestThreads(requests, "remote-chat", "asking another server")
 
     def begin(self, request: Generate) -> None:
-        """Takes a request with a `remote`, which ends later."""
         remote = request.remote
         assert remote is not None
         if self._requests.accept_elsewhere(request):
@@ -99,10 +98,10 @@ class RemoteChats:
             return known
         client = Client(remote.endpoint, remote.key or None)  # may wait for who unlocks the keyring
         with self._lock:
-            kept = self._clients.setdefault((plain, remote.key), client)
-        if kept is not client:
+            first = self._clients.setdefault((plain, remote.key), client)
+        if first is not client:
             client.close()
-        return kept
+        return first
 
 
 def _finished(name: str, answer: RemoteAnswer) -> Finished:
@@ -134,18 +133,12 @@ class RemoteJobs:
 
     def __init__(self, requests: RequestQueue, send: Callable[[Event], None]) -> None:
         self._requests, self._send = requests, send
-        self._threads = RequestThreads(requests, "remote-job", "asking other servers")
-        self._is_closed = False
+        self.threads = RequestThreads(requests, "remote-job", "asking other servers")
 
     def begin(self, request: StartBatch | SampleBatch) -> None:
         """Takes a request of a job that names endpoints, which ends later."""
         if self._requests.accept_elsewhere(request):
-            self._threads.begin(request, lambda: self._ending(request))
-
-    def close(self) -> None:
-        """Stops what is under way, which can be resumed later, and waits for its end."""
-        self._is_closed = True
-        self._threads.join()
+            self.threads.begin(request, lambda: self._ending(request))
 
     def _ending(self, request: StartBatch | SampleBatch) -> BatchFinished:
         if isinstance(request, SampleBatch):
@@ -153,7 +146,7 @@ class RemoteJobs:
         return answered_job(request, runner_at(request, None), self._send, lambda: self._is_over(request))
 
     def _is_over(self, request: StartBatch | SampleBatch) -> bool:
-        return self._is_closed or self._requests.is_closed or self._requests.is_cancelled(request.request_id)
+        return self._requests.is_closed or self._requests.is_cancelled(request.request_id)
 
     def _sampled(self, request: SampleBatch) -> BatchFinished:
         from engine.batch_files.prepared_job import prepare

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.batch_files.messages import BatchFinished, SampleBatch, StartBatch
 from engine.process.failures import as_engine_error, log_failure
@@ -14,7 +13,6 @@ from engine.protocol import (
     Cancelled,
     Failed,
     Finished,
-    FinishReason,
     Generate,
     LoadModel,
     TerminalEvent,
@@ -25,23 +23,13 @@ from engine.tuning.messages import StartTuning, TuningFinished
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerOthers:
-    """Other programs may be waiting for answers, or jobs for the engine: its thread should look.  It has no terminal
-    event."""
-
-    request_id: str = ""
-
-
 Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning
-_OTHERS = AnswerOthers()
 
 
 def cancelled_event(request: Request) -> TerminalEvent | None:
     """The terminal event if this request is cancelled before it starts; None if it cannot be cancelled."""
-    reason: FinishReason = "cancelled"
     if isinstance(request, Generate):
-        return Finished(request.request_id, reason, 0, 0, 0)
+        return Finished(request.request_id, "cancelled", 0, 0, 0)
     if isinstance(request, StartBatch | SampleBatch):
         return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
     if isinstance(request, StartTuning):
@@ -55,7 +43,8 @@ class RequestQueue:
     def __init__(self, send: Callable[[TerminalEvent], None]) -> None:
         self._send = send
         self._changed = threading.Condition()
-        self._waiting: deque[Request | AnswerOthers] = deque()
+        self._waiting: deque[Request] = deque()
+        self._has_news = False
         self._open: set[str] = set()
         self._cancelled: set[str] = set()
         self._closed = False
@@ -63,14 +52,11 @@ class RequestQueue:
     def accept(self, request: Request) -> None:
         """Queue a request.  One whose id is still open is dropped: that id will get its terminal event."""
         with self._changed:
-            if request.request_id in self._open:
-                _log.warning("Dropped a request whose id is still open.")
-                return
-            self._open.add(request.request_id)
-            self._waiting.append(request)
-            if self._closed:
-                self._drop_waiting()
-            self._changed.notify_all()
+            if self._opens(request):
+                self._waiting.append(request)
+                if self._closed:
+                    self._drop(request)
+                self._changed.notify_all()
 
     def accept_elsewhere(self, request: Request) -> bool:
         """Takes a request that another thread answers; returns whether that may begin.
@@ -78,65 +64,57 @@ class RequestQueue:
         It ends with `end`; one whose id is still open is dropped, and one that comes too late has ended.
         """
         with self._changed:
-            if request.request_id in self._open:
-                _log.warning("Dropped a request whose id is still open.")
+            if not self._opens(request):
                 return False
-            self._open.add(request.request_id)
             if self._closed and (event := cancelled_event(request)) is not None:
                 self._end(event)
             return not self._closed
 
-    def look_after_others(self) -> None:
-        """Queues `AnswerOthers`, unless it is queued already."""
-        with self._changed:
-            if _OTHERS not in self._waiting and not self._closed:
-                self._waiting.append(_OTHERS)
-                self._changed.notify_all()
+    def _opens(self, request: Request) -> bool:
+        if request.request_id in self._open:
+            _log.warning("Dropped a request whose id is still open.")
+            return False
+        self._open.add(request.request_id)
+        return True
 
-    def take(self) -> Request | AnswerOthers | None:
-        """The next request, waiting for one; None once the queue is closed and empty."""
+    def look_after_others(self) -> None:
+        """Other programs may be waiting for answers, or jobs for the engine: its thread should look."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._has_news = True
+            self._changed.notify_all()
+
+    def take(self) -> Request | None:
+        """The next request, waiting for one; None if it is time to look after others, or the queue is over."""
+        with self._changed:
+            self.wait()
+            self._has_news = False
             return self._waiting.popleft() if self._waiting else None
 
     def wait(self) -> None:
-        """Waits until there is something to take, or the queue is closed."""
+        """Waits until there is something to do, or the queue is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-
-    def waits(self, *kinds: type[Request]) -> bool:
-        """Whether the next request of the window is there and of one of these kinds."""
-        if not self._waiting:
-            return False
-        with self._changed:
-            return isinstance(self._next_of_window(), kinds)
+            self._changed.wait_for(lambda: self._waiting or self._has_news or self._closed)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the window wants nothing any more."""
         return self._closed
 
     @property
-    def window_waits(self) -> bool:
-        """Whether the window has asked for something that nobody has taken yet."""
-        if not self._waiting:
+    def is_over(self) -> bool:
+        """Whether it is closed, and everything has been taken."""
+        return self._closed and not self._waiting
+
+    def waits(self, *kinds: type[Request]) -> bool:
+        """Whether the next request is there, and of one of these kinds if any are named."""
+        if not self._waiting:  # asked for every token
             return False
         with self._changed:
-            return self._next_of_window() is not None
+            return bool(self._waiting) and (not kinds or isinstance(self._waiting[0], kinds))
 
     def take_if(self, *kinds: type[Request]) -> Request | None:
-        """The next request of the window, if there is one now and it is of one of these kinds."""
-        if not self._waiting:
-            return None
+        """The next request, if there is one now and it is of one of these kinds, if any are named."""
         with self._changed:
-            first = self._next_of_window()
-            if first is None or not isinstance(first, kinds):
-                return None
-            self._waiting.remove(first)
-            return first
-
-    def _next_of_window(self) -> Request | None:
-        return next((each for each in self._waiting if not isinstance(each, AnswerOthers)), None)
+            return self._waiting.popleft() if self.waits(*kinds) else None
 
     def cancel(self, request_id: str) -> None:
         """End a waiting request now; flag a running one as cancelled.  Unknown ids are ignored."""
@@ -144,13 +122,9 @@ class RequestQueue:
             if request_id not in self._open:
                 return
             self._cancelled.add(request_id)
-            for request in self._waiting:
-                if isinstance(request, AnswerOthers) or request.request_id != request_id:
-                    continue
-                if (event := cancelled_event(request)) is not None:
-                    self._waiting.remove(request)
-                    self._end(event)
-                    return
+            for request in list(self._waiting):
+                if request.request_id == request_id:
+                    self._drop(request)
 
     def is_cancelled(self, request_id: str) -> bool:
         # Called for every token; set membership needs no lock.
@@ -165,19 +139,15 @@ class RequestQueue:
         """Cancel everything and accept nothing more."""
         with self._changed:
             self._closed = True
-            self._drop_waiting()
+            for request in list(self._waiting):
+                self._drop(request)
             self._cancelled |= self._open
             self._changed.notify_all()
 
-    def _drop_waiting(self) -> None:
-        for request in list(self._waiting):
-            if isinstance(request, AnswerOthers):
-                self._waiting.remove(request)
-                continue
-            event = cancelled_event(request)
-            if event is not None:
-                self._waiting.remove(request)
-                self._end(event)
+    def _drop(self, request: Request) -> None:
+        if (event := cancelled_event(request)) is not None:
+            self._waiting.remove(request)
+            self._end(event)
 
     def _end(self, event: TerminalEvent) -> None:
         if event.request_id in self._open:
@@ -220,7 +190,6 @@ class RequestThreads:
 
     @property
     def running(self) -> list[threading.Thread]:
-        """Those that have not ended yet."""
         self._running = [thread for thread in self._running if thread.is_alive()]
         return self._running
 

@@ -65,7 +65,6 @@ class EventWriter:
         self._thread.start()
 
     def send(self, event: Event) -> None:
-        """Queue an event that must arrive."""
         with self._changed:
             self._queue.append(event)
             self._changed.notify_all()
@@ -92,7 +91,6 @@ class EventWriter:
             return self._changed.wait_for(lambda: self._idle and not self._queue, timeout_s)
 
     def close(self) -> None:
-        """Write what is queued and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

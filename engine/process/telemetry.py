@@ -6,15 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.protocol import Droppable, Sample
 from engine.telemetry.messages import (
-    CacheReport,
-    CacheTier,
-    ExpertMap,
     RequestPlace,
     ResizeCache,
     TelemetryCounters,
@@ -24,6 +21,9 @@ from engine.telemetry.messages import (
 )
 from engine.telemetry.recorder import RECORDER, Recorder
 from engine.telemetry.records import Records, no_spans, no_steps, pack
+
+if TYPE_CHECKING:
+    from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 
 _log = logging.getLogger(__name__)
 
@@ -35,16 +35,6 @@ MOST_SPANS = 4096
 """Records per message: some tens of kilobytes."""
 _REMEMBERED_SPANS = 2**15
 """Records kept between two cache reports, which read them; the others have been sent already."""
-
-
-class TelemetrySource(Protocol):
-    """Telemetry of a loaded model, implemented by `engine.runtime.telemetry.model_telemetry.ModelTelemetry`."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def expert_map(self) -> ExpertMap | None: ...
-    def cache_report(self, spans: Records, steps: Records) -> CacheReport: ...
-    def resize(self, tier: CacheTier, slots: int) -> None: ...
 
 
 class TelemetryService:
@@ -69,7 +59,7 @@ class TelemetryService:
         self._using = threading.Lock()  # held while the source is in use, so that its model is not freed
         self._wanted = WatchTelemetry(on=False)
         self._resizes: list[ResizeCache] = []
-        self._source: TelemetrySource | None = None
+        self._source: ModelTelemetry | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
         self._lost_spans = self._lost_steps = 0
@@ -79,24 +69,23 @@ class TelemetryService:
         self._report_is_asked = self._map_is_news = self._map_is_sent = False
 
     def watch(self, command: WatchTelemetry) -> None:
-        """Applies `command` from now on."""
         with self._changed:
             self._wanted = command
-            if command.on and self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._wake(starts=command.on)
 
     def resize(self, command: ResizeCache) -> None:
         """Resizes soon, whether the window watches or not; no effect while no model is loaded."""
         with self._changed:
             self._resizes.append(command)
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._wake(starts=True)
 
-    def model_is(self, source: TelemetrySource | None) -> None:
+    def _wake(self, *, starts: bool) -> None:
+        if starts and self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def model_is(self, source: ModelTelemetry | None) -> None:
         """The engine has loaded a model, or is about to free the one it had (None)."""
         with self._using:
             if self._source is not None:
@@ -117,7 +106,6 @@ class TelemetryService:
             self._send(RequestPlace(number, place))
 
     def close(self) -> None:
-        """Ends the thread and the recording."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -7,10 +7,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from engine.batch_files.openai_requests import (
     BadRequestError,
     read_call,
@@ -21,12 +17,20 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError
-from engine.families.replies.reader import Part, Spoken, Thought
-from engine.protocol import Ask, Began, Finished, Token
-from engine.serving.asking import AnswerEvent
-from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
-from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent
-from engine.serving.tools import Reading, ToolUse, read_tool, tool_use
+from engine.families.replies.reader import Part, Thought
+from engine.protocol import Ask, Began, Finished, Progress
+from engine.serving.answers import (
+    Answer,
+    Call,
+    Endpoint,
+    event_line,
+    listed_tools,
+    read_offer,
+    read_tool,
+    respond,
+    status_of,
+)
+from engine.serving.service import Offer
 
 _KINDS = {
     400: "invalid_request_error",
@@ -45,74 +49,40 @@ _STOPS: dict[FinishReason, str] = {
 }
 
 
-def anthropic_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
-    """An error in Anthropic's form, with a status that is its own or this."""
-    error = of_engine(error)
-    status = status or status_of(error)
-    return JSONResponse(_error_body(error, status), status)
-
-
-def _error_body(error: EngineError, status: int) -> dict[str, Any]:
+def error_body(error: EngineError, status: int) -> dict[str, Any]:
     kind = _KINDS.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def routes(service: Service) -> list[Route]:
-    """The paths of this interface."""
-    api = _Anthropic(service)
-    return [
-        Route("/v1/messages", api.messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
-    ]
+async def messages(call: Call) -> Any:
+    name, ask = await _ask(call)
+    if call.body.get("max_tokens") is None:
+        raise BadRequestError("has no max_tokens")
+    return await respond(call, [ask], _Answer(name, ask), streams=call.body.get("stream"))
 
 
-_PING = event_line({"type": "ping"}, "ping")
+async def count_tokens(call: Call) -> Any:
+    _name, ask = await _ask(call)
+    return {"input_tokens": await call.service.prompt_length(call.request, ask)}
 
 
-class _Anthropic:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def messages(self, request: Request) -> Response:
-        body = await body_of(request)
-        uses = _tools(body)
-        name, ask = await self._ask(body, uses)
-        if body.get("max_tokens") is None:
-            raise BadRequestError("has no max_tokens")
-        answer = _Answer(name, ask, uses)
-        if body.get("stream"):
-
-            def failed(error: EngineError) -> list[str]:
-                return [event_line(_error_body(error, status_of(error)), "error")]
-
-            return server_sent(await opened(request, self._stream(ask, answer), _PING, failed))
-        await while_connected(request, self._service.whole(ask, answer.take))
-        return JSONResponse(answer.message())
-
-    async def count_tokens(self, request: Request) -> Response:
-        body = await body_of(request)
-        _name, ask = await self._ask(body, _tools(body))
-        return JSONResponse({"input_tokens": await while_connected(request, self._service.prompt_length(ask))})
-
-    async def _ask(self, body: Mapping[str, Any], uses: ToolUse) -> tuple[str, Ask]:
-        messages = _messages(body)
-        # Whoever ends with the model's turn has written how its answer begins.
-        is_begun = messages[-1].role == "assistant" and messages[-1].content.strip()
-        return await self._service.ask_of(body, "messages", messages, uses, "continue" if is_begun else "answer")
-
-    def _stream(self, ask: Ask, answer: _Answer) -> Lines:
-        def take(event: AnswerEvent) -> list[str]:
-            lines = [event_line(line, line["type"]) for line in answer.take(event)]
-            return [*lines, _PING] if isinstance(event, Began) else lines
-
-        return lines_of(self._service.events(ask), take, lambda _read: _PING)
+async def _ask(call: Call) -> tuple[str, Ask]:
+    offer, turns = _offer(call.body), _messages(call.body)
+    # Whoever ends with the model's turn has written how its answer begins.
+    is_begun = turns[-1].role == "assistant" and turns[-1].content.strip()
+    return await call.service.ask_of(call.body, "messages", turns, offer, "continue" if is_begun else "answer")
 
 
-class _Answer:
-    """One answer: its blocks so far, and what to send for each event."""
+PATHS = (Endpoint("POST", "/v1/messages", messages), Endpoint("POST", "/v1/messages/count_tokens", count_tokens))
 
-    def __init__(self, name: str, ask: Ask, uses: ToolUse) -> None:
-        self._ask, self._reading = ask, Reading(uses)
+
+class _Answer(Answer):
+    """One answer, as a list of blocks of which the last is open."""
+
+    beat = event_line({"type": "ping"}, "ping")
+
+    def __init__(self, name: str, ask: Ask) -> None:
+        super().__init__(ask)
         self._blocks: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
@@ -120,62 +90,41 @@ class _Answer:
             "role": "assistant",
             "model": name,
         }
-        self._ended = Finished("", "stop", 0, 0, 0)
 
-    def message(self) -> dict[str, Any]:
-        """The answer, whole."""
-        return {
-            **self._head,
-            "content": self._blocks,
-            **self._stop,
-            "usage": self._usage(self._ended),
-        }
+    def whole(self) -> dict[str, Any]:
+        return {**self._head, "content": self._blocks, **self._stop, "usage": _usage(self.ended)}
 
-    def take(self, event: AnswerEvent) -> list[dict[str, Any]]:
-        """What a stream says of an event."""
-        lines = self._lines(self._reading.parts(event))
-        if isinstance(event, Began):
-            begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
-            usage = self._usage(Finished("", "stop", event.prompt_tokens, 0, 0))
-            return [{"type": "message_start", "message": {**begun, "usage": usage}}]
-        if isinstance(event, Token):
-            return lines
-        self._ended = event
-        return [
-            *lines,
-            *self._closed(),
-            {"type": "message_delta", "delta": self._stop, "usage": self._usage(event)},
-            {"type": "message_stop"},
-        ]
+    def begins(self, began: Began) -> list[dict[str, Any]]:
+        begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        usage = _usage(Finished("", "stop", began.prompt_tokens, 0, 0))
+        return [{"type": "message_start", "message": {**begun, "usage": usage}}, {"type": "ping"}]
+
+    def ends(self) -> list[dict[str, Any]]:
+        delta = {"type": "message_delta", "delta": self._stop, "usage": _usage(self.ended)}
+        return [*self._closed(), delta, {"type": "message_stop"}]
+
+    def reads(self, _read: Progress, _index: int) -> str:
+        return self.beat
+
+    def breaks(self, error: EngineError) -> str:
+        return self.wire(error_body(error, status_of(error)))
 
     @property
     def _stop(self) -> dict[str, str | None]:
-        ended = self._ended
+        ended = self.ended
         reason = _STOPS[ended.finish_reason]
-        if ended.finish_reason == "stop_string" and ended.stopped_by not in self._ask.sampling.get("stop", ()):
+        if ended.finish_reason == "stop_string" and ended.stopped_by not in self.ask.sampling.get("stop", ()):
             reason = "end_turn"  # what ends every turn of this model
-        if any(block["type"] == "tool_use" for block in self._blocks):
+        if self.calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": ended.stopped_by if reason == "stop_sequence" else None}
 
-    def _usage(self, ended: Finished) -> dict[str, int]:
-        return {
-            "input_tokens": ended.prompt_tokens - ended.reused_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": ended.reused_tokens,
-            "output_tokens": ended.generated_tokens,
-        }
-
-    def _lines(self, parts: list[Part]) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                lines += self._call(part)
-            elif isinstance(part, Thought):
-                lines += self._more("thinking", part.text)
-            elif isinstance(part, Spoken) and (part.text.strip() or self._is_open("text")):
-                lines += self._more("text", part.text)
-        return lines
+    def says(self, part: Part) -> list[dict[str, Any]]:
+        if isinstance(part, ToolCall):
+            return self._call(part)
+        if isinstance(part, Thought):
+            return self._more("thinking", part.text)
+        return self._more("text", part.text) if part.text.strip() or self._is_open("text") else []
 
     def _more(self, kind: str, text: str) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = []
@@ -211,10 +160,17 @@ class _Answer:
         return [*lines, {"type": "content_block_stop", **at}]
 
 
-def _tools(body: Mapping[str, Any]) -> ToolUse:
-    offered = body.get("tools") or []
-    if not isinstance(offered, list) or not all(isinstance(entry, Mapping) for entry in offered):
-        raise BadRequestError("has tools that are not a list of objects")
+def _usage(ended: Finished) -> dict[str, int]:
+    return {
+        "input_tokens": ended.prompt_tokens - ended.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": ended.reused_tokens,
+        "output_tokens": ended.generated_tokens,
+    }
+
+
+def _offer(body: Mapping[str, Any]) -> Offer:
+    offered = listed_tools(body)
     for entry in offered:
         if entry.get("type") not in (None, "custom"):
             foreign = str(entry["type"])[:40]
@@ -225,8 +181,8 @@ def _tools(body: Mapping[str, Any]) -> ToolUse:
     kinds = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
     if not isinstance(kind, str) or kind not in kinds:
         raise BadRequestError(f"has the tool_choice {str(kind)[:40]!r}; use auto, any, tool or none")
-    use = tool_use(tools, kinds[kind], str(choice.get("name", "")))
-    return use.with_several(not choice.get("disable_parallel_tool_use"))
+    several = not choice.get("disable_parallel_tool_use")
+    return read_offer(tools, kinds[kind], str(choice.get("name", "")), several=several)
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:

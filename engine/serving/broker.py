@@ -1,9 +1,8 @@
 """Where requests of all clients meet the engine: those for the loaded model are answered, many in each sweep.
 
 Requests are handed in on any thread.  They become tokens on a thread of the broker's, so that no answer waits for
-another client's long prompt, and are answered on the engine's thread.  Who loads models, and when the engine's thread
-comes here, is decided elsewhere: `engine.serving.model_broker` for a server of its own, the engine process for the
-window.
+another client's long prompt, and are answered on the engine's thread: that of a `ModelBroker`, which loads models by
+name, or that of the window's engine process (`engine.serving.other_programs`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from weakref import WeakKeyDictionary
 
 from engine.batch_files.openai_requests import NO_LIMIT
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Ask, Began, Failed, Finished, NamedChances, NamedToken, Progress, Prompt, Token
 from engine.runtime.decode.generation import ChanceLog, Chances, GenerationResult
 from engine.runtime.decode.split_answer import thinking_for
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
-from engine.serving.asking import MOST_WAITING, Event, State, Ticket, closing, too_many
+from engine.serving.link import CLOSING, MOST_WAITING, TOO_MANY, Event, State, Ticket
 from engine.telemetry.request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class RequestBroker:
         self.changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._ready: dict[Ticket, _Ready] = {}
-        self._preparing: threading.Thread | None = None
+        self._tokenizing: threading.Thread | None = None
         self._under_way: dict[int, Ticket] = {}
         self._rows: LiveRows | None = None
         self._model: Path | None = None
@@ -74,24 +73,25 @@ class RequestBroker:
         self.is_closed = False
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """See `Answerer`."""
         ticket = Ticket(ask, on_event)
         log = RequestLog()
         with self.changed:
             if self.is_closed:
-                raise closing().error
+                raise CLOSING.error
             if len(self._waiting) >= MOST_WAITING:
-                raise too_many()
+                raise TOO_MANY.error
             self._waiting.append(ticket)
             self._logs[ticket] = log
-            self._prepare()
+            self._begin_tokenizing()
             self.changed.notify_all()
         self._on_waiting()
         return ticket
 
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """See `Answerer`; nothing here: whoever has the engine's thread frees models."""
+
     @property
     def state(self) -> State:
-        """What is going on now."""
         with self.changed:
             return State(self._model, len(self._under_way), len(self._waiting))
 
@@ -105,7 +105,6 @@ class RequestBroker:
         return first
 
     def is_wanted(self, model: Path) -> bool:
-        """Whether anybody still waits for this model."""
         with self.changed:
             return any(ticket.ask.model == model and not ticket.is_cancelled() for ticket in self._waiting)
 
@@ -134,9 +133,9 @@ class RequestBroker:
         """
         rows = self._rows_now()
         while True:
-            rows.run(_Arriving(self._next), self._ended)
+            rows.run(self, self._ended)
             with self.changed:
-                self.changed.wait_for(lambda: self.is_closed or self._preparing is None or self._is_ready())
+                self.changed.wait_for(lambda: self.is_closed or self._tokenizing is None or self._is_ready())
                 if self.is_closed or not self._waiting or self._waiting[0].ask.model != self._model:
                     return
 
@@ -150,7 +149,7 @@ class RequestBroker:
             BaseException: the model cannot be run.
         """
         if self._waiting or self._under_way:
-            self._rows_now().take(_Arriving(self._next), self._ended)
+            self._rows_now().take(self, self._ended)
 
     def _rows_now(self) -> LiveRows:
         if self._rows is None:
@@ -164,7 +163,7 @@ class RequestBroker:
             self._under_way.clear()
             self._ready.clear()
             rows, self._rows = self._rows, None
-            preparing = self._preparing
+            preparing = self._tokenizing
         for ticket in left:
             ticket.tell(Failed("", ErrorCode.BUSY, "The model was taken away: try again later."))
         if preparing is not None:
@@ -205,8 +204,11 @@ class RequestBroker:
         self._waiting.remove(ticket)
         return True
 
-    def _next(self) -> BatchRequest | None:
-        """The next request for the loaded model, if it is its turn and ready."""
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return self
+
+    def __next__(self) -> BatchRequest:
+        """The next request for the loaded model, if it is its turn and ready: they may end now and go on later."""
         with self.changed:
             gone = self._without_the_gone()
             ticket = self._waiting[0] if self._is_ready() and not self.is_closed else None
@@ -214,22 +216,22 @@ class RequestBroker:
                 ready = self._ready[ticket]
                 self._take_out(ticket)
                 self._under_way[ready.request.row] = ticket
-            self._prepare()
+            self._begin_tokenizing()
         _end(gone)
         if ticket is None:
-            return None
+            raise StopIteration
         self._logs[ticket].reads(len(ready.request.ids))
         ticket.tell(ready.began)
         return ready.request
 
     # --- the thread that makes tokens -------------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def _begin_tokenizing(self) -> None:
         """Starts it, with the lock held, if there is something to do for it."""
-        if self._preparing is None and self._rows is not None and self._next_text() is not None:
-            work = self._prepare_all
-            self._preparing = threading.Thread(target=work, args=(self._rows,), name="serving-prompts", daemon=True)
-            self._preparing.start()
+        if self._tokenizing is None and self._rows is not None and self._next_text() is not None:
+            work = self._tokenize
+            self._tokenizing = threading.Thread(target=work, args=(self._rows,), name="serving-prompts", daemon=True)
+            self._tokenizing.start()
 
     def _next_text(self) -> Ticket | None:
         """The first of those at the head of the queue that is no tokens yet."""
@@ -237,13 +239,13 @@ class RequestBroker:
         texts = (ticket for ticket in islice(ours, MOST_READY) if ticket not in self._ready)
         return next((ticket for ticket in texts if not ticket.is_cancelled()), None)
 
-    def _prepare_all(self, rows: LiveRows) -> None:
+    def _tokenize(self, rows: LiveRows) -> None:
         """Ends once nobody waits whose request is a text, or the model is taken away."""
         while True:
             with self.changed:
                 ticket = self._next_text() if rows is self._rows and not self.is_closed else None
                 if ticket is None:
-                    self._preparing = None
+                    self._tokenizing = None
                     self.changed.notify_all()
                     return
             ready, endings = None, list[Event]()
@@ -357,7 +359,7 @@ class RequestBroker:
             ticket.tell(Failed.of(answer.error))
             return
         if answer.finish_reason == "cancelled" and not ticket.is_cancelled():
-            ticket.tell(closing())
+            ticket.tell(CLOSING)
             return
         lengths = answer.prompt_tokens, answer.reused_tokens, answer.generated_tokens
         ticket.tell(Finished("", answer.finish_reason, *lengths, stopped_by=answer.stopped_by))
@@ -368,17 +370,103 @@ def _end(gone: list[Ticket]) -> None:
         ticket.tell(Finished("", "cancelled", 0, 0, 0))
 
 
-class _Arriving:
-    """Requests as they come: it may have ended now and go on later."""
+class ModelBroker(RequestBroker):
+    """Answers requests for any model, by loading it once those for the model before have ended.
 
-    def __init__(self, take: Callable[[], BatchRequest | None]) -> None:
-        self._take = take
+    Args:
+        load: loads a model into `engine`, unless the check that it is given comes true; raises EngineError, or
+            RequestCancelled then.
+        idle_s: a model that nobody has asked for so long is unloaded; `None` keeps it.
+        on_model: told on the engine's thread which model is loaded now.
+        chat: see `RequestBroker`.
+    """
 
-    def __iter__(self) -> Iterator[BatchRequest]:
-        return self
+    def __init__(
+        self,
+        engine: Engine,
+        load: Callable[[Path, CancelCheck], None],
+        idle_s: float | None = None,
+        on_model: Callable[[Path | None], None] = lambda _model: None,
+        chat: str = "",
+    ) -> None:
+        super().__init__(engine, chat=chat)
+        self._load_model, self.idle_s, self._on_model = load, idle_s, on_model
+        self._released: tuple[Path, float] | None = None
+        self._thread = threading.Thread(target=self._work, name="serving-engine", daemon=True)
 
-    def __next__(self) -> BatchRequest:
-        request = self._take()
-        if request is None:
-            raise StopIteration
-        return request
+    def start(self) -> None:
+        self._thread.start()
+
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """See `Answerer`; it holds in the place of `idle_s` until the model is freed."""
+        with self.changed:
+            if self._model in (None, model):  # while it is loaded there is none
+                self._released = model, after_s
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all answers, frees the model and waits for the thread."""
+        self.shut()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the engine's thread ----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while (model := self._awaited()) is not None:
+                try:
+                    self._make_ready(model)
+                    self.answer()
+                except BaseException as error:
+                    self._failed(model, error)
+        finally:
+            self.shut()  # nobody is answered without this thread, however it ended
+            self.refuse(CLOSING.error)
+            self._free()
+
+    def _awaited(self) -> Path | None:
+        """The model that is wanted next; None once the broker is closed.  Frees an unused one meanwhile."""
+        while True:
+            with self.changed:
+                is_unused = False
+                while not (self._waiting or self.is_closed or is_unused):
+                    idle_s = None if self._model is None else self.idle_s
+                    if self._released is not None and self._released[0] == self._model:
+                        idle_s = self._released[1]
+                    can_wait = idle_s is not None and 0 <= idle_s <= threading.TIMEOUT_MAX  # on Windows 49 days
+                    is_unused = not self.changed.wait(idle_s if can_wait else None)
+            first = self.next_model
+            if self.is_closed or first is not None:
+                return None if self.is_closed else first
+            if is_unused:
+                self._free()
+
+    def _make_ready(self, model: Path) -> None:
+        if self._model != model or self._engine.info is None:
+            self._free()
+            self._load_model(model, lambda: self.is_closed or not self.is_wanted(model))
+            self.model_is(model)
+            self._on_model(model)
+
+    def _free(self) -> None:
+        with self.changed:
+            if self._released is not None and self._released[0] == self._model:
+                self._released = None  # what was said of one that is about to be loaded holds
+        self.free()
+        self.model_is(None)
+        self._on_model(None)
+        self._engine.unload()
+
+    def _failed(self, model: Path, error: BaseException) -> None:
+        """Nobody who waits for this model gets an answer; the next request may."""
+        if isinstance(error, RequestCancelled):  # closed, or all have gone, while the model was loaded
+            failure = CLOSING.error
+        else:
+            log_failure(error, "answering a request")
+            failure = as_engine_error(error, "answering a request")
+        self.refuse(failure, model)
+        try:
+            self._free()
+        except BaseException as again:
+            log_failure(again, "freeing the model")

@@ -47,7 +47,6 @@ class Embedded:
     tokens: int
 
     def numbers(self) -> Iterator[list[float]]:
-        """Each vector."""
         for vector in self.vectors:
             yield [float(number) for number in memoryview(vector).cast("f")]
 
@@ -63,20 +62,20 @@ def read_texts(value: Any) -> list[Text]:
     Raises:
         BadRequestError: they are something else.
     """
-    alone = isinstance(value, str) or (isinstance(value, list) and bool(value) and _is_tokens(value))
-    texts = [value] if alone else value
+    is_single = isinstance(value, str) or (isinstance(value, list) and bool(value) and is_tokens(value))
+    texts = [value] if is_single else value
     if not isinstance(texts, list) or not texts:
         raise BadRequestError("has no input; send a text or a list of texts")
     if len(texts) > MOST_TEXTS:
         raise BadRequestError(f"has {len(texts):,} texts; send at most {MOST_TEXTS:,} at a time")
-    if not all(isinstance(text, str) or _is_tokens(text) for text in texts):
+    if not all(isinstance(text, str) or is_tokens(text) for text in texts):
         raise BadRequestError("has an input that is neither text nor a list of tokens")
     if not all(texts):
         raise BadRequestError("has an empty text in its input")
     return texts
 
 
-def _is_tokens(value: Any) -> bool:
+def is_tokens(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
 
 
@@ -200,7 +199,6 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Entry of `python -m engine.serving.embeddings`."""
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints does not disturb the answers
     quiet_libraries()

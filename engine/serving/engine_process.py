@@ -6,6 +6,7 @@ this one for other models.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -23,8 +24,8 @@ from engine.serving.link import BrokerLink, EngineLink
 ENDING_S = 10.0
 
 
-class EngineProcess:
-    """Starts the process, and again when it has ended and somebody asks.
+class EngineProcess(EngineLink):
+    """A link to an engine that is started when somebody asks and it does not run.
 
     Args:
         on_end: told when it ended although nobody stopped it.
@@ -34,17 +35,16 @@ class EngineProcess:
         on_gone: told when it has ended, however it did.
     """
 
-    def __init__(
-        self, link: EngineLink, config: EngineConfig, idle_s: float | None, on_end: Callable[[], None], chat: str = ""
-    ) -> None:
-        self._link, self._order = link, ServeModels(link.address, link.secret, config, idle_s, chat)
+    def __init__(self, config: EngineConfig, idle_s: float | None, on_end: Callable[[], None], chat: str = "") -> None:
+        super().__init__()
+        self._order = ServeModels(self.address, self.secret, config, idle_s, chat)
         self._on_end = on_end
-        self._lock = threading.Lock()
+        self._starting = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._watching: threading.Thread | None = None
-        self._runs = self._is_stopped = self._is_let_go = False
+        self._runs = self._is_stopped = self._is_stopping = False
         self.on_gone: Callable[[], None] = lambda: None
-        link.wake = self.start
+        self.wake = self._start_engine
 
     @property
     def pid(self) -> int:
@@ -55,25 +55,18 @@ class EngineProcess:
         """How models are run from its next start on."""
         self._order = replace(self._order, config=config, idle_s=idle_s)
 
-    def let_go(self) -> None:
+    def stop_if_idle(self) -> None:
         """Ends it, unless it is answering; whoever asks next starts it again."""
-        with self._lock:
-            if not self._runs or self._is_let_go:
+        with self._starting:
+            if not self._runs or self._is_stopping:
                 return
-            self._is_let_go = True
-        if not self._link.let_go():
-            with self._lock:
-                self._is_let_go = False
+            self._is_stopping = True
+        if not self._disconnected():
+            with self._starting:
+                self._is_stopping = False
 
-    def start(self) -> None:
-        """Starts it, unless it runs.
-
-        Raises:
-            EngineError: it cannot be started.
-        """
-        import os
-
-        with self._lock:
+    def _start_engine(self) -> None:
+        with self._starting:
             if self._is_stopped or self._runs:
                 return
             command, variables = python_module("engine.serving.engine_process")
@@ -92,12 +85,13 @@ class EngineProcess:
 
     def expect_end(self) -> None:
         """From now on its end is no surprise, and it is not started again."""
-        with self._lock:
+        with self._starting:
             self._is_stopped = True
 
-    def stop(self) -> None:
-        """Waits for its end, which losing the link brings about."""
+    def close(self) -> None:
+        """Ends all answers, and waits for the engine's end, which losing the link brings about."""
         self.expect_end()
+        super().close()
         if self._process is not None and self._watching is not None:
             try:
                 self._process.wait(ENDING_S)
@@ -107,23 +101,22 @@ class EngineProcess:
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
-        with self._lock:
+        with self._starting:
             self._runs = False  # first: who asks after those that are refused here starts it again
-            was_let_go, self._is_let_go = self._is_let_go, False
+            was_idle, self._is_stopping = self._is_stopping, False
         self.on_gone()
-        if was_let_go and self._link.state.under_way:  # who asked meanwhile
+        if was_idle and self.state.under_way:  # who asked meanwhile
             try:
-                self.start()
+                self._start_engine()
             except EngineError as error:
-                self._link.refuse_all(error)
-        elif not self._is_stopped and not was_let_go:
+                self.refuse_all(error)
+        elif not self._is_stopped and not was_idle:
             # What waited for an engine that never connected is refused too.
-            self._link.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped: try again in a moment."))
+            self.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped: try again in a moment."))
             self._on_end()
 
 
 def main() -> None:
-    """Entry of `python -m engine.serving.engine_process`."""
     order = decode(sys.stdin.buffer.readline())
     assert isinstance(order, ServeModels)
     quiet_libraries()
@@ -132,7 +125,7 @@ def main() -> None:
 
     UNTRUSTED_TEXT.start()  # ready by the time torch is imported
     from engine.runtime.engine import Engine
-    from engine.serving.model_broker import ModelBroker
+    from engine.serving.broker import ModelBroker
 
     engine, over = Engine(), threading.Event()
 

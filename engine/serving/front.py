@@ -36,9 +36,8 @@ from engine.protocol import (
     decode,
     encode,
 )
-from engine.serving.asking import Event, State, Ticket
 from engine.serving.engine_process import EngineProcess
-from engine.serving.link import EngineLink
+from engine.serving.link import EngineLink, Event, State, Ticket
 from engine.serving.service import LibraryModels
 
 _PATIENCE_S = 20.0
@@ -56,7 +55,7 @@ def no_engine() -> None:
     raise EngineError(ErrorCode.ENGINE_DIED, "Switchyard's engine is busy or not running: look at its window.")
 
 
-class BothEngines:
+class EngineRouter:
     """The window's engine and the one beside it; see `Answerer`.
 
     Args:
@@ -65,44 +64,41 @@ class BothEngines:
 
     def __init__(self, say: Callable[[Message], None]) -> None:
         self._say = say
-        self.window, self.beside = EngineLink(), EngineLink()
+        self.window = EngineLink()
         self.window.wake = no_engine
         self.window.on_model = lambda _model, _loading: self._notify()
+        self.beside = EngineProcess(EngineConfig(""), None, lambda: _log.warning("the engine stopped"))
         self.beside.on_model = self._on_beside
         self.beside.on_remark = lambda text: _log.info("%s", text)
-        self._engine = EngineProcess(self.beside, EngineConfig(""), None, lambda: _log.warning("the engine stopped"))
-        self._engine.on_gone = lambda: self._show("")
+        self.beside.on_gone = lambda: self._show("")
         self._changed = threading.Condition()
         self._rules = Rules("", is_loading=False, config=EngineConfig(""))
         self._shown = Beside("")
 
     def start(self) -> None:
-        """Lets engines connect."""
         self.window.start()
         self.beside.start()
 
     def close(self) -> None:
-        """Ends all answers, and the engine beside the window's."""
-        self._engine.expect_end()
+        self.beside.expect_end()
         self.window.close()
         self.beside.close()
-        self._engine.stop()
 
     # --- what the window says ---------------------------------------------------------------------
 
     def follow(self, rules: Rules) -> None:
         """From now on these hold; models that are loaded already keep how they are run."""
         before, self._rules = self._rules, rules
-        self._engine.set_rules(rules.config, rules.idle_s)
+        self.beside.set_rules(rules.config, rules.idle_s)
         if before.config != rules.config:
-            self._engine.let_go()
+            self.beside.stop_if_idle()
         elif before.idle_s != rules.idle_s and (model := self.beside.state.model) is not None:
             self.beside.release(model, -1 if rules.idle_s is None else rules.idle_s)
         self._notify()
 
     def free(self) -> None:
         """Makes room for the window, unless a program is being answered."""
-        self._engine.let_go()
+        self.beside.stop_if_idle()
 
     def windows_model(self) -> Path | None:
         """The one that the window has, after waiting for it if it is coming; None if it has none."""
@@ -128,13 +124,7 @@ class BothEngines:
     # --- what programs ask ------------------------------------------------------------------------
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """See `Answerer`."""
         return self._asked(self._link_for(ask.model), ask, on_event)
-
-    def prepare(self, model: Path) -> None:
-        """See `Answerer`."""
-        if not self._is_windows(model):
-            self.beside.prepare(model)
 
     def release(self, model: Path, after_s: float = 0) -> None:
         """See `Answerer`; the window's user frees the window's."""
@@ -143,7 +133,6 @@ class BothEngines:
 
     @property
     def state(self) -> State:
-        """See `Answerer`."""
         ours, theirs = self.window.state, self.beside.state
         return State(ours.model, ours.under_way + theirs.under_way, ours.waiting + theirs.waiting)
 
@@ -209,7 +198,7 @@ class BothEngines:
         elif loading is not None:
             self._show(name_of(loading), is_loading=True)
         elif not self.beside.state.under_way:
-            self._engine.let_go()
+            self.beside.stop_if_idle()
 
     def _show(self, model: str, *, is_loading: bool = False) -> None:
         with self._changed:
@@ -219,16 +208,17 @@ class BothEngines:
                 self._say(shown)
 
 
-class WindowModels:
-    """The window's model, and all others on this machine; see `Models`."""
+class WindowModels(LibraryModels):
+    """The window's model, and all others on this machine."""
 
-    def __init__(self, engines: BothEngines) -> None:
-        self._engines, self._library = engines, LibraryModels()
+    def __init__(self, engines: EngineRouter) -> None:
+        super().__init__()
+        self._engines = engines
         self._own: LibraryEntry | None = None
 
     def listed(self) -> list[LibraryEntry]:
         """The window's first, if it has one."""
-        entries, path = self._library.listed(), self._engines.window.state.model
+        entries, path = super().listed(), self._engines.window.state.model
         own = [entry for entry in entries if entry.path == path]
         if path is not None and not own:
             if self._own is None or self._own.path != path:
@@ -237,14 +227,13 @@ class WindowModels:
         return own + [entry for entry in entries if entry.path != path]
 
     def find(self, name: str) -> tuple[str, Path]:
-        """See `Models`."""
         if name not in ("", "default"):
             for entry in self.listed():
                 if name in (entry.name, entry.path.name):
                     if entry.path == self._engines.coming:
                         self._engines.windows_model()
                     return entry.name, entry.path
-            return self._library.find(name)  # which says that there is none
+            return super().find(name)  # which says that there is none
         path = self._engines.windows_model()
         if path is None:
             raise EngineError(
@@ -255,7 +244,6 @@ class WindowModels:
 
 
 def main() -> None:
-    """Entry of `python -m engine.serving.front`."""
     commands, events = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # whatever prints does not disturb the events
     writing = threading.Lock()
@@ -279,7 +267,7 @@ def _serve(order: Listen, commands: BinaryIO, say: Callable[[Message], None]) ->
     from engine.serving.server import Address, Server
     from engine.serving.service import Service
 
-    engines = BothEngines(say)
+    engines = EngineRouter(say)
     server = Server(Service(engines, WindowModels(engines)), Address(order.host, order.port, order.key), say)
     try:
         port = server.start()

@@ -1,4 +1,4 @@
-"""The line between the HTTP server's process and the engine's: questions one way, what happens to them the other.
+"""Between the HTTP server's process and the engine's: requests one way, what happens to them the other.
 
 The HTTP server outlives the engine.  If the engine ends, however it does, each request under way is refused, and later
 ones wait for the next engine.  Only a process that was given the secret can connect.
@@ -14,36 +14,105 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import fields_of
 from engine.protocol import (
     Ask,
-    Asked,
+    Began,
     Cancel,
     Failed,
     Finished,
     Message,
     ModelIs,
-    Prepare,
+    Progress,
     Release,
     Remark,
+    Submit,
+    Token,
     decode,
     encode,
 )
-from engine.serving.asking import MOST_WAITING, Answerer, Event, State, Ticket, closing, too_many
 from engine.serving.link_folder import LinkFolder, forget_link
 
 _log = logging.getLogger(__name__)
 _NOTICES_S = 0.5
+MOST_WAITING = 1000
+AnswerEvent = Began | Token | Finished
+Event = AnswerEvent | Progress | Failed
 
 
-class Line:
+class Ticket:
+    """A request that was handed in.
+
+    Args:
+        on_cancel: called once when nobody waits for the answer any more, unless it has ended.
+    """
+
+    def __init__(
+        self, ask: Ask, on_event: Callable[[Event], None], on_cancel: Callable[[], None] | None = None
+    ) -> None:
+        self.ask, self._on_event, self._on_cancel = ask, on_event, on_cancel
+        self._is_cancelled = threading.Event()
+        self._is_over = False
+
+    def cancel(self) -> None:
+        if not self._is_cancelled.is_set():
+            self._is_cancelled.set()
+            if self._on_cancel is not None and not self._is_over:
+                self._on_cancel()
+
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled.is_set()
+
+    def tell(self, event: Event) -> None:
+        """Reports to the client, unless it has been told how it ended."""
+        if self._is_over:
+            return
+        self._is_over = isinstance(event, Finished | Failed)
+        self._on_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is going on now: the loaded model's path, requests being answered, and requests waiting."""
+
+    model: Path | None
+    under_way: int
+    waiting: int
+
+
+class Answerer(Protocol):
+    """Takes requests and reports to who asked: a broker in this process, or the channel to one in another."""
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """Hands in a request.  `on_event` is called on another thread, last with `Finished` or `Failed`, exactly once.
+
+        Raises:
+            EngineError: `BUSY`, if too many wait.
+        """
+        ...
+
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """Frees the model, if it is this one, once nobody has asked for it for so long; never, if that is negative."""
+        ...
+
+    @property
+    def state(self) -> State: ...
+
+
+CLOSING = Failed("", ErrorCode.BUSY, "The server is closing: try again later.")
+TOO_MANY = Failed(
+    "", ErrorCode.BUSY, f"The server takes no request now: {MOST_WAITING:,} requests are waiting; try again later."
+)
+
+
+class Channel:
     """Messages both ways, without ever waiting for the other side."""
 
     def __init__(self, connection: Connection, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
@@ -56,11 +125,10 @@ class Line:
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Has it sent soon; without effect once the line is lost."""
+        """Has it sent soon; without effect once the channel is lost."""
         self._unsent.put(message)
 
     def close(self) -> None:
-        """Sends what is left, and ends; waits for both threads, but not for its own."""
         self._unsent.put(None)
         for thread in reversed(self._threads):
             if thread is not threading.current_thread() and thread.ident is not None:
@@ -118,7 +186,7 @@ class EngineLink:
         self.on_remark: Callable[[str], None] = lambda _text: None
         self.on_model: Callable[[Path | None, Path | None], None] = lambda _model, _loading: None
         self._lock = threading.RLock()
-        self._line: Line | None = None
+        self._channel: Channel | None = None
         self._open: dict[str, Ticket] = {}
         self._unsent: list[Any] = []
         self._model: Path | None = None
@@ -128,13 +196,11 @@ class EngineLink:
         self._thread = threading.Thread(target=self._take_engines, name="engine-link", daemon=True)
 
     def start(self) -> None:
-        """Lets engines connect."""
         self._thread.start()
 
     @property
     def is_connected(self) -> bool:
-        """Whether an engine is there."""
-        return self._line is not None
+        return self._channel is not None
 
     def wait_for_engine(self, seconds: float) -> bool:
         """Waits until an engine is there and has said which model is loaded; returns whether it has."""
@@ -147,17 +213,16 @@ class EngineLink:
             return State(self._model, len(self._open), 0)
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """See `Answerer`."""
         with self._lock:
             if self._is_closed:
-                raise closing().error
+                raise CLOSING.error
             if len(self._open) >= MOST_WAITING:
-                raise too_many()
+                raise TOO_MANY.error
             self._numbers += 1
             name = str(self._numbers)
             ticket = Ticket(ask, on_event, lambda: self._send(Cancel(name)))
             self._open[name] = ticket
-            self._send(asked := Asked(name, ask))
+            self._send(asked := Submit(name, ask))
         if not self.is_connected:  # only now: an engine that ends meanwhile refuses this one too
             try:
                 self.wake()
@@ -168,26 +233,19 @@ class EngineLink:
                 raise
         return ticket
 
-    def prepare(self, model: Path) -> None:
-        """See `Answerer`."""
-        if not self.is_connected:
-            self.wake()
-        self._send(Prepare(model))
-
     def release(self, model: Path, after_s: float = 0) -> None:
-        """See `Answerer`."""
         if self.is_connected:
             self._send(Release(model, after_s))
 
-    def let_go(self) -> bool:
+    def _disconnected(self) -> bool:
         """Lets the engine end, unless it is answering; returns whether it does."""
         with self._lock:
-            line = self._line
-            if line is None or self._open:
+            channel = self._channel
+            if channel is None or self._open:
                 return False
-            self._line, self._model = None, None
+            self._channel, self._model = None, None
             self._knows_model.clear()
-        line.close()
+        channel.close()
         return True
 
     def refuse_all(self, error: EngineError) -> None:
@@ -198,7 +256,6 @@ class EngineLink:
             ticket.tell(Failed.of(error))
 
     def _forget_all(self) -> list[Ticket]:
-        """What nobody answers any more."""
         self._model = None
         self._unsent.clear()
         forgotten = list(self._open.values())
@@ -206,7 +263,6 @@ class EngineLink:
         return forgotten
 
     def close(self) -> None:
-        """Ends all answers and lets the engine go."""
         with self._lock:
             self._is_closed = True
         if self._thread.is_alive():
@@ -216,14 +272,14 @@ class EngineLink:
         self._listener.close()
         forget_link(self.address)
         self._folder.leave()
-        if (line := self._line) is not None:
-            line.close()
-        self.refuse_all(closing().error)
+        if (channel := self._channel) is not None:
+            channel.close()
+        self.refuse_all(CLOSING.error)
 
     def _send(self, message: Any) -> None:
         with self._lock:
-            if self._line is not None:
-                self._line.send(message)
+            if self._channel is not None:
+                self._channel.send(message)
             elif not self._is_closed:
                 self._unsent.append(message)
 
@@ -243,21 +299,21 @@ class EngineLink:
         return self._is_closed
 
     def _connected(self, connection: Connection) -> None:
-        if self._line is not None:
-            self._line.close()  # an engine that was left behind
-        line = Line(connection, self._on_message, lambda: self._on_lost(line))
+        if self._channel is not None:
+            self._channel.close()  # an engine that was left behind
+        channel = Channel(connection, self._on_message, lambda: self._on_lost(channel))
         with self._lock:
-            self._line = line
+            self._channel = channel
             for message in self._unsent:
-                line.send(message)
+                channel.send(message)
             self._unsent.clear()
-        line.start()
+        channel.start()
 
-    def _on_lost(self, line: Line) -> None:
+    def _on_lost(self, channel: Channel) -> None:
         with self._lock:
-            if self._line is not line:
+            if self._channel is not channel:
                 return
-            self._line = None
+            self._channel = None
             self._knows_model.clear()
             refused = self._forget_all()  # before another engine can connect
         for ticket in refused:
@@ -297,20 +353,18 @@ class BrokerLink:
             connection = Client(address, authkey=secret.encode())
         except Exception as error:
             raise EngineError(ErrorCode.PROTOCOL, "The server for other programs cannot be reached.") from error
-        self._line = Line(connection, self._on_message, self._lost)
-        self._line.start()
+        self._channel = Channel(connection, self._on_message, self._lost)
+        self._channel.start()
 
     def model_is(self, model: Path | None, loading: Path | None = None) -> None:
         """Tells the server what is loaded, or being loaded."""
-        self._line.send(ModelIs(model, loading))
+        self._channel.send(ModelIs(model, loading))
 
     def remark(self, text: str) -> None:
-        """Tells the server's user something."""
-        self._line.send(Remark(text))
+        self._channel.send(Remark(text))
 
     def close(self) -> None:
-        """Hangs up."""
-        self._line.close()
+        self._channel.close()
 
     def _lost(self) -> None:
         for ticket in list(self._tickets.values()):
@@ -318,19 +372,17 @@ class BrokerLink:
         self._on_lost()
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, Asked):
+        if isinstance(message, Submit):
             self._ask(message.request_id, message.ask)
         elif isinstance(message, Cancel):
             if (ticket := self._tickets.get(message.request_id)) is not None:
                 ticket.cancel()
-        elif isinstance(message, Prepare):
-            self._broker.prepare(message.model)
         elif isinstance(message, Release):
             self._broker.release(message.model, message.after_s)
 
     def _ask(self, name: str, ask: Ask) -> None:
         def on_event(event: Event) -> None:
-            self._line.send(replace(event, request_id=name))
+            self._channel.send(replace(event, request_id=name))
             if isinstance(event, Finished | Failed):
                 over.set()
                 self._tickets.pop(name, None)

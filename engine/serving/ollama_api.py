@@ -8,11 +8,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from engine.batch_files.openai_requests import (
     BadRequestError,
@@ -27,12 +25,11 @@ from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
-from engine.protocol import Ask, Began, Finished, Token
-from engine.serving.asking import AnswerEvent
+from engine.protocol import Ask, Began, Progress, Token
+from engine.serving.answers import Answer, Call, Endpoint, openai_tools, respond
 from engine.serving.embeddings import Embedded, Text, read_texts
-from engine.serving.service import Service, body_of, of_engine, on_a_thread, status_of, while_connected
-from engine.serving.streams import JSONResponse, Streamed, lines_of, opened
-from engine.serving.tools import Reading, ToolUse, openai_tools
+from engine.serving.link import AnswerEvent
+from engine.serving.service import NO_TOOLS, Offer, on_a_thread
 
 VERSION = "0.12.0"
 """The version of the interface that is spoken here: clients ask for it before they use what came later."""
@@ -43,201 +40,199 @@ _LONGEST_S = 1e8
 """Three years: a longer one is for ever."""
 
 
-def ollama_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
-    """An error in Ollama's form, with a status that is its own or this."""
-    error = of_engine(error)
-    return JSONResponse({"error": error.message}, status or status_of(error))
+def error_body(error: EngineError, _status: int) -> dict[str, Any]:
+    return {"error": error.message}
 
 
-def routes(service: Service) -> list[Route]:
-    """The paths of this interface."""
-    api = _Ollama(service)
-    return [
-        Route("/", api.alive, methods=["GET", "HEAD"]),
-        Route("/api/version", api.version, methods=["GET"]),
-        Route("/api/tags", api.tags, methods=["GET"]),
-        Route("/api/ps", api.running, methods=["GET"]),
-        Route("/api/show", api.show, methods=["POST"]),
-        Route("/api/chat", api.chat, methods=["POST"]),
-        Route("/api/generate", api.generate, methods=["POST"]),
-        Route("/api/embed", api.embed, methods=["POST"]),
-        Route("/api/embeddings", api.embed_one, methods=["POST"]),
-    ]
+async def alive(_call: Call) -> Any:
+    return Response("Switchyard is running", media_type="text/plain")
 
 
-class _Ollama:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def alive(self, _request: Request) -> Response:
-        return Response("Switchyard is running", media_type="text/plain")
-
-    async def version(self, _request: Request) -> Response:
-        return JSONResponse({"version": VERSION})
-
-    async def tags(self, _request: Request) -> Response:
-        return JSONResponse({"models": [_described(entry) for entry in await self._service.models()]})
-
-    async def running(self, _request: Request) -> Response:
-        loaded = self._service.broker.state.model
-        entries = [entry for entry in await self._service.models() if entry.path == loaded]
-        return JSONResponse({"models": [{**_described(entry), "size_vram": 0} for entry in entries[:1]]})
-
-    async def show(self, request: Request) -> Response:
-        body = await body_of(request)
-        _name, entry = await self._service.entry_of(body.get("model") or body.get("name"))
-        family = entry.family or "unknown"
-        info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
-        template = await on_a_thread(lambda: chat_template(entry.path))
-        chats = not entry.embeds
-        able = {
-            "completion": chats,
-            "vision": chats and entry.sees,
-            "tools": chats and entry.calls_tools,
-            "thinking": chats and entry.thinks,
-            "embedding": entry.embeds,
-        }
-        described = {"details": _described(entry)["details"], "model_info": info, "template": template}
-        capabilities = [name for name, is_able in able.items() if is_able]
-        return JSONResponse({"modelfile": "", "parameters": "", **described, "capabilities": capabilities})
-
-    async def embed(self, request: Request) -> Response:
-        body = _with_options(await body_of(request))
-        began_ns = time.monotonic_ns()
-        value = body.get("input")
-        name, found = await self._embedded(request, body, read_texts(value) if value not in ("", []) else [])
-        return JSONResponse(
-            {
-                "model": name,
-                "embeddings": list(found.numbers()),
-                "total_duration": time.monotonic_ns() - began_ns,
-                "load_duration": 0,
-                "prompt_eval_count": found.tokens,
-            }
-        )
-
-    async def embed_one(self, request: Request) -> Response:
-        """As it was before there was `embed`."""
-        body = _with_options(await body_of(request))
-        prompt = read_text(body.get("prompt") or "")
-        _name, found = await self._embedded(request, body, [prompt] if prompt else [])
-        return JSONResponse({"embedding": next(found.numbers(), [])})
-
-    async def _embedded(self, request: Request, body: Mapping[str, Any], texts: list[Text]) -> tuple[str, Embedded]:
-        name, path = await self._service.path_of(body.get("model"))
-        dimensions = body.get("dimensions")
-        if dimensions is not None and (not isinstance(dimensions, int) or isinstance(dimensions, bool)):
-            raise BadRequestError("has dimensions that are no whole number")
-        truncates, keep_s = body.get("truncate", True) is not False, _keep_s(body.get("keep_alive"))
-        options: dict[str, Any] = {"dimensions": dimensions or None, "truncates": truncates, "keep_s": keep_s}
-        return name, await self._service.embed(request, path, texts, **options)
-
-    async def chat(self, request: Request) -> Response:
-        body = _with_options(await body_of(request))
-        if body.get("messages") == []:
-            answer = await self._come_or_go(request, body)
-            return JSONResponse(answer | {"message": {"role": "assistant", "content": ""}})
-        uses = openai_tools({"tools": body.get("tools")})
-        return await self._answer(request, body, "ollama", uses, read_messages(body.get("messages")))
-
-    async def generate(self, request: Request) -> Response:
-        body = _with_options(await body_of(request))
-        prompt = read_text(body.get("prompt") or "")
-        images = body.get("images")
-        if not prompt and not images:
-            return JSONResponse(await self._come_or_go(request, body) | {"response": ""})
-        system = read_text(body.get("system") or "")
-        messages = [ChatMessage("system", system)] if system else []
-        if body.get("raw"):
-            if images:
-                raise BadRequestError("has both raw and images; leave one of them out")
-            return await self._answer(request, body, "generate", ToolUse(), (), prompt)
-        text, parts = read_content(with_pictures(prompt, images) if images else prompt)
-        messages.append(ChatMessage("user", text, parts=parts))
-        return await self._answer(request, body, "generate", ToolUse(), tuple(messages))
-
-    async def _come_or_go(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
-        name, path = await self._service.path_of(body.get("model"))
-        keep_s = _keep_s(body.get("keep_alive"))
-        goes = keep_s == 0
-        if goes:
-            self._service.broker.release(path)
-        else:
-            only_loads = Ask(path, (ChatMessage("user", "Hello"),), keep_s=keep_s)
-            await while_connected(request, self._service.prompt_length(only_loads))
-        return {"model": name, "created_at": _now(), "done": True, "done_reason": "unload" if goes else "load"}
-
-    async def _answer(
-        self,
-        request: Request,
-        body: Mapping[str, Any],
-        interface: Interface,
-        uses: ToolUse,
-        messages: tuple[ChatMessage, ...],
-        text: str | None = None,
-    ) -> Response:
-        """Answers the conversation, or continues a text in its place."""
-        name, asked = await self._service.ask_of(body, interface, messages, uses)
-        asked = replace(asked, text=text, keep_s=_keep_s(body.get("keep_alive")))
-        answer = _Answer(name, uses, is_chat=interface == "ollama")
-        if body.get("stream", True):
-            beat = answer.beat()
-            lines = lines_of(self._service.events(asked), answer.lines, lambda _read: beat)
-            lines = await opened(request, lines, beat, lambda error: [_json_line({"error": error.message})])
-            return Streamed(lines, media_type="application/x-ndjson")
-        await while_connected(request, self._service.whole(asked, answer.take))
-        return JSONResponse(answer.whole())
+async def version(_call: Call) -> Any:
+    return {"version": VERSION}
 
 
-class _Answer:
-    """One answer: what has come of it, and what to send for each event."""
+async def tags(call: Call) -> Any:
+    return {"models": [_described(entry) for entry in await call.service.models()]}
 
-    def __init__(self, name: str, uses: ToolUse, *, is_chat: bool) -> None:
-        self._name, self._reading, self._is_chat = name, Reading(uses), is_chat
-        self._said, self._thought, self._calls = "", "", list[ToolCall]()
+
+async def running(call: Call) -> Any:
+    loaded = call.service.broker.state.model
+    entries = [entry for entry in await call.service.models() if entry.path == loaded]
+    return {"models": [{**_described(entry), "size_vram": 0} for entry in entries[:1]]}
+
+
+async def show(call: Call) -> Any:
+    body = call.body
+    _name, entry = await call.service.entry_of(body.get("model") or body.get("name"))
+    family = entry.family or "unknown"
+    info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
+    template = await on_a_thread(lambda: chat_template(entry.path))
+    chats = not entry.embeds
+    able = {
+        "completion": chats,
+        "vision": chats and entry.sees,
+        "tools": chats and entry.calls_tools,
+        "thinking": chats and entry.thinks,
+        "embedding": entry.embeds,
+    }
+    described = {"details": _described(entry)["details"], "model_info": info, "template": template}
+    capabilities = [name for name, is_able in able.items() if is_able]
+    return {"modelfile": "", "parameters": "", **described, "capabilities": capabilities}
+
+
+async def embed(call: Call) -> Any:
+    body = _with_options(call.body)
+    began_ns = time.monotonic_ns()
+    value = body.get("input")
+    name, found = await _embedded(call, body, read_texts(value) if value not in ("", []) else [])
+    return {
+        "model": name,
+        "embeddings": list(found.numbers()),
+        "total_duration": time.monotonic_ns() - began_ns,
+        "load_duration": 0,
+        "prompt_eval_count": found.tokens,
+    }
+
+
+async def embed_one(call: Call) -> Any:
+    """As it was before there was `embed`."""
+    body = _with_options(call.body)
+    prompt = read_text(body.get("prompt") or "")
+    _name, found = await _embedded(call, body, [prompt] if prompt else [])
+    return {"embedding": next(found.numbers(), [])}
+
+
+async def _embedded(call: Call, body: Mapping[str, Any], texts: list[Text]) -> tuple[str, Embedded]:
+    name, path = await call.service.path_of(body.get("model"))
+    dimensions = body.get("dimensions")
+    if dimensions is not None and (not isinstance(dimensions, int) or isinstance(dimensions, bool)):
+        raise BadRequestError("has dimensions that are no whole number")
+    truncates, keep_s = body.get("truncate", True) is not False, _keep_s(body.get("keep_alive"))
+    options: dict[str, Any] = {"dimensions": dimensions or None, "truncates": truncates, "keep_s": keep_s}
+    return name, await call.service.embed(call.request, path, texts, **options)
+
+
+async def chat(call: Call) -> Any:
+    body = _with_options(call.body)
+    if body.get("messages") == []:
+        answer = await _load_or_free(call, body)
+        return answer | {"message": {"role": "assistant", "content": ""}}
+    offer = openai_tools({"tools": body.get("tools")})
+    return await _answer(call, body, "ollama", offer, read_messages(body.get("messages")))
+
+
+async def generate(call: Call) -> Any:
+    body = _with_options(call.body)
+    prompt = read_text(body.get("prompt") or "")
+    images = body.get("images")
+    if not prompt and not images:
+        return await _load_or_free(call, body) | {"response": ""}
+    system = read_text(body.get("system") or "")
+    messages = [ChatMessage("system", system)] if system else []
+    if body.get("raw"):
+        if images:
+            raise BadRequestError("has both raw and images; leave one of them out")
+        return await _answer(call, body, "generate", NO_TOOLS, (), prompt)
+    text, parts = read_content(with_pictures(prompt, images) if images else prompt)
+    messages.append(ChatMessage("user", text, parts=parts))
+    return await _answer(call, body, "generate", NO_TOOLS, tuple(messages))
+
+
+async def _load_or_free(call: Call, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
+    name, path = await call.service.path_of(body.get("model"))
+    keep_s = _keep_s(body.get("keep_alive"))
+    goes = keep_s == 0
+    if goes:
+        call.service.broker.release(path)
+    else:
+        only_loads = Ask(path, (ChatMessage("user", "Hello"),), keep_s=keep_s)
+        await call.service.prompt_length(call.request, only_loads)
+    return {"model": name, "created_at": _now(), "done": True, "done_reason": "unload" if goes else "load"}
+
+
+async def _answer(
+    call: Call,
+    body: Mapping[str, Any],
+    interface: Interface,
+    offer: Offer,
+    messages: tuple[ChatMessage, ...],
+    text: str | None = None,
+) -> Any:
+    """Answers the conversation, or continues a text in its place."""
+    name, ask = await call.service.ask_of(body, interface, messages, offer)
+    ask = replace(ask, text=text, keep_s=_keep_s(body.get("keep_alive")))
+    reply = _Answer(name, ask, is_chat=interface == "ollama")
+    return await respond(call, [ask], reply, streams=body.get("stream", True))
+
+
+PATHS = (
+    Endpoint("GET", "/", alive),
+    Endpoint("GET", "/api/version", version),
+    Endpoint("GET", "/api/tags", tags),
+    Endpoint("GET", "/api/ps", running),
+    Endpoint("POST", "/api/show", show),
+    Endpoint("POST", "/api/chat", chat),
+    Endpoint("POST", "/api/generate", generate),
+    Endpoint("POST", "/api/embed", embed),
+    Endpoint("POST", "/api/embeddings", embed_one),
+)
+
+
+class _Answer(Answer):
+    headers: ClassVar[dict[str, str]] = {"Content-Type": "application/x-ndjson"}
+
+    def __init__(self, name: str, ask: Ask, *, is_chat: bool) -> None:
+        super().__init__(ask)
+        self._name, self._is_chat = name, is_chat
+        self._asked_ns, self._first_ns = time.monotonic_ns(), 0
         self._last: dict[str, Any] = {}
-        self._asked_ns = time.monotonic_ns()
-        self._first_ns = 0
+        self.beat = self.wire(self._line(Spoken("")))  # adds nothing: this interface has no other sign of life
 
-    def take(self, event: AnswerEvent) -> list[dict[str, Any]]:
-        """The lines of a stream that an event makes."""
-        lines = self._lines(self._reading.parts(event))
+    def take(self, event: AnswerEvent, _index: int = 0) -> list[dict[str, Any]]:
         if isinstance(event, Token):
             self._first_ns = self._first_ns or time.monotonic_ns()
-        if not isinstance(event, Finished):
-            return lines
-        self._last = self._ending(event)
-        return [*lines, {**self._line(Spoken("")), **self._last}]
+        return super().take(event)
 
-    def lines(self, event: AnswerEvent) -> list[str]:
-        """Those, as they are sent."""
-        lines = [_json_line(line) for line in self.take(event)]
-        return ["", *lines] if isinstance(event, Began) else lines  # from here on errors are part of the stream
+    def begins(self, _began: Began) -> list[dict[str, Any]]:
+        return [{}]  # says nothing; but from here on errors are part of the stream
 
-    def beat(self) -> str:
-        """A line that adds nothing: this interface has no other sign of life."""
-        return _json_line(self._line(Spoken("")))
+    def says(self, part: Part) -> list[dict[str, Any]]:
+        return [self._line(part)]
+
+    def ends(self) -> list[dict[str, Any]]:
+        now = time.monotonic_ns()
+        first = self._first_ns or now
+        self._last = {
+            "done": True,
+            "done_reason": "length" if self.ended.finish_reason in ("length", "context") else "stop",
+            "total_duration": now - self._asked_ns,
+            "load_duration": 0,
+            "prompt_eval_count": self.ended.prompt_tokens,
+            "prompt_eval_duration": first - self._asked_ns,
+            "eval_count": self.ended.generated_tokens,
+            "eval_duration": now - first,
+        }
+        return [{**self._line(Spoken("")), **self._last}]
 
     def whole(self) -> dict[str, Any]:
-        """The answer, whole."""
-        line = self._line(Spoken(self._said))
+        line = self._line(Spoken(self.text(Spoken)))
         holder = line["message"] if self._is_chat else line
-        if self._thought:
-            holder["thinking"] = self._thought
-        if self._calls:
-            holder["tool_calls"] = [_call(call) for call in self._calls]
+        if thought := self.text(Thought):
+            holder["thinking"] = thought
+        if calls := self.calls:
+            holder["tool_calls"] = [_call(call) for call in calls]
         return {**line, **self._last}
 
-    def _lines(self, parts: list[Part]) -> list[dict[str, Any]]:
-        for part in parts:
-            if isinstance(part, Thought):
-                self._thought += part.text
-            elif isinstance(part, Spoken):
-                self._said += part.text
-            else:
-                self._calls.append(part)
-        return [self._line(part) for part in parts]
+    def wire(self, line: dict[str, Any]) -> str:
+        return json_text(line) + "\n" if line else ""
+
+    def reads(self, _read: Progress, _index: int) -> str:
+        return self.beat
+
+    def breaks(self, error: EngineError) -> str:
+        return self.wire({"error": error.message})
 
     def _line(self, part: Part) -> dict[str, Any]:
         said = part.text if isinstance(part, Spoken) else ""
@@ -250,24 +245,6 @@ class _Answer:
         if self._is_chat:
             return {**head, "message": {"role": "assistant", "content": said, **extra}}
         return {**head, "response": said, **extra}
-
-    def _ending(self, ended: Finished) -> dict[str, Any]:
-        now = time.monotonic_ns()
-        first = self._first_ns or now
-        return {
-            "done": True,
-            "done_reason": "length" if ended.finish_reason in ("length", "context") else "stop",
-            "total_duration": now - self._asked_ns,
-            "load_duration": 0,
-            "prompt_eval_count": ended.prompt_tokens,
-            "prompt_eval_duration": first - self._asked_ns,
-            "eval_count": ended.generated_tokens,
-            "eval_duration": now - first,
-        }
-
-
-def _json_line(line: dict[str, Any]) -> str:
-    return json_text(line) + "\n"
 
 
 def _keep_s(keep_alive: Any) -> float | None:

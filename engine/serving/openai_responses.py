@@ -11,10 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from engine.batch_files.openai_requests import (
     BadRequestError,
     read_call,
@@ -27,60 +23,37 @@ from engine.batch_files.openai_requests import (
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Thought
-from engine.protocol import Ask, Began, Finished, Token
-from engine.serving.asking import AnswerEvent
-from engine.serving.service import Service, body_of, while_connected
-from engine.serving.streams import WAITS, JSONResponse, event_line, lines_of, opened, read_comment, server_sent
-from engine.serving.tools import Reading, ToolUse, openai_tools
+from engine.protocol import Ask, Began, Finished
+from engine.serving.answers import Answer, Call, Endpoint, openai_tools, respond, versioned
 
 
-def routes(service: Service) -> list[Route]:
-    """The paths of this interface."""
-    api, found = _Responses(service), list[Route]()
-    for version in ("/v1", ""):
-        found.append(Route(f"{version}/responses", api.create, methods=["POST"]))
-        found.append(Route(f"{version}/responses/input_tokens", api.count, methods=["POST"]))
-    return found
+async def create(call: Call) -> Any:
+    name, ask = await _ask(call)
+    return await respond(call, [ask], _Answer(name, call.body, ask), streams=call.body.get("stream"))
 
 
-class _Responses:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def create(self, request: Request) -> Response:
-        body = await body_of(request)
-        name, uses, asked = await self._ask(body)
-        answer = _Answer(name, body, uses)
-        if body.get("stream"):
-            events = self._service.events(asked)
-            stream = lines_of(events, lambda event: _written(answer.take(event)), read_comment)
-            return server_sent(await opened(request, stream, WAITS, lambda error: _written(answer.failed(error))))
-        await while_connected(request, self._service.whole(asked, answer.take))
-        return JSONResponse(answer.response)
-
-    async def count(self, request: Request) -> Response:
-        _name, _uses, asked = await self._ask(await body_of(request))
-        tokens = await while_connected(request, self._service.prompt_length(asked))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
-
-    async def _ask(self, body: Mapping[str, Any]) -> tuple[str, ToolUse, Ask]:
-        uses = openai_tools(body, flat=True)
-        name, asked = await self._service.ask_of(body, "responses", _messages(body), uses)
-        return name, uses, asked
+async def count(call: Call) -> Any:
+    _name, ask = await _ask(call)
+    tokens = await call.service.prompt_length(call.request, ask)
+    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
-def _written(lines: list[dict[str, Any]]) -> list[str]:
-    return [event_line(line, line["type"]) for line in lines]
+async def _ask(call: Call) -> tuple[str, Ask]:
+    offer = openai_tools(call.body, flat=True)
+    return await call.service.ask_of(call.body, "responses", _messages(call.body), offer)
 
 
-class _Answer:
-    """One response: its items so far, and what to send for each event."""
+PATHS = versioned((Endpoint("POST", "/responses", create), Endpoint("POST", "/responses/input_tokens", count)))
 
-    def __init__(self, name: str, body: Mapping[str, Any], uses: ToolUse) -> None:
-        self._reading = Reading(uses)
+
+class _Answer(Answer):
+    """One response, as a list of items of which the last may be open."""
+
+    def __init__(self, name: str, body: Mapping[str, Any], ask: Ask) -> None:
+        super().__init__(ask)
         self._number = 0
         self._open: dict[str, Any] | None = None
-        self.response: dict[str, Any] = {
+        self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -91,7 +64,7 @@ class _Answer:
             "metadata": body.get("metadata") or {},
             "model": name,
             "output": [],
-            "parallel_tool_calls": uses.choice.several,
+            "parallel_tool_calls": ask.choice.several,
             "temperature": body.get("temperature"),
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": [tool for tool in body.get("tools") or [] if tool["type"] == "function"],
@@ -99,39 +72,34 @@ class _Answer:
             "usage": None,
         }
 
-    def take(self, event: AnswerEvent) -> list[dict[str, Any]]:
-        """What a stream says of an event."""
-        lines = self._lines(self._reading.parts(event))
-        if isinstance(event, Began):
-            kinds = ("response.created", "response.in_progress")
-            return [self._line(kind, response=dict(self.response)) for kind in kinds]
-        if isinstance(event, Token):
-            return lines
-        is_cut = event.finish_reason in ("length", "context")
-        self.response["status"] = "incomplete" if is_cut else "completed"
-        lines += self._closed(self.response["status"])
-        if is_cut:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.response["usage"] = _usage(event)
-        return [*lines, self._line(f"response.{self.response['status']}", response=self.response)]
+    def begins(self, _began: Began) -> list[dict[str, Any]]:
+        kinds = ("response.created", "response.in_progress")
+        return [self._line(kind, response=dict(self._response)) for kind in kinds]
 
-    def failed(self, error: EngineError) -> list[dict[str, Any]]:
-        """What a stream says when the answer breaks off."""
+    def ends(self) -> list[dict[str, Any]]:
+        is_cut = self.ended.finish_reason in ("length", "context")
+        status = self._response["status"] = "incomplete" if is_cut else "completed"
+        lines = self._closed(status)
+        if is_cut:
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._response["usage"] = _usage(self.ended)
+        return [*lines, self._line(f"response.{status}", response=self._response)]
+
+    def whole(self) -> dict[str, Any]:
+        return self._response
+
+    def breaks(self, error: EngineError) -> str:
         if self._open is not None:
             self._open["status"] = "incomplete"
-        self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-        return [self._line("response.failed", response=self.response)]
+        self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        return self.wire(self._line("response.failed", response=self._response))
 
-    def _lines(self, parts: list[Part]) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                lines += self._call(part)
-            elif isinstance(part, Thought):
-                lines += self._thought(part.text)
-            elif part.text.strip() or self._is_open("message"):
-                lines += self._spoken(part.text)
-        return lines
+    def says(self, part: Part) -> list[dict[str, Any]]:
+        if isinstance(part, ToolCall):
+            return self._call(part)
+        if isinstance(part, Thought):
+            return self._thought(part.text)
+        return self._spoken(part.text) if part.text.strip() or self._is_open("message") else []
 
     def _spoken(self, text: str) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = []
@@ -171,9 +139,9 @@ class _Answer:
 
     def _begun(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         lines = self._closed()
-        place = len(self.response["output"])
+        place = len(self._response["output"])
         lines.append(self._line("response.output_item.added", output_index=place, item={**item}))
-        self.response["output"].append(item)
+        self._response["output"].append(item)
         self._open = item
         return lines
 
@@ -190,13 +158,13 @@ class _Answer:
             text = item["content"][0]["text"]
             lines.append(self._at("response.reasoning_text.done", content_index=0, text=text))
         item["status"] = status
-        place = len(self.response["output"]) - 1
+        place = len(self._response["output"]) - 1
         lines.append(self._line("response.output_item.done", output_index=place, item=item))
         self._open = None
         return lines
 
     def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
-        place = len(self.response["output"]) - 1
+        place = len(self._response["output"]) - 1
         return self._line(kind, item_id=self._item["id"], output_index=place, **fields)
 
     def _line(self, kind: str, **fields: Any) -> dict[str, Any]:

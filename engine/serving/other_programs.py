@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
-from engine.protocol import Ask, ServeOthers
+from engine.protocol import ServeOthers
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
-    from engine.serving.asking import Event, State, Ticket
     from engine.serving.broker import RequestBroker
     from engine.serving.link import BrokerLink
 
 
-class OtherPrograms:
+class ApiRequests:
     """Lets other programs' requests join the window's chats, with the model that the window has loaded.
 
     A request to load or free a model, or to tune, ends them.  Nothing heavy is imported until a program may ask.
@@ -28,7 +26,7 @@ class OtherPrograms:
     def __init__(self, requests: RequestQueue) -> None:
         self._requests, self._lock = requests, threading.Lock()
         self._command: ServeOthers | None = None
-        self._broker: RequestBroker | None = None
+        self.broker: RequestBroker | None = None
         self._link: BrokerLink | None = None
         self._model: Path | None = None
 
@@ -38,31 +36,13 @@ class OtherPrograms:
             self._command = command
         self._requests.look_after_others()
 
-    # --- what the link asks: see `Answerer` -------------------------------------------------------
-
-    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        assert self._broker is not None
-        return self._broker.ask(ask, on_event)
-
-    @property
-    def state(self) -> State:
-        assert self._broker is not None
-        return self._broker.state
-
-    def prepare(self, model: Path) -> None:
-        """The window's user loads models."""
-
-    def release(self, model: Path, after_s: float = 0) -> None:
-        """And frees them."""
-
     # --- the engine's thread ----------------------------------------------------------------------
 
     def open(self, engine: Engine) -> None:
-        """From now on programs may ask."""
         from engine.serving.broker import RequestBroker  # imports torch
 
-        self._broker = RequestBroker(engine, self._requests.look_after_others)
-        self._broker.model_is(self._model)
+        self.broker = RequestBroker(engine, self._requests.look_after_others)
+        self.broker.model_is(self._model)
 
     def admit(self, engine: Engine) -> None:
         """Lets who waits join those that the engine is answering, as far as there are places."""
@@ -70,7 +50,7 @@ class OtherPrograms:
             with self._lock:
                 command, self._command = self._command, None
             self._connect(engine, command)
-        broker = self._broker
+        broker = self.broker
         if broker is None:
             return
         try:
@@ -86,16 +66,16 @@ class OtherPrograms:
     def leave(self) -> None:
         """The window is about to free its model; `model_is` tells the server once the memory is there for another."""
         self._model = None
-        if self._broker is not None:
-            self._broker.free()
-            self._broker.model_is(None)
+        if self.broker is not None:
+            self.broker.free()
+            self.broker.model_is(None)
 
     def model_is(self, model: Path | None) -> None:
         """The window has loaded this model, or has none any more."""
         if model is None:
             self.leave()
-        elif self._broker is not None:
-            self._broker.model_is(model)
+        elif self.broker is not None:
+            self.broker.model_is(model)
         self._model = model
         if self._link is not None:
             self._link.model_is(model)
@@ -106,12 +86,13 @@ class OtherPrograms:
             link.close()
         if not command.address:
             return
-        if self._broker is None:
+        if self.broker is None:
             self.open(engine)
         from engine.serving.link import BrokerLink
 
+        assert self.broker is not None
         try:
-            self._link = BrokerLink(command.address, command.secret, self)
+            self._link = BrokerLink(command.address, command.secret, self.broker)
         except EngineError as error:  # it was turned off meanwhile
             log_failure(error, "reaching the server for other programs")
             return

@@ -8,33 +8,36 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.plain_text import plain_line
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Served
-from engine.serving import anthropic_api, llama_cpp_api, ollama_api, openai_chat, openai_responses
-from engine.serving.door import BACKLOG, Caller, Door
-from engine.serving.exchange import Noted
-from engine.serving.service import ClientGoneError, Service
+from engine.serving import anthropic_api, ollama_api, openai_api, openai_responses
+from engine.serving.answers import Endpoint, JSONResponse, status_of
+from engine.serving.connections import BACKLOG, ClientConnection, LimitedServer
+from engine.serving.service import EXCHANGE, ClientGoneError, Exchange, Service
 
 DEFAULT_PORT = 8490
 LEAST_KEY_CHARACTERS = 8
 MOST_HELD_BYTES = 256 * 2**20
 """Of the bodies of all requests that have come and are not answered yet; a small one is always taken."""
 _SMALL_BYTES = 2**16
+_LONGEST_NAME = 60
+_QUIET = ("GET", "HEAD", "OPTIONS")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -58,7 +61,6 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -80,55 +82,95 @@ class Address:
 
 def make_app(service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> ASGIApp:
     """The application behind the address; `on_served` is told of each request that is over."""
-    routes = [route for interface in INTERFACES for route in interface.routes(service)]
-    handlers = {EngineError: _failed, BadRequestError: _failed, HTTPException: _failed, Exception: _failed}
-    handlers[ClientGoneError] = _failed
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    guarded = _Guard(app, address)
-    return Noted(guarded, on_served) if on_served is not None else guarded
-
-
-class ErrorShape(Protocol):
-    """How an interface writes an error; the status is the error's own, unless another is given."""
-
-    def __call__(self, error: EngineError | BadRequestError, status: int | None = None) -> Response: ...
+    routes = [path.route(service) for interface in INTERFACES for path in interface.paths]
+    failures = (EngineError, BadRequestError, ClientGoneError, HTTPException, Exception)
+    guarded = _Guard(Starlette(routes=routes, exception_handlers=dict.fromkeys(failures, _failed)), address)
+    return _Recorded(guarded, on_served) if on_served is not None else guarded
 
 
 class Interface(NamedTuple):
     """What clients speak: its paths, how it writes errors, and how its paths begin where others do not."""
 
-    routes: Callable[[Service], list[Route]]
-    error: ErrorShape
+    paths: Sequence[Endpoint]
+    error_body: Callable[[EngineError, int], dict[str, Any]]
     begins: str
 
 
 INTERFACES = [
-    Interface(anthropic_api.routes, anthropic_api.anthropic_error, "/v1/messages"),
-    Interface(ollama_api.routes, ollama_api.ollama_error, "/api"),
-    Interface(openai_responses.routes, openai_chat.openai_error, ""),
-    Interface(llama_cpp_api.routes, openai_chat.openai_error, ""),
-    Interface(openai_chat.routes, openai_chat.openai_error, ""),
+    Interface(anthropic_api.PATHS, anthropic_api.error_body, "/v1/messages"),
+    Interface(ollama_api.PATHS, ollama_api.error_body, "/api"),
+    Interface(openai_responses.PATHS, openai_api.error_body, ""),
+    Interface(openai_api.PATHS, openai_api.error_body, ""),
 ]
 
 
-def _shape_for(scope: Scope) -> ErrorShape:
-    """How the interface of a path writes errors."""
+def _refusal(scope: Scope, error: EngineError, status: int) -> Response:
     path = str(scope.get("path", ""))
-    return next(interface.error for interface in INTERFACES if path.startswith(interface.begins))
+    interface = next(each for each in INTERFACES if path.startswith(each.begins))
+    return JSONResponse(interface.error_body(error, status), status)
+
+
+def _refused(scope: Scope, status: int, message: str) -> Response:
+    return _refusal(scope, EngineError(ErrorCode.INVALID_REQUEST, message), status)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    shape = _shape_for(request.scope)
-    if isinstance(error, EngineError | BadRequestError):
-        return shape(error)
     if isinstance(error, ClientGoneError):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         what = {404: "There is nothing at this address", 405: "This address does not take this method"}
         message = what.get(error.status_code, str(error.detail))
-        return _with_status(shape, error.status_code, f"{message}: {request.method} {request.url.path[:80]}.")
-    log_failure(error, "answering a request")
-    return shape(as_engine_error(error, "answering a request"))
+        return _refused(request.scope, error.status_code, f"{message}: {request.method} {request.url.path[:80]}.")
+    if isinstance(error, BadRequestError):
+        error = EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
+    if not isinstance(error, EngineError):
+        log_failure(error, "answering a request")
+        error = as_engine_error(error, "answering a request")
+    return _refusal(request.scope, error, status_of(error))
+
+
+class _Recorded:
+    """Tells of each request that is over; of those that only look, only if they are refused."""
+
+    def __init__(self, app: ASGIApp, on_served: Callable[[Served], None]) -> None:
+        self._app, self._on_served = app, on_served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange, began_s, began = Exchange(), time.time(), time.monotonic()
+        EXCHANGE.set(exchange)
+        is_whole = False
+
+        async def note(message: Any) -> None:
+            nonlocal is_whole
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+            await send(message)
+            is_whole |= message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            if exchange.status and not is_whole:
+                # What reads the engine's events may hear only later that nobody listens any more.
+                exchange.breaks = exchange.breaks or "left"
+            if scope["method"] not in _QUIET or exchange.status >= 400:
+                agent = dict(scope["headers"]).get(b"user-agent", b"").decode("latin-1")
+                self._on_served(
+                    Served(
+                        began_s,
+                        plain_line(agent)[:_LONGEST_NAME],
+                        plain_line(str(scope["path"]))[:_LONGEST_NAME],
+                        exchange.model,
+                        exchange.read_tokens,
+                        exchange.written_tokens,
+                        time.monotonic() - began,
+                        exchange.status,
+                        exchange.outcome,
+                    )
+                )
 
 
 class _Guard:
@@ -145,7 +187,7 @@ class _Guard:
         _with_path(scope)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        app: ASGIApp = self._refusal(scope, headers, origin) or self._counted
+        app: ASGIApp = self._refusal_of(scope, headers, origin) or self._counted
         if origin is None or not self._allows(origin, scope, headers):
             await app(scope, receive, send)
             return
@@ -192,31 +234,26 @@ class _Guard:
         theirs = _place(origin)
         return theirs is not None and theirs == _place(f"{scope['scheme']}://{headers.get('host', '')}")
 
-    def _refusal(self, scope: Scope, headers: dict[str, str], origin: str | None) -> Response | None:
-        shape = _shape_for(scope)
+    def _refusal_of(self, scope: Scope, headers: dict[str, str], origin: str | None) -> Response | None:
         called = _place(f"http://{headers.get('host', '')}")
         host = called[1] if called is not None else ""
         address = self._address
         # A web page can make a browser call this server by a name of its own, and would then read the answers.
         if address.is_local and host not in (*_LOCAL_NAMES, address.host, *address.names):
-            return _with_status(shape, 403, f"The server does not answer to the name {host[:80]!r}: use 127.0.0.1.")
+            return _refused(scope, 403, f"The server does not answer to the name {host[:80]!r}: use 127.0.0.1.")
         if origin is not None and not self._allows(origin, scope, headers):
-            return _with_status(shape, 403, "Web pages may not use this server: name them with --origin.")
-        if scope["method"] == "OPTIONS" or scope["path"] in llama_cpp_api.HEALTH:
+            return _refused(scope, 403, "Web pages may not use this server: name them with --origin.")
+        if scope["method"] == "OPTIONS" or scope["path"] in openai_api.HEALTH:
             return None
         if address.key:
             scheme, _, token = headers.get("authorization", "").strip().partition(" ")
             given = (headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
             if not any(hmac.compare_digest(each.encode("utf-8", "replace"), address.key.encode()) for each in given):
-                return _with_status(shape, 401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
-        caller: Caller | None = scope.get("state", {}).get("caller")
+                return _refused(scope, 401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
+        caller: ClientConnection | None = scope.get("state", {}).get("caller")
         if caller is not None and not caller.let_in(has_key=bool(address.key)):
-            return _with_status(shape, 503, "The server answers as many clients as it can: try again in a moment.")
+            return _refused(scope, 503, "The server answers as many clients as it can: try again in a moment.")
         return None
-
-
-def _with_status(shape: ErrorShape, status: int, message: str) -> Response:
-    return shape(EngineError(ErrorCode.INVALID_REQUEST, message), status)
 
 
 def _with_path(scope: Scope) -> None:
@@ -245,7 +282,7 @@ class Server:
 
     def __init__(self, service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> None:
         self._service, self._address, self._on_served = service, address, on_served
-        self._door: Door | None = None
+        self._server: LimitedServer | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
@@ -257,9 +294,9 @@ class Server:
         self._address.check()
         listener = _listen(self._address)
         app = make_app(self._service, self._address, self._on_served)
-        self._door = door = Door(app, self._address.certificate)
+        self._server = server = LimitedServer(app, self._address.certificate)
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(door.serve([listener])),
+            target=lambda: asyncio.run(server.serve([listener])),
             name="http-server",
             daemon=True,
         )
@@ -267,11 +304,10 @@ class Server:
         return int(listener.getsockname()[1])
 
     def stop(self) -> None:
-        """Stops listening; answers under way break off."""
-        if self._door is not None and self._thread is not None:
-            self._door.should_exit = True
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
             self._thread.join()
-            self._door = self._thread = None
+            self._server = self._thread = None
         self._service.close()
 
 

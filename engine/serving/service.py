@@ -1,4 +1,5 @@
-"""What the interfaces share: which models there are, asking for answers, and reading a request's body."""
+"""What the interfaces share: which models there are, asking for answers, reading a request's body, and noting how it
+went."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -22,14 +24,12 @@ from engine.batch_files.openai_requests import (
     refuse_what_is_not_given,
 )
 from engine.checkpoint.library import LibraryEntry, describe, list_models
-from engine.common.chat import ChatMessage, PromptEnd
+from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import DEEPEST, parse_json, sayable
-from engine.protocol import Ask, Began, Failed, Finished, Progress, Prompt
-from engine.serving.asking import Answerer, AnswerEvent, Event
+from engine.protocol import Ask, Began, Failed, Finished, Outcome, Progress, Prompt
 from engine.serving.embeddings import Embedded, Embeddings, Text
-from engine.serving.exchange import current_exchange
-from engine.serving.tools import ToolUse
+from engine.serving.link import Answerer, AnswerEvent, Event, Ticket
 
 MOST_BODY_BYTES = 32 * 2**20
 SLOWEST_BODY_S = 60.0
@@ -39,54 +39,45 @@ _MAYBE_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 Whole = TypeVar("Whole")
 
-STATUS = {
-    ErrorCode.MODEL_NOT_FOUND: 404,
-    ErrorCode.INVALID_REQUEST: 400,
-    ErrorCode.PICTURES_NOT_READ: 400,
-    ErrorCode.PROMPT_TOO_LONG: 400,
-    ErrorCode.MODEL_UNSUPPORTED: 400,
-    ErrorCode.CHECKPOINT_DAMAGED: 400,
-    ErrorCode.BUSY: 429,
-    ErrorCode.NOT_ENOUGH_MEMORY: 503,
-    ErrorCode.ENGINE_DIED: 503,
-}
-"""Of the engine's errors; the others are 500."""
+Offer = tuple[tuple[Tool, ...], ToolChoice]
+"""Tools that an answer may call, and which of them it may, or must."""
+NO_TOOLS: Offer = (), ToolChoice()
+_GONE = 499
 
 
-def of_engine(error: EngineError | BadRequestError) -> EngineError:
-    """An error of either kind, as one with a code."""
-    if isinstance(error, BadRequestError):
-        return EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
-    return error
+@dataclass(slots=True)
+class Exchange:
+    """One request without its texts: what it is for, and how it goes."""
+
+    model: str = ""
+    read_tokens: int = 0
+    written_tokens: int = 0
+    status: int = 0
+    breaks: Literal["", "left", "failed"] = ""
+
+    @property
+    def outcome(self) -> Outcome:
+        if not self.status or self.status == _GONE:
+            return "left"
+        if self.status >= 400:
+            return "refused" if self.status < 500 else "failed"
+        return self.breaks or "answered"
 
 
-def status_of(error: EngineError) -> int:
-    """The HTTP status of an error."""
-    return STATUS.get(error.code, 500)
+EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+
+
+def current_exchange() -> Exchange:
+    return EXCHANGE.get() or Exchange()
 
 
 class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-class Models(Protocol):
-    """Which models clients may ask for.  The methods may read files: they are called off the event loop."""
-
-    def listed(self) -> list[LibraryEntry]:
-        """All of them."""
-        ...
-
-    def find(self, name: str) -> tuple[str, Path]:
-        """The name and place of the one of this name; an empty name asks for whichever is meant without one.
-
-        Raises:
-            EngineError: there is none.
-        """
-        ...
-
-
 class LibraryModels:
-    """All models of the library, and the one that is meant without a name, which may have further ones."""
+    """Which models clients may ask for: those of the library, and the one that is meant without a name, which may have
+    further names.  The methods may read files: they are called off the event loop."""
 
     def __init__(self, default: Path | None = None, default_name: str = "", aliases: Sequence[str] = ()) -> None:
         self._default, self._name, self._aliases = default, default_name, ("", "default", *aliases)
@@ -95,7 +86,6 @@ class LibraryModels:
         self._listed_s = float("-inf")
 
     def listed(self) -> list[LibraryEntry]:
-        """See `Models`."""
         if time.monotonic() - self._listed_s > _LISTING_S:
             found = list_models()
             listed = [entry for entry in found if not entry.problem]
@@ -106,7 +96,11 @@ class LibraryModels:
         return self._listed
 
     def find(self, name: str) -> tuple[str, Path]:
-        """See `Models`; clients may not name paths of their own."""
+        """The name and place of the one of this name: clients may not name paths of their own.
+
+        Raises:
+            EngineError: there is none.
+        """
         if self._default is not None and (name == self._name or name in self._aliases):
             return self._name, self._default
         for entry in self.listed():
@@ -114,27 +108,21 @@ class LibraryModels:
                 return entry.name, entry.path
         if name in self._damaged:
             raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, self._damaged[name])
-        raise no_such_model(name)
-
-
-def no_such_model(name: str) -> EngineError:
-    """What a client is told that asks for a model which is not here."""
-    return EngineError(
-        ErrorCode.MODEL_NOT_FOUND,
-        f"There is no model named {name[:80]!r} here: ask for one of the models that this server lists.",
-    )
+        raise EngineError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"There is no model named {name[:80]!r} here: ask for one of the models that this server lists.",
+        )
 
 
 class Service:
     """The models and the engine, as the interfaces use them."""
 
-    def __init__(self, broker: Answerer, models: Models) -> None:
+    def __init__(self, broker: Answerer, models: LibraryModels) -> None:
         self.broker, self._models = broker, models
         self._embeddings = Embeddings()
         self.started_s = int(time.time())
 
     async def models(self) -> list[LibraryEntry]:
-        """The models that can be asked for by name."""
         return await on_a_thread(self._models.listed)
 
     async def path_of(self, name: Any) -> tuple[str, Path]:
@@ -166,7 +154,7 @@ class Service:
         body: Mapping[str, Any],
         interface: Interface,
         messages: tuple[ChatMessage, ...],
-        uses: ToolUse,
+        offer: Offer,
         end: PromptEnd = "answer",
     ) -> tuple[str, Ask]:
         """What a request for an answer to a conversation asks for, and the name of the model.
@@ -177,13 +165,13 @@ class Service:
         refuse_what_is_not_given(body, interface)
         name, path = await self.path_of(body.get("model"))
         constraint = read_constraint(body)
-        if constraint is not None and uses.choice.must:
+        if constraint is not None and offer[1].must:
             raise BadRequestError("wants both a form of the answer and a tool call; leave one of them out")
         return name, Ask(
             path,
             messages=messages,
-            tools=uses.tools,
-            choice=uses.choice,
+            tools=offer[0],
+            choice=offer[1],
             end=end,
             sampling=read_sampling(body),
             constraint=constraint,
@@ -210,76 +198,74 @@ class Service:
         """Ends what the service has started; the broker is its maker's."""
         self._embeddings.close()
 
-    async def prompt(self, ask: Ask) -> Prompt:
-        """A prompt that is not answered.
+    async def prompts(self, request: Request, *asks: Ask) -> list[Prompt]:
+        """Prompts that are not answered.
 
         Raises:
             EngineError: there is none.
+            ClientGoneError: the client went away.
         """
-        found = Prompt("", (), ())
-        async for event in self.events(replace(ask, wants="prompt")):
+        found = [Prompt("", (), ())] * len(asks)
+        for index, event in await self._seen(request, *(replace(ask, wants="prompt") for ask in asks)):
             if isinstance(event, Began) and event.prompt is not None:
-                found = event.prompt
+                found[index] = event.prompt
         return found
 
-    async def prompt_length(self, ask: Ask) -> int:
+    async def prompt_length(self, request: Request, ask: Ask) -> int:
         """How many tokens a prompt has that is not answered.
 
         Raises:
-            EngineError: there is none.
+            EngineError, ClientGoneError: as `prompts`.
         """
-        tokens = 0
-        async for event in self.events(replace(ask, wants="length")):
-            if isinstance(event, Finished):
-                tokens = event.prompt_tokens
-        return tokens
+        seen = await self._seen(request, replace(ask, wants="length"))
+        return sum(event.prompt_tokens for _index, event in seen if isinstance(event, Finished))
 
-    async def whole(self, ask: Ask, take: Callable[[AnswerEvent], object]) -> None:
-        """Has `take` take all that happens to a request.
+    async def _seen(self, request: Request, *asks: Ask) -> list[tuple[int, AnswerEvent | Progress]]:
+        async def all_of() -> list[tuple[int, AnswerEvent | Progress]]:
+            return [each async for each in self.events(*asks)]
+
+        return await while_connected(request, all_of())
+
+    async def events(self, *asks: Ask) -> AsyncGenerator[tuple[int, AnswerEvent | Progress], None]:
+        """What happens to requests, each by its place; if nobody listens any more they are cancelled.
 
         Raises:
-            EngineError: as `events`.
+            EngineError: one of them is refused, at once or in the middle; the others are cancelled.
         """
-        async for event in self.events(ask):
-            if not isinstance(event, Progress):
-                take(event)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-    async def events(self, ask: Ask) -> AsyncIterator[AnswerEvent | Progress]:
-        """What happens to a request; if nobody listens any more it is cancelled.
+        def follow(index: int) -> Callable[[Event], None]:
+            def on_event(event: Event) -> None:
+                with contextlib.suppress(RuntimeError):  # the server has stopped
+                    loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
-        Raises:
-            EngineError: it is refused, at once or in the middle.
-        """
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+            return on_event
 
-        def on_event(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has stopped
-                loop.call_soon_threadsafe(queue.put_nowait, event)
-
-        exchange, written = current_exchange(), 0
-        ticket = self.broker.ask(ask, on_event)
+        exchange, written, left = current_exchange(), [0] * len(asks), len(asks)
+        tickets = list[Ticket]()
         try:
-            while True:
-                event = await queue.get()
+            for index, ask in enumerate(asks):
+                tickets.append(self.broker.ask(ask, follow(index)))
+            while left:
+                index, event = await queue.get()
                 if isinstance(event, Failed):
                     exchange.breaks = "failed"
                     raise event.error
                 if isinstance(event, Began):
                     exchange.read_tokens += event.prompt_tokens
                 elif not isinstance(event, Progress):
-                    exchange.written_tokens += event.generated_tokens - written
-                    written = event.generated_tokens
-                is_last = isinstance(event, Finished)
-                yield event
-                if is_last:
-                    return
+                    exchange.written_tokens += event.generated_tokens - written[index]
+                    written[index] = event.generated_tokens
+                left -= isinstance(event, Finished)
+                yield index, event
         except (GeneratorExit, asyncio.CancelledError):
             exchange.breaks = exchange.breaks or "left"
             raise
         finally:
-            ticket.cancel()
-            if ask.keep_s is not None:
-                self.broker.release(ask.model, ask.keep_s)
+            for ticket in tickets:
+                ticket.cancel()
+                if ticket.ask.keep_s is not None:
+                    self.broker.release(ticket.ask.model, ticket.ask.keep_s)
 
 
 async def on_a_thread(work: Callable[[], Whole]) -> Whole:
@@ -338,17 +324,6 @@ def _parsed(data: bytearray) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("is not a JSON object")
     return body
-
-
-async def gathered(works: Sequence[Coroutine[Any, Any, Whole]]) -> list[Whole]:
-    """The results of all; the first failure ends the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def while_connected(request: Request, work: Awaitable[Whole]) -> Whole:

@@ -6,7 +6,6 @@ import statistics
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.checkpoint.find_shape import find_shape
@@ -21,6 +20,7 @@ from engine.planner.batch_prediction import (
     MEASURED_OFF,
     ROWS_TOGETHER,
     SWEEP_TOKENS,
+    JobPrediction,
     JobRows,
     first_rows,
     predict_on_cpu,
@@ -60,7 +60,7 @@ class Forecast:
         alone_tokens_per_s: one row at a time; 0 if not predicted.
     """
 
-    plan: BatchPlanned
+    plan: JobPrediction
     alone_tokens_per_s: float = 0.0
 
 
@@ -114,7 +114,7 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
         return None
     plan, lane = best
     prediction = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
-    return Forecast(BatchPlanned.of("", prediction))
+    return Forecast(prediction)
 
 
 def _on_cpu(look: MachineLook, costs: Costs, rows: JobRows, off: float) -> Forecast:
@@ -122,7 +122,7 @@ def _on_cpu(look: MachineLook, costs: Costs, rows: JobRows, off: float) -> Forec
     room = max(1, int(_KV_SHARE * look.probe.ram_available_bytes // max(each, 1.0)))
     prediction = predict_on_cpu(costs, rows, min(ROWS_TOGETHER, room), sweep_tokens=SWEEP_TOKENS, off=off)
     alone = predict_on_cpu(costs, rows, 1, sweep_tokens=round(rows.prompt_tokens) or 1, off=off)
-    return Forecast(BatchPlanned.of("", prediction), alone.tokens_per_s)
+    return Forecast(prediction, alone.tokens_per_s)
 
 
 def _rows(prepared: PreparedJob, total: int | None) -> JobRows | None:

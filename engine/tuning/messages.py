@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.common.config import EngineConfig
+from engine.common.json_fields import OfRequest
 from engine.common.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ Unit = Literal["bytes/s", "flop/s", "tokens/s"]
 
 
 @dataclass(frozen=True, slots=True)
-class StartTuning:
+class StartTuning(OfRequest):
     """Tune this machine for a model.  Ends in `TuningFinished` (also when cancelled) or `Failed`.
 
     Attributes:
@@ -60,7 +61,6 @@ class StartTuning:
         even_if_busy: save results even if other programs were busy; otherwise nothing is saved.
     """
 
-    request_id: str
     config: EngineConfig
     kind: TuningKind = "quick"
     until: Until = "timed"
@@ -87,7 +87,7 @@ class TuningNumber:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningProgress:
+class TuningProgress(OfRequest):
     """Progress of a stage.
 
     Attributes:
@@ -96,7 +96,6 @@ class TuningProgress:
         number: the latest number, if any.
     """
 
-    request_id: str
     stage: Stage
     name: str
     done: float
@@ -104,7 +103,7 @@ class TuningProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningMeasured:
+class TuningMeasured(OfRequest):
     """The machine is measured: `engine.hardware.measured.load_measurements(probe(), device)` returns the
     results, unless other programs were busy.
 
@@ -116,7 +115,6 @@ class TuningMeasured:
         others: CPU share of other programs meanwhile.
     """
 
-    request_id: str
     device: str
     kind: TuningKind
     taken_at: str
@@ -127,24 +125,22 @@ class TuningMeasured:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningPlans:
+class TuningPlans(OfRequest):
     """The contestants in order of timing; `plan` is the planner's first choice, for roofline and memory."""
 
-    request_id: str
     plan: Plan
     contestants: tuple[Contestant, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TuningTimed:
+class TuningTimed(OfRequest):
     """A contestant was timed, or failed; sent again when repeats change its median."""
 
-    request_id: str
     timed: Timed
 
 
 @dataclass(frozen=True, slots=True)
-class TuningFinished:
+class TuningFinished(OfRequest):
     """Terminal event of `StartTuning`.
 
     Attributes:
@@ -160,7 +156,6 @@ class TuningFinished:
         unsaved: measurements of this run that were not saved.
     """
 
-    request_id: str
     finished: bool
     result: TuningResult | None = None
     reloaded: bool = False

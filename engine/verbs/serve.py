@@ -78,30 +78,29 @@ def run(args: argparse.Namespace) -> int:
             ErrorCode.INVALID_REQUEST,
             "Only this machine can reach the server: --announce needs a --host such as 0.0.0.0 as well.",
         )
+    from engine.protocol import Ask
     from engine.remote.trust import fingerprint
     from engine.serving.engine_process import EngineProcess
-    from engine.serving.link import EngineLink
     from engine.serving.server import Server
     from engine.serving.service import LibraryModels, Service
 
-    link = EngineLink()
-    link.on_remark = lambda text: note(f"switchyard: {text}")
     idle_s = args.unload_after * 60.0 if args.unload_after else None
     chat = OTHER_PROGRAMS if args.keep_context else ""
-    engine = EngineProcess(link, engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED), chat)
+    engine = EngineProcess(engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED), chat)
+    engine.on_remark = lambda text: note(f"switchyard: {text}")
     # A path is no name for clients.
     models = LibraryModels(path, path.name if os.path.lexists(args.model) else args.model, args.alias)
-    server = Server(Service(link, models), address)
+    server = Server(Service(engine, models), address)
     try:
         port = server.start()
     except EngineError:
-        link.close()
+        engine.close()
         raise
     with keeping_requests(wanted=args.keep_context):
-        link.start()
+        engine.start()
         announcer = None
         try:
-            link.prepare(path)
+            engine.ask(Ask(path, text="", wants="length"), lambda _event: None)  # loads it before anybody asks
             announcer = _announced(args.announce, port, is_https=args.https)
             host = f"[{address.host}]" if ":" in address.host else address.host
             url = f"{'https' if args.https else 'http'}://{host}:{port}"
@@ -127,8 +126,7 @@ def run(args: argparse.Namespace) -> int:
                 announcer.stop()
             engine.expect_end()  # it may end with the server's thread, which has started it
             server.stop()
-            link.close()
-            engine.stop()
+            engine.close()
     return 0
 
 

@@ -6,8 +6,10 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from PySide6.QtCore import QCoreApplication, QEvent
@@ -21,6 +23,9 @@ from app.services.formulas import formulas
 from app.services.planning import PlanAnswer
 from app.services.settings import Settings
 from app.theme import BODY_PX, ThemeController
+from engine.checkpoint.catalogue import read_catalogue
+from engine.tuning.fit import Recommendation
+from engine.tuning.machine_state import MachineLook
 from tests.app import tuning_results as made
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -45,13 +50,20 @@ def settings(qapp: QApplication, switchyard_home: Path) -> Iterator[Settings]:
     result.deleteLater()
 
 
-_catalogue_here = cache(hub.catalogue_here)
+_catalogue_here = hub.catalogue_here
+
+
+@cache
+def _few_judged(device: str, download_free: int | None = None) -> tuple[MachineLook, tuple[Recommendation, ...]]:
+    whole = read_catalogue()
+    with patch("engine.checkpoint.catalogue.read_catalogue", lambda: replace(whole, entries=whole.entries[::-6])):
+        return _catalogue_here(device, download_free)
 
 
 @pytest.fixture(autouse=True)
-def the_catalogue_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To plan all of its models takes seconds, which a window that closes meanwhile waits for."""
-    monkeypatch.setattr(hub, "catalogue_here", _catalogue_here)
+def a_few_models_of_the_catalogue_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To plan all of them takes seconds, which a window that closes meanwhile waits for."""
+    monkeypatch.setattr(hub, "catalogue_here", _few_judged)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_request import BatchRun
 from app.views.batch.page import BatchPage
-from engine.batch_files.job_watcher import PlacePace
+from engine.batch_files.job_watcher import Pace, PlacePace
 from engine.batch_files.messages import (
     BatchFinished,
     BatchPlanned,
@@ -24,8 +24,11 @@ from engine.batch_files.messages import (
 )
 from engine.common.config import BatchJob
 from engine.common.errors import ErrorCode
+from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.protocol import Failed
 from tests.app.scripted_engine import STARTER, ScriptedEngine
+
+PLAN = JobPrediction(JobRows(300, 0, 48.0), 24, 1, "", 300.0, 200.0, 400.0, 60.0, 120.0, Bottleneck.WEIGHTS)
 
 
 class ScriptedBatches(ScriptedEngine):
@@ -65,9 +68,10 @@ class ScriptedBatches(ScriptedEngine):
         places: tuple[PlacePace, ...] = (),
     ) -> None:
         """Progress of a job, the latest one if not told; `left` are seconds, of which the upper end is twice as far."""
-        high = left * 2 if left >= 0 else -1.0
-        progress = BatchProgress(self.jobs[of].id, done, failed, total, rate, left, high, blocked, places=places)
-        self.jobs[of].deliver(replace(progress, cut_off=cut_off))
+        low, high = (left, left * 2) if left >= 0 else (None, None)
+        rows = total if total >= 0 else None
+        pace = Pace(done, failed, rows, rate, low, high, places=places, cut_off=cut_off)
+        self.jobs[of].deliver(BatchProgress(self.jobs[of].id, pace, blocked))
 
     def answer(self, *rows: BatchRow, sample: bool = False) -> None:
         run = (self.samples if sample else self.jobs)[-1]
@@ -76,9 +80,7 @@ class ScriptedBatches(ScriptedEngine):
     def plan(self, *, sample: bool = False, measured: bool = False) -> None:
         """How the latest job, or sample, says that all rows will be run."""
         run = (self.samples if sample else self.jobs)[-1]
-        run.deliver(
-            BatchPlanned(run.id, 24, 1, "", 6, 40.0, 200.0, 400.0, 60.0, 120.0, "weights", is_measured=measured)
-        )
+        run.deliver(BatchPlanned(run.id, replace(PLAN, job=JobRows(6, 0, 40.0), is_measured=measured)))
 
     def end(self, done: int, failed: int = 0, *, finished: bool = True, of: int = -1, cut_off: int = 0) -> None:
         """A job ends, finished or stopped: the latest one if not told."""

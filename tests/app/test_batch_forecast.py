@@ -9,9 +9,10 @@ from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.services.batch_sample import BatchForecasts
-from engine.batch_files.messages import BatchPlanned
 from engine.common.config import BatchJob
+from engine.planner.batch_prediction import JobRows
 from engine.tuning.batch_forecast import Forecast, ForecastQuestion
+from tests.app.scripted_batches import PLAN
 from tests.app.scripted_engine import STARTER
 
 
@@ -25,7 +26,7 @@ def test_only_the_last_question_is_answered(qapp: QApplication, qtbot: QtBot, qu
 
     def forecast(one: ForecastQuestion) -> Forecast:
         asked.append(one.total)
-        return Forecast(BatchPlanned("", 1, 1, "", one.total or 0, 1.0, 1.0, 2.0, 1.0, 2.0, "", is_measured=False))
+        return Forecast(replace(PLAN, job=JobRows(one.total or 0, 0, 1.0)))
 
     forecasts = BatchForecasts(forecast=forecast)
     told: list[Forecast] = []
@@ -33,7 +34,7 @@ def test_only_the_last_question_is_answered(qapp: QApplication, qtbot: QtBot, qu
     for total in range(5):
         forecasts.ask(replace(question, total=total))
     qtbot.waitUntil(lambda: bool(told))
-    assert [one.plan.rows for one in told] == [4]
+    assert [one.plan.job.rows for one in told] == [4]
     assert asked == [4]
     forecasts.ask(replace(question, total=4))  # it has been answered
     forecasts.ask(replace(question, total=7))

@@ -35,13 +35,13 @@ from app.views.batch.phrases import (
     state_text,
     status_text,
 )
-from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.opening import InputForm
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError
+from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from tests.app.scripted_batches import row
 
-PLAN = BatchPlanned("", 24, 1, "", 300, 48.0, 150.0, 450.0, 32.0, 96.0, "weights", is_measured=False)
+PLAN = JobPrediction(JobRows(300, 0, 48.0), 24, 1, "", 300.0, 150.0, 450.0, 32.0, 96.0, Bottleneck.WEIGHTS)
 HEADINGS = ("Row", "Prompt", "Answer", "End", "Tokens")
 
 

@@ -1,7 +1,8 @@
-"""A crash is told at the next start, without a word of what the user wrote."""
+"""What is written down when something goes wrong: reports of crashes, the log, what a diagnosis collects."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -9,8 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PySide6.QtCore import qWarning
+from PySide6.QtWidgets import QApplication
+from pytestqt.qtbot import QtBot
 
-from app.services.crash_reports import CrashReports, describe
+from app.services.crash_reports import CrashReports, close_window_log, describe, open_window_log
+from app.services.installation import Diagnosis
+from app.views.settings.few_rows import AboutCard
 from engine.common.errors import EngineError, ErrorCode
 
 SECRET = "the user's secret prompt"
@@ -109,3 +115,65 @@ def test_a_folder_that_cannot_be_written_is_no_crash_of_its_own(tmp_path: Path) 
     sys.excepthook(ValueError, ValueError(), None)
     assert reports.pending() == ""
     reports.uninstall()
+
+
+@pytest.fixture
+def log(qapp: QApplication, tmp_path: Path) -> Iterator[Path]:
+    open_window_log(tmp_path / "logs")
+    yield tmp_path / "logs" / "window.log"
+    close_window_log()
+
+
+@pytest.mark.no_qt_log
+def test_a_warning_of_qt_is_kept(log: Path) -> None:
+    qWarning("something is odd")
+    assert "WARNING switchyard.qt" in log.read_text()
+    assert "something is odd" in log.read_text()
+
+
+@pytest.mark.no_qt_log
+def test_it_stays_small(log: Path) -> None:
+    for _ in range(3000):
+        logging.getLogger("switchyard.window").info("x" * 1000)
+    assert sum(path.stat().st_size for path in log.parent.iterdir()) < 2 * 2**20
+
+
+@pytest.mark.no_qt_log
+def test_a_folder_that_cannot_be_made_is_no_trouble(qapp: QApplication, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    open_window_log(tmp_path / "file" / "logs")
+    qWarning("nobody hears this")
+    close_window_log()
+
+
+WRITES = "import sys; open(sys.argv[-1], 'w').write('all of it'); sys.exit(2)"
+
+
+def test_a_report_is_saved_whatever_is_wrong_with_this_pc(qtbot: QtBot, tmp_path: Path) -> None:
+    card = AboutCard()
+    qtbot.addWidget(card)
+    card.diagnosis._command = [sys.executable, "-c", WRITES]
+    file = tmp_path / "report.txt"
+    with qtbot.waitSignal(card.diagnosis.written):
+        card._write(file)
+        assert not card.save_report.isEnabled()
+    assert file.read_text() == "all of it"
+    assert str(file) in card.report_words.text()
+    assert card.save_report.isEnabled()
+
+
+@pytest.mark.parametrize("command", [["/no/such/program"], [sys.executable, "-c", "raise SystemExit(1)"]])
+def test_one_that_cannot_be_written_is_told(qtbot: QtBot, tmp_path: Path, command: list[str]) -> None:
+    diagnosis = Diagnosis(command=command)
+    with qtbot.waitSignal(diagnosis.problem) as told:
+        diagnosis.write(tmp_path / "report.txt")
+    assert "another folder" in told.args[0]
+    diagnosis.close()
+    diagnosis.deleteLater()
+
+
+def test_closing_stops_it(qtbot: QtBot, tmp_path: Path) -> None:
+    diagnosis = Diagnosis(command=[sys.executable, "-c", "import time; time.sleep(60)"])
+    diagnosis.write(tmp_path / "report.txt")
+    diagnosis.close()
+    diagnosis.deleteLater()

@@ -1,22 +1,33 @@
-"""Another data folder: carried out at the next start, copied whole or not at all, the old one left alone."""
+"""The data folder is planned, moved at the next start, and told where that cannot be."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PySide6.QtCore import QTimer
+from PySide6.QtWidgets import QApplication, QMessageBox, QPushButton
+from pytestqt.qtbot import QtBot
 
+import app.main
+from app.services.chat_store import ChatStore
 from app.services.data_folder import (
+    Claim,
     FolderChange,
+    SingleInstance,
     cancel_change,
     carry_out,
     holds_our_data,
     plan_change,
     planned_change,
     use_folder,
+    what_is_no_file,
 )
+from app.views import data_folder_start
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir, standard_data_dir
 
@@ -122,3 +133,153 @@ def test_back_to_the_standard_folder(tmp_path: Path) -> None:
     assert data_dir() == tmp_path
     use_folder(standard_data_dir())
     assert data_dir() == standard_data_dir()
+
+
+@pytest.fixture
+def answer(qtbot: QtBot) -> Callable[[str, list[str]], None]:
+    """Presses a button of the next message box and keeps what the box said."""
+
+    def prepare(button_text: str, said: list[str]) -> None:
+        def press() -> None:
+            box = QApplication.activeModalWidget()
+            if not isinstance(box, QMessageBox):
+                QTimer.singleShot(20, press)
+                return
+            said.append(box.text())
+            (button,) = [b for b in box.findChildren(QPushButton) if b.text().replace("&", "") == button_text]
+            button.click()
+
+        QTimer.singleShot(0, press)
+
+    return prepare
+
+
+def test_a_planned_copy_is_carried_out(qtbot: QtBot, tmp_path: Path) -> None:
+    data_dir().mkdir(parents=True)
+    (data_dir() / "chats.sqlite3").write_bytes(b"chats")
+    change = FolderChange(tmp_path / "new", copy=True)
+    plan_change(change)
+    data_folder_start.carry_out_change(change)
+    assert data_dir() == change.target
+    assert (data_dir() / "chats.sqlite3").read_bytes() == b"chats"
+    assert planned_change() is None
+
+
+def test_a_copy_that_fails_is_told_and_not_tried_at_every_start(
+    answer: Callable[[str, list[str]], None], tmp_path: Path
+) -> None:
+    data_dir().mkdir(parents=True)
+    (data_dir() / "chats.sqlite3").write_bytes(b"chats")
+    change = FolderChange(tmp_path / "new", copy=True)
+    plan_change(change)
+    (tmp_path / "new").rmdir()
+    (tmp_path / "new").write_text("a file has taken the folder's place")
+    said: list[str] = []
+    answer("OK", said)
+    data_folder_start.carry_out_change(change)
+    assert "stays in use" in said[0]
+    assert data_dir() == standard_data_dir()
+    assert planned_change() is None
+
+
+def test_a_folder_that_is_not_there_is_asked_about(answer: Callable[[str, list[str]], None], tmp_path: Path) -> None:
+    assert not data_folder_start.chosen_folder_is_missing()
+    use_folder(tmp_path / "unplugged")
+    assert data_folder_start.chosen_folder_is_missing()
+    said: list[str] = []
+    answer("Quit", said)
+    assert not data_folder_start.ask_about_missing_folder()
+    assert str(tmp_path / "unplugged") in said[0]
+    assert data_dir() == tmp_path / "unplugged"  # nothing was decided
+    (tmp_path / "unplugged").mkdir()
+    assert data_folder_start.ask_about_missing_folder()  # it is there: nothing to ask
+
+
+def test_the_standard_folder_can_take_its_place(answer: Callable[[str, list[str]], None], tmp_path: Path) -> None:
+    use_folder(tmp_path / "unplugged")
+    said: list[str] = []
+    answer("Use the default folder", said)
+    assert data_folder_start.ask_about_missing_folder()
+    assert data_dir() == standard_data_dir()
+
+
+@pytest.mark.parametrize(
+    ("tell", "words"),
+    [
+        (data_folder_start.warn_not_responding, "already open"),
+        (data_folder_start.warn_not_writable, "cannot be written to"),
+    ],
+)
+def test_a_start_that_must_end_says_why(
+    answer: Callable[[str, list[str]], None], tell: Callable[[], None], words: str
+) -> None:
+    said: list[str] = []
+    answer("OK", said)
+    tell()
+    assert words in said[0]
+    assert str(data_dir()) in said[0]
+
+
+@pytest.mark.parametrize("has_chats", [False, True])
+def test_a_folder_that_cannot_be_written_to_is_opened_if_there_are_chats_to_read(
+    monkeypatch: pytest.MonkeyPatch, has_chats: bool
+) -> None:
+    from app import main
+
+    told: list[str] = []
+    monkeypatch.setattr(SingleInstance, "claim", lambda _self, **_options: Claim.NOT_WRITABLE)
+    monkeypatch.setattr(data_folder_start, "warn_not_writable", lambda: told.append("not writable"))
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    data_dir().mkdir(parents=True, exist_ok=True)
+    if has_chats:
+        (data_dir() / "chats.sqlite3").touch()
+    claimed = main._claim_data_folder()
+    assert isinstance(claimed, SingleInstance) == has_chats
+    assert told == ([] if has_chats else ["not writable"])
+
+
+@pytest.mark.parametrize(
+    "where", ["data/chats.sqlite3", "config/settings.json", "data/jobs/x", "data/downloads/x.json"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_told_before_anything_waits_for_it(
+    answer: Callable[[str, list[str]], None],
+    switchyard_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    kind: str,
+) -> None:
+    path = switchyard_home / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe" and hasattr(os, "mkfifo"):
+        os.mkfifo(path)
+    elif kind == "device" and Path("/dev/zero").exists():
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+        if path.parent.name in ("jobs", "downloads"):
+            assert what_is_no_file() is None  # a folder there may be called as it likes
+            return
+    monkeypatch.setattr(app.main, "_application", lambda _words: None)
+    said: list[str] = []
+    answer("OK", said)
+    assert app.main.main(["switchyard"]) == 2
+    assert said == [f"{path} is not a file, and Switchyard keeps one there: move it away, then start again."]
+    for each in (path.unlink,) if not path.is_dir() else (path.rmdir,):
+        each()
+    assert what_is_no_file() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders here")
+@pytest.mark.parametrize("name", ["chats.sqlite3", "chats.sqlite3-wal"])
+def test_the_chats_go_on_in_memory_where_a_pipe_has_come_in_their_place(
+    qtbot: QtBot, tmp_path: Path, name: str
+) -> None:
+    os.mkfifo(tmp_path / name)
+    store = ChatStore(tmp_path / "chats.sqlite3", retry_s=0.01)
+    with qtbot.waitSignal(store.trouble) as told:
+        pass
+    assert f"{name} is not a file" in told.args[0]
+    (tmp_path / name).unlink()
+    qtbot.waitUntil(lambda: store.unsaved == 0)
+    assert store.close() == 0

@@ -35,6 +35,7 @@ def test_every_icon_of_the_vocabulary_is_there() -> None:
     assert set(USED) <= set(NAMES)
 
 
+@pytest.mark.takes_turns(11)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_drawn_in_the_theme_s_colour(name: str, theme: ThemeController) -> None:
     theme.set_choice("dark")

@@ -91,7 +91,7 @@ def test_everything_has_room_and_a_name_and_comes_to_rest(stage: Stage, theme: T
         assert without_name(window) == []
 
 
-@pytest.mark.parametrize("name", some(SCENES, [name for number, name in enumerate(SCENES) if number % 3 == 2], first=1))
+@pytest.mark.parametrize("name", some(SCENES, every=3, first=1))
 def test_everything_has_room_in_the_longest_language(
     qapp: QApplication, compiled: Path, settings: Settings, theme: ThemeController, tmp_path: Path, name: str
 ) -> None:
@@ -138,6 +138,7 @@ def _problems_in(
         QLocale.setDefault(before)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("days", [1, 2, 3])
 def test_the_end_of_a_job_on_another_day_has_room(stage: Stage, theme: ThemeController, days: int) -> None:
     SCENES["batch-servers-running"](stage)

@@ -213,6 +213,7 @@ def test_what_a_completer_offers_has_the_colours_of_the_theme(
     popup.hide()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("scene", ["chat-conversation", "batch-running", "monitor", "tune-start"])
 def test_a_window_that_is_open_is_recoloured(
     theme: ThemeController, settings: Settings, qtbot: QtBot, tmp_path: Path, scene: str

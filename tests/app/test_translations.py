@@ -8,8 +8,9 @@ import string
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from PySide6.QtCore import QLocale, Qt
@@ -63,8 +64,15 @@ SHOWS_TEXT = frozenset(
 SAME_EVERYWHERE = frozenset(("Switchyard", "Esc", "https://huggingface.co"))
 
 
-TEXTS = maker.texts(ROOT)
-KNOWN = {language: maker.read(translations_dir() / f"switchyard_{language}.ts") for language in TRANSLATED}
+@cache
+def all_texts() -> Any:
+    """Not when this is imported, which every worker does: all of the window's source is read for them."""
+    return maker.texts(ROOT)
+
+
+@cache
+def known_in(language: str) -> Any:
+    return maker.read(translations_dir() / f"switchyard_{language}.ts")
 
 
 @pytest.fixture
@@ -88,12 +96,12 @@ def speak(qapp: QApplication) -> Iterator[Callable[..., Languages]]:
 
 
 def test_every_text_has_a_context() -> None:
-    assert len({text.context for text in TEXTS}) > 100
-    assert [text for text in TEXTS if not text.context or not text.source.strip()] == []
+    assert len({text.context for text in all_texts()}) > 100
+    assert [text for text in all_texts() if not text.context or not text.source.strip()] == []
 
 
 def test_every_phase_of_loading_has_words_that_can_be_translated() -> None:
-    found = {text.source for text in TEXTS if text.context == "Loading"}
+    found = {text.source for text in all_texts() if text.context == "Loading"}
     words = set()
     for phase in get_args(LoadPhase):
         pace = LoadingPace()
@@ -126,7 +134,7 @@ def _calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 def test_every_text_is_found() -> None:
     """A text that is put together before it is translated is found by nobody."""
-    found = {text.source for text in TEXTS}
+    found = {text.source for text in all_texts()}
     elsewhere = {"Engine", "Catalogue", "Setting", "Lane"}  # found where they are listed
     missed = []
     for where, name, call in _calls():
@@ -158,12 +166,12 @@ def test_no_text_is_shown_without_its_translation() -> None:
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_nothing_waits_to_be_translated(language: str) -> None:
     """`python installers/translations.py` says what does."""
-    known = KNOWN[language]
-    forms = {text: maker.FORMS[language] if text.has_number else 1 for text in TEXTS}
-    assert [text for text in TEXTS if (text.context, text.source) not in known] == []
-    assert [text for text in TEXTS if not known[text.context, text.source].is_whole] == []
-    assert [text for text in TEXTS if len(known[text.context, text.source].forms) != forms[text]] == []
-    assert set(known) == {(text.context, text.source) for text in TEXTS}
+    known = known_in(language)
+    forms = {text: maker.FORMS[language] if text.has_number else 1 for text in all_texts()}
+    assert [text for text in all_texts() if (text.context, text.source) not in known] == []
+    assert [text for text in all_texts() if not known[text.context, text.source].is_whole] == []
+    assert [text for text in all_texts() if len(known[text.context, text.source].forms) != forms[text]] == []
+    assert set(known) == {(text.context, text.source) for text in all_texts()}
 
 
 def _marks(text: str) -> Counter[str]:
@@ -175,8 +183,8 @@ def _marks(text: str) -> Counter[str]:
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_what_is_put_into_a_text_has_its_place_in_every_language(language: str) -> None:
     wrong = []
-    for text in TEXTS:
-        for form in KNOWN[language][text.context, text.source].forms:
+    for text in all_texts():
+        for form in known_in(language)[text.context, text.source].forms:
             mine, its = _marks(form), _marks(text.source)
             commands = {mark for mark in (*mine, *its) if mark.startswith("“")}
             if any(mine[mark] != its[mark] for mark in {*mine, *its} - commands):
@@ -191,9 +199,9 @@ def test_what_is_put_into_a_text_has_its_place_in_every_language(language: str) 
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_one_word_of_the_interface_is_called_the_same_everywhere(language: str) -> None:
     """A page is named as its heading is; an accelerator is named by nobody."""
-    said = {text.source: KNOWN[language][text.context, text.source].forms[0] for text in TEXTS}
+    said = {text.source: known_in(language)[text.context, text.source].forms[0] for text in all_texts()}
     for context, source in (("SettingsPage", "Settings"), ("TunePage", "Tune"), ("BatchPage", "Batch")):
-        assert KNOWN[language]["Pages", source] == KNOWN[language][context, source]
+        assert known_in(language)["Pages", source] == known_in(language)[context, source]
     assert not [form for form in said.values() if re.search(r"&\w", form)]
 
 
@@ -218,9 +226,9 @@ def test_a_translation_is_shown(
     theme: ThemeController,
     speak: Callable[..., Languages],
 ) -> None:
-    forms = {text: maker.FORMS["de"] if text.has_number else 1 for text in TEXTS}
-    made = {(text.context, text.source): maker.Translation((f"«{text.source}»",) * forms[text]) for text in TEXTS}
-    assert maker.write(tmp_path / "switchyard_de.ts", "de", TEXTS, made) == 0
+    forms = {text: maker.FORMS["de"] if text.has_number else 1 for text in all_texts()}
+    made = {(text.context, text.source): maker.Translation((f"«{text.source}»",) * forms[text]) for text in all_texts()}
+    assert maker.write(tmp_path / "switchyard_de.ts", "de", all_texts(), made) == 0
     assert speak(system="de_CH", folder=tmp_path).language == "de"
     server = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
     tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _job, _rows: None)

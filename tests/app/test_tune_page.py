@@ -175,6 +175,7 @@ def test_a_run_to_its_end(scene: Scene) -> None:
     assert not page.tuning.is_running
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("stage", ["waiting", "probing", "measuring", "planning", "loading", "timing", "restoring"])
 def test_cancelled_at_any_step(scene: Scene, stage: str) -> None:
     page = scene.page
@@ -195,6 +196,7 @@ def test_cancelled_at_any_step(scene: Scene, stage: str) -> None:
     assert len(scene.engine.tunings) == 2
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("stage", ["waiting", "measuring", "timing"])
 def test_the_engine_dies_in_the_middle(scene: Scene, stage: str) -> None:
     scene.start()

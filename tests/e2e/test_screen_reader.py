@@ -55,6 +55,7 @@ def settled(window: RealWindow) -> list[Widget]:
     return eventually(look, "the page came to rest")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_every_control_says_what_it_is(screen: Screen, starter: Path, switchyard_home: Path) -> None:
     found = []

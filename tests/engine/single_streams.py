@@ -3,24 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.jobs.rows import never
-from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.session_rows import Session, SessionRows
+from engine.runtime.decode.beam_search import Beams
+from engine.runtime.decode.generation import BeamModel, GenerationResult
+from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest, Preparation
-from engine.runtime.schedule.single_stream import NOTHING_CAME, SingleStream
+
+_Result = TypeVar("_Result")
 
 
-class Alone(SingleStream):
-    """See `SingleStream`."""
+def search_over(model: BeamModel, search: Beams[_Result], device: torch.device) -> _Result:
+    """What a search finds over sequences that hold the prompt."""
+    try:
+        step = next(search)
+        while True:
+            if step.sources != list(range(len(step.sources))):
+                model.reorder(torch.tensor(step.sources, device=device))
+            step = search.send(model.step(torch.tensor(step.tokens, device=device)[:, None]))
+    except StopIteration as end:
+        result: _Result = end.value
+        return result
+
+
+class Alone:
+    """One request at a time, each with the session that the one before has left."""
 
     def __init__(self, loaded: LoadedModel, **how: Any) -> None:
-        super().__init__(loaded, **how)
+        policy = BatchPolicy(rows=1, ahead=64)
+        self._rows = SessionRows(loaded, policy, **how)
+        self._rows.prepare()
+        self._batch = ContinuousBatch(self._rows, policy, exact=True)
         self._preparation = Preparation(loaded)
+
+    @property
+    def _session(self) -> Session:
+        return [*self._rows._in_use, *self._rows._idle][0]
+
+    @property
+    def _prices(self) -> StepPrices:
+        return self._batch._prices
+
+    @_prices.setter
+    def _prices(self, prices: StepPrices) -> None:
+        self._batch._prices = prices
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens now held in the KV cache."""
+        return self._batch.kv_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes now held by the KV cache."""
+        return self._batch.held_bytes
+
+    def clear(self) -> None:
+        """Frees the KV cache."""
+        self._batch.free()
 
     def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams, **options: Any) -> GenerationResult:
         """Answers a conversation."""
@@ -37,8 +86,16 @@ class Alone(SingleStream):
         try:
             asked = self._preparation.prepare(request, request.cancelled)
         except RequestCancelled:
-            return NOTHING_CAME
-        self.begin(asked)
-        while (result := self.turn(never)) is None:
-            pass
-        return result
+            return GenerationResult()
+        ends = list[GenerationResult]()
+        self._batch.submit(asked, ends.append)
+        try:
+            with torch.inference_mode():
+                self._batch.sweep(lambda: bool(ends))
+        except Exception:
+            self._batch.give_up()
+            raise
+        (end,) = ends
+        if end.error is not None:
+            raise end.error
+        return end

@@ -18,11 +18,10 @@ from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.lane import RowSource
-from engine.runtime.schedule.one_by_one import OneByOne
+from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
@@ -114,7 +113,7 @@ def serve(scheduler: Scheduler, jobs: list[Job], arrive: Callable[[], bool] = la
 _SHAPES = st.tuples(st.integers(1, 50), st.integers(1, 25))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.lists(_SHAPES, max_size=7), st.integers(0, 3)), min_size=2, max_size=3),
     chats=st.lists(st.tuples(_SHAPES, st.integers(1, 60)), max_size=4),
@@ -211,6 +210,7 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     scheduler.close()
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     "other",
     [{"window": 16, "kept": 2}, {"kv_type": KvType.FP16}, {"kv_type": KvType.INT8}],
@@ -272,8 +272,9 @@ def test_jobs_whose_rows_cannot_be_packed_take_turns(family: str, takes_turns: b
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_a_resting_job_lets_another_one_pass(family: str, tokens: int) -> None:
     """Whether it rests in its prompt or in its answer, which goes on where it was."""
-    loaded = tiny_loaded(family)
-    lane, answers, written = OneByOne(loaded), dict[int, GenerationResult](), list[int]()
+    loaded, policy = tiny_loaded(family), replace(POLICY, rows=1)
+    lane = ContinuousBatch(SessionRows(loaded, policy), policy, exact=True)
+    answers, written = dict[int, GenerationResult](), list[int]()
     first, second = replace(row(0, 40, 8), on_text=lambda _text, count: written.append(count)), row(1, 30, 5)
     with torch.inference_mode():
         sources = [

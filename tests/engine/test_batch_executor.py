@@ -63,6 +63,7 @@ def _packs(family: str) -> bool:
     return family not in TURNS
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_rows_share_sweeps_in_all_families_but_a_few(family: str) -> None:
     executor = BatchExecutor(tiny_loaded(family), POLICY)
@@ -102,6 +103,7 @@ def _alone(loaded: LoadedModel, row: BatchRequest) -> tuple[int, ...]:
     return Alone(loaded).generate_from_ids(row.ids, row.sampling, end_ids=row.end_ids).token_ids
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", some(EVERY_FAMILY, first=1))
 def test_greedy_answers_are_those_of_each_row_alone(family: str) -> None:
     if not _packs(family):
@@ -145,6 +147,7 @@ def test_masks_of_windows_are_told_from_others() -> None:
             window_of(chunks, tokens)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("family", some(sorted(FAMILIES), first=2))
 def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not _packs(family):

@@ -39,6 +39,7 @@ def _alone(loaded: LoadedModel) -> dict[int, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     "family",
     [
@@ -83,8 +84,9 @@ SUMMING: dict[str, dict[str, int]] = {"jamba": {}, "minimax": {}}
 """Families of which we compute such layers ourselves as sum up what they have read."""
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
-    ("family", "place"), some(itertools.product([*CHOOSING, *SUMMING], ["cpu", "disk", "card"]), every=4)
+    ("family", "place"), some(itertools.product([*CHOOSING, *SUMMING], ["cpu", "disk", "card"]), every=8)
 )
 def test_rows_of_models_that_choose_or_sum_up_are_the_librarys(family: str, place: str, tmp_path: Path) -> None:
     def spread(model: torch.nn.Module) -> None:

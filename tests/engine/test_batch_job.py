@@ -47,7 +47,7 @@ def test_every_row_has_its_answer_in_the_inputs_order(home: Path) -> None:
     assert (job.done, job.failed, job.finished_s is not None) == (30, 2, True)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=13, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 40),

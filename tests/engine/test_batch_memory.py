@@ -127,6 +127,7 @@ def measured(folder: Path, few: Path, many: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rows", [600, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark of a process is read as Linux tells it")

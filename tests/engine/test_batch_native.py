@@ -82,6 +82,7 @@ def _astray(
     return astray / total
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -117,6 +118,7 @@ def test_logits_are_those_of_the_library(
         library.close()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
 def test_a_few_rows_go_through_all_layers_in_one_native_call(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -226,6 +226,7 @@ def _policy(schedule: Schedule | None) -> BatchPolicy:
     return BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=60, micro_batch_rows=2, schedule=schedule)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("schedule", ORDERED, ids=str)
 def test_the_executor_does_what_the_simulator_assumes(
     on_card: LoadedModel, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
@@ -240,6 +241,7 @@ def test_the_executor_does_what_the_simulator_assumes(
         ]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

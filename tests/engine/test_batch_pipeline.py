@@ -100,6 +100,7 @@ def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, .
     return answers
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("schedule", "rows"),
     [
@@ -121,7 +122,7 @@ def test_answers_are_those_of_the_cpu(
     tokens=st.integers(1, 150),
     stops=st.lists(st.integers(0, 12), max_size=4),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_rows_go_on_after_giving_way(
     on_card: LoadedModel,
     wanted: dict[int, tuple[int, ...]],
@@ -154,6 +155,7 @@ def test_rows_go_on_after_giving_way(
     assert {row: answer.token_ids for row, answer in answers.items()} == wanted
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("schedule", ORDERED)
 def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule
@@ -166,6 +168,7 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     assert _answers(on_card, _policy(schedule)) == wanted
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("code", [ErrorCode.NOT_ENOUGH_MEMORY, ErrorCode.INTERNAL])
 @pytest.mark.parametrize("schedule", ORDERED)
 def test_rows_are_kept_when_attention_fails(

@@ -54,7 +54,8 @@ def check_steps(spans: Records, steps: Records) -> None:
     check_trace({"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, steps))})
 
 
-@pytest.mark.parametrize("schedule", some([None, *SCHEDULES.values()], every=2), ids=str)
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("schedule", some([None, *SCHEDULES.values()], every=4), ids=str)
 def test_bytes_are_the_links_and_no_engine_copies_twice_at_once(checkpoint: Path, schedule: Schedule | None) -> None:
     with opened(checkpoint, cache_slots=3) as model:
         collection, heard = recorded_batch(model, LENGTHS, policy(schedule))

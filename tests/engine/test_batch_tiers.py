@@ -48,6 +48,7 @@ def _alone(loaded: LoadedModel, rows: list[BatchRequest]) -> dict[int, tuple[int
     return found
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("config", [{"cache_slots": 3}, {"cache_slots": 0}, {"misses": "layer"}, {}])
 def test_experts_on_cards_answer_as_in_a_chat(devices: int, config: dict[str, Any], tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from engine.common.config import SamplingParams
-from engine.runtime.decode.beam_search import BeamResult, beam_search, over
-from engine.runtime.decode.generation import drained
+from engine.runtime.decode.beam_search import BeamResult, beam_search
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, search_over
 
 PROMPT = random_prompt(24)
 
@@ -34,7 +33,7 @@ class WithoutCache:
 
 
 def searched(model: Any, first: torch.Tensor, **how: Any) -> BeamResult:
-    return drained(over(model, beam_search(first, end_ids=NO_END, **how), first.device))
+    return search_over(model, beam_search(first, end_ids=NO_END, **how), first.device)
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])

@@ -174,6 +174,7 @@ def split_file(tmp_path: Path) -> Path:
     return sorted((tmp_path / "parts").iterdir())[1]
 
 
+@pytest.mark.exhaustive
 def test_a_gguf_file_is_opened_against_the_disk(split_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = bench(capsys, "opening", "--model", str(split_file), "--device", "cpu", "--repeats", "1")
     opening, before, *memory = document["rows"]
@@ -185,6 +186,7 @@ def test_a_gguf_file_is_opened_against_the_disk(split_file: Path, capsys: pytest
         assert weights + besides < highest
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("users_peers")
 def test_a_gguf_file_is_decoded_by_us_and_by_what_was_built(
     split_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -252,6 +254,7 @@ def test_loops_are_counted_with_dry_and_without(capsys: pytest.CaptureFixture[st
     assert {row["repeats"] for row in document["rows"]} == {20}
 
 
+@pytest.mark.exhaustive
 def test_answers_that_quote_and_others_with_guesses_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ("--tokens", "40", "--prompt-tokens", "200")
     document = bench(capsys, "speculation", "--model", f"{TINY}?layers=3", "--device", "cpu", *lengths)
@@ -280,6 +283,7 @@ def test_four_tokens_in_a_row_are_counted() -> None:
     assert most_repeated([7] * 10) == 7
 
 
+@pytest.mark.exhaustive
 def test_experts_in_a_mapped_file_where_memory_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         with memory_group():

@@ -44,6 +44,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path))  # which experts were used is kept there
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

@@ -52,6 +52,7 @@ def test_a_machine_is_smaller_in_what_it_does_a_second() -> None:
         read_profile(small.name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("prepared")
 @pytest.mark.parametrize(
     ("paper", "more", "less"),

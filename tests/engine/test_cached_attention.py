@@ -96,7 +96,7 @@ def assert_step_as_in_torch(
     assert (out - x - change).norm() < 0.02 * change.norm() + 1e-3
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.integers(1, 3),
     together=st.integers(1, 19),
@@ -221,7 +221,8 @@ _LENGTHS = st.lists(
 ).filter(lambda rows: sum(new for _, new in rows) <= MAX_TOKENS)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.takes_turns(2)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.integers(1, 3),
     together=st.integers(1, 9),
@@ -259,7 +260,8 @@ def test_pages_anywhere_give_the_bits_of_a_cache(
     )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.takes_turns(2)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     heads=st.integers(1, 9),
     nope=st.integers(1, 30),

@@ -42,6 +42,7 @@ def kernel(multiprocessors: int = 8) -> tuple[CudaAttention, EmulatedCudaCard]:
     return CudaAttention(card), card
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize(
     ("kv_type", "shape", "states"),
     [
@@ -149,6 +150,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=str)
 def test_tokens_are_those_of_transformers(
     family: str, config: dict[str, Any], tmp_path: Path, on_emulated_cards: EmulatedCudaCard

@@ -52,6 +52,7 @@ def test_unpacked_blocks_have_the_same_bits_as_the_reference(kind: BlockType, st
     assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("types", COMPILED)
 def test_the_proof_that_a_card_is_asked_for(types: str) -> None:
     gate, up = GGML[types.split()[0]], GGML[types.split()[-1]]
@@ -60,6 +61,7 @@ def test_the_proof_that_a_card_is_asked_for(types: str) -> None:
     assert not prove_blocks(CPU, wrong, gate, up)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("kind", "types"),
     some(
@@ -67,7 +69,7 @@ def test_the_proof_that_a_card_is_asked_for(types: str) -> None:
             ("relu2 without gate", "Q4_K"),
             *((kind, COMPILED[at % len(COMPILED)]) for at, kind in enumerate(KINDS) if "without" not in kind),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_every_kind_of_expert(kind: str, types: str) -> None:
@@ -164,6 +166,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
     return found
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("family", "architecture", "types", "slots"),
     [

@@ -33,6 +33,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
     return result.float()
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_counted_is_what_is_held(family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(family, tmp_path / family)

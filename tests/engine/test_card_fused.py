@@ -232,6 +232,7 @@ WHOLE = {
 """What of a family's layers kernels compute besides norms, which Phi-3.5 has another kind of."""
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("family", WHOLE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_familys_modules_give_the_same(family: str, dtype: torch.dtype, card: EmulatedCudaCard) -> None:

@@ -64,6 +64,7 @@ IN_BLOCKS = replace(emulated_kernels(), most_few=4)
 """Prompts have more visits."""
 
 
+@pytest.mark.takes_turns(4)
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "precision"),
@@ -83,6 +84,7 @@ def test_shapes_that_are_no_multiples(precision: str) -> None:
         check(IN_BLOCKS, CPU, "silu", precision, tokens=33, width=1, experts=2, hidden=hidden, inner=inner, seed=inner)
 
 
+@pytest.mark.takes_turns(3)
 @needs_compiler
 @pytest.mark.parametrize("precision", ["bf16", "int4", "lut4"])
 def test_prompts_in_big_blocks_and_in_pieces(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: LatentF
     return torch.stack(turned, -1).flatten(-2) if form.makes_pairs else torch.cat(turned, -1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     dtype=st.sampled_from(DTYPES),
     kv_type=st.sampled_from([KvType.BF16, KvType.FP16, KvType.FP32]),
@@ -150,6 +150,7 @@ def replaced(model: Any) -> int:
     return sum(isinstance(module.__dict__.get("forward"), CardLatents) for module in model.modules())
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
 def test_tokens_are_those_of_transformers(
     family: str, tmp_path: Path, card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch

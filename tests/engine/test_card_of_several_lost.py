@@ -33,6 +33,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     reference.cache_clear()
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("cards", "lost", "sharing"),
     [
@@ -144,6 +145,7 @@ def two_cards(expected: Reference) -> Iterator[Engine]:
     engine.unload()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("beside_chats", [False, True], ids=["its own", "beside chats"])
 @pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one", "all"])
 def test_a_job_goes_on_by_itself_where_cards_are_lost(
@@ -169,6 +171,7 @@ def test_a_job_goes_on_by_itself_where_cards_are_lost(
     assert "stopped responding" in FALLS.note
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("beside_chats", [False, True], ids=["its own", "beside chats"])
 @pytest.mark.parametrize("left", [0, 2**16], ids=["nothing", "less than a layer needs"])
 @pytest.mark.parametrize("full", [(1,), (0, 1)], ids=["one", "all"])
@@ -208,6 +211,7 @@ def _fills_up(card: Device) -> None:
     card.memory.limit(card.memory.use().by_category[MemoryCategory.WEIGHTS])
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("fault", "device", "said"),
     [

@@ -81,6 +81,7 @@ class OnCpu:
         return torch.cat([step(token.view(1, 1), cache, start + at)[0] for at, token in enumerate(tokens)])
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("precision", ["bf16", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_cpu_bit_by_bit(family: str, precision: str, tmp_path: Path) -> None:

@@ -175,8 +175,9 @@ def _read(model: Model, tools: list[Tool], text: str, *, is_call: bool) -> list[
     return [part for part in parts if isinstance(part, ToolCall)]
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("name", FORMS)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schemas=_TOOLS, seed=st.integers(0, 2**31))
 def test_a_required_call_satisfies_its_schema(
     models: dict[str, Model], name: str, schemas: dict[str, Any], seed: int
@@ -238,8 +239,9 @@ OPENS = {
 }
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("name", OPENS)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schemas=_TOOLS, seed=st.integers(0, 2**31))
 def test_a_call_that_the_model_opens_satisfies_its_schema(
     models: dict[str, Model], name: str, schemas: dict[str, Any], seed: int

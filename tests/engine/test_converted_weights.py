@@ -60,7 +60,7 @@ def _gguf(tmp_path: Path, *, tied: bool) -> Path:
     return write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=type_of)
 
 
-@pytest.fixture(params=some(["mixtral int4", "mixtral int8", "deepseek_v3 int4", "gguf", "gguf tied"], every=2))
+@pytest.fixture(params=some(["mixtral int4", "mixtral int8", "deepseek_v3 int4", "gguf", "gguf tied"], every=4))
 def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     """A small model whose weights have to be converted."""
     family, _, precision = request.param.partition(" ")

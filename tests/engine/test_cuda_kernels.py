@@ -30,6 +30,7 @@ FEW_PROCESSORS = emulated_kernels(1)
 pytestmark = needs_compiler
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("kind", "precision"), [(kind, PRECISIONS[number % len(PRECISIONS)]) for number, kind in enumerate(KINDS)]
 )
@@ -44,6 +45,7 @@ def test_one_to_eight_tokens(precision: str, tokens: int) -> None:
     check(KERNELS, CPU, "gpt-oss", precision, tokens=tokens, width=2, experts=2 + tokens % 3, seed=tokens)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_shapes_that_are_no_multiples(precision: str) -> None:
     for hidden, inner in ((1, 1), (33, 17), (31, 65)):
@@ -51,6 +53,7 @@ def test_shapes_that_are_no_multiples(precision: str) -> None:
         check(KERNELS, CPU, "silu", precision, tokens=9, width=1, experts=2, hidden=hidden, inner=inner, seed=inner)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_columns_in_parts_and_in_stages(precision: str) -> None:
     for kernels in (KERNELS, FEW_PROCESSORS):
@@ -62,6 +65,7 @@ def test_norms_and_gates_that_only_the_module_knows() -> None:
     check(KERNELS, CPU, "own", "bf16", tokens=2, width=2)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
 def test_what_is_no_number_and_who_is_no_expert(precision: str) -> None:
     check_not_numbers(KERNELS, CPU, precision)
@@ -83,6 +87,7 @@ def test_linear_layers(precision: str) -> None:
             torch.testing.assert_close(forward(x).float(), wanted, rtol=0.03, atol=0.05)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_experts_without_a_slot_are_skipped_and_reported(precision: str) -> None:
     generator = torch.Generator().manual_seed(7)

@@ -29,6 +29,7 @@ def logits(model: LoadedModel, tokens: int) -> torch.Tensor:
     return result.float()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("family", "precision", "slots"),
     [("qwen3_moe", "int4", 3), ("mixtral", "bf16", None), ("gpt_oss", "lut4", 3), ("gpt_oss", "int8", None)],

@@ -173,6 +173,7 @@ def test_whoever_is_refused_everything_runs_on_the_cpu(
         assert list(answer_while(model, nothing).token_ids) == tokens(PROMPT, TOKENS)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("misses", ["mixed", "fetch", "off"])
 @pytest.mark.parametrize("seed", range(3))
 def test_copies_that_fail_change_no_token(
@@ -200,6 +201,7 @@ def test_a_kernel_without_memory_gets_some_from_the_cache(
         assert 0 < left[-1] < left[0]
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("misses", ["mixed", "fetch", "off"])
 def test_a_device_whose_kernels_never_have_memory_leaves_experts_to_the_cpu(
     misses: str, checkpoint: Path, tokens: Any, kernels: Failing

@@ -55,6 +55,7 @@ def combination(rng: random.Random) -> dict[str, Any]:
     return asked
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize(
     "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(20, 200))]
 )

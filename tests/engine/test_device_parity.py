@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +89,7 @@ def title(settings: dict[str, Any]) -> str:
     return "-".join(str(value) for value in settings.values())
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("settings", pairwise({"family": FEW, **SETTINGS}), ids=title)
 def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path) -> None:
     family, *_ = settings.values()
@@ -101,27 +101,7 @@ def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path
         assert_equal(model, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("misses", MISSES)
-@pytest.mark.parametrize("devices", SETTINGS["devices"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_two_settings_of_each_way_to_meet_a_miss(
-    family: str, devices: int, misses: str, checkpoints: Path
-) -> None:
-    """Any five values together: a family, a number of devices, a way to meet a miss, and two more.
-
-    Every cell draws its own combinations, so that over all cells most of the whole product is met as well, which would
-    take hours.
-    """
-    expected = reference(family, checkpoints)
-    rest = {name: values for name, values in SETTINGS.items() if name not in ("devices", "misses")}
-    for values in pairwise(rest, seed=zlib.crc32(f"{family} {devices} {misses}".encode())):
-        with opened(expected.folder, devices, misses=misses, **values) as model:
-            assert_equal(model, expected)
-
-
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_experts_on_the_device(family: str, checkpoints: Path) -> None:
     expected = reference(family, checkpoints)
@@ -133,6 +113,7 @@ def test_all_experts_on_the_device(family: str, checkpoints: Path) -> None:
         assert_equal(model, expected)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "nemotron_h", "llama4_text"])
 def test_beams(family: str, devices: int, checkpoints: Path) -> None:
@@ -143,6 +124,7 @@ def test_beams(family: str, devices: int, checkpoints: Path) -> None:
         assert list(answer(session, PROMPT, beams=BEAMS).token_ids) == expected.beams
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("misses", ["mixed", "cpu", "fetch"])
 def test_a_seed_says_what_is_drawn_wherever_experts_are(misses: str, checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)

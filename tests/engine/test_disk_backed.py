@@ -128,7 +128,8 @@ def test_quantised_experts_come_from_disk_as_they_are(
             torch.testing.assert_close(step, other, rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, ["dbrx"], every=2))
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("family", some(FAMILIES, ["dbrx"], every=4))
 def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(family, tmp_path / family)
     with loaded(folder, "fp32") as in_ram:
@@ -148,7 +149,8 @@ def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, mon
             assert model.disk_backed.counters.misses
 
 
-@pytest.mark.parametrize("policy", some(["auto", "lfru", "lru"], every=2))
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("policy", some(["auto", "lfru", "lru"], every=4))
 def test_what_is_in_ram_does_not_change_an_answer(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
     answers = []
@@ -161,7 +163,7 @@ def test_what_is_in_ram_does_not_change_an_answer(policy: str, tmp_path: Path, m
         assert tokens == answers[0][2]
 
 
-@pytest.mark.parametrize("family", some(["mixtral", "gpt_oss", "qwen3_moe", "llama4"], every=2))
+@pytest.mark.parametrize("family", some(["mixtral", "gpt_oss", "qwen3_moe", "llama4"], every=4))
 def test_bf16_is_near_to_ram(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(family, tmp_path / family)
     with loaded(folder) as in_ram, torch.no_grad():

@@ -40,7 +40,7 @@ def device() -> Iterator[Device]:
     width=st.integers(1, EXPERTS),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_equals_the_reference(
     device: Device,
     kind: str,

@@ -100,6 +100,7 @@ def test_activations_that_find_no_room_take_it_from_the_cache(device: Device) ->
             device.memory.limit(total)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("mode", modes())
 def test_a_step_of_any_size_has_room_where_a_token_has(device: Device, mode: str) -> None:
     """Whatever the buffers are that another step has left."""

@@ -136,9 +136,9 @@ def device() -> Iterator[Device]:
 
 def test_stress_gives_the_same_answers_again(device: Device, tmp_path: Path) -> None:
     """Copies and reads end at other moments each time; what is computed does not depend on that."""
-    first, again = (_stress(device, tmp_path / name, 1000, 1) for name in ("first", "again"))
+    first, again = (_stress(device, tmp_path / name, 300, 1) for name in ("first", "again"))
     both = [(one, other) for one, other in zip(first, again, strict=True) if one is not None and other is not None]
-    assert len(both) > 900
+    assert len(both) > 250
     assert all(torch.equal(one, other) for one, other in both)
 
 

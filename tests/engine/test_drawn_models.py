@@ -43,6 +43,7 @@ class Expected:
     answers: list[list[int]]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("which", some(range(DOZEN)))
 def test_a_drawn_model_answers_as_the_library_does(which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(FIXED_SEED, drawn_model(FIXED_SEED, which), tmp_path, monkeypatch)

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
-from engine.runtime.decode.beam_search import decode_beams, over
+from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.dry import Breakers, DryPenalty, _known_breakers, breakers_of
-from engine.runtime.decode.generation import drained
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import tiny_loaded, tiny_tokenizer
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, search_over
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +332,7 @@ def test_beams_are_penalised_by_their_own_tokens(multiplier: float) -> None:
     limits = AnswerLimits.within(99, sampling, NO_IDS, ())
     first = model.logits(torch.tensor([[3]]))
     search = decode_beams(first, sampling, limits, [], tiny_tokenizer(), lambda _text, _count: None, lambda: False)
-    said = drained(over(model, search, first.device))
+    said = search_over(model, search, first.device)
     assert (said.ids == [0, 1, 2, 3] * 6) == (multiplier == 0)
 
 

@@ -54,7 +54,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, every=2))
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("case", some(CASES, every=4))
 def test_answers_of_a_chat_are_the_librarys_of_each_prompt(case: str) -> None:
     family, overrides, exact = CASES[case]
     model = tiny_loaded(family, **overrides)

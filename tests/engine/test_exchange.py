@@ -25,7 +25,7 @@ def _lacks_compiler() -> bool:
 pytestmark = pytest.mark.skipif(_lacks_compiler(), reason="needs a C++ compiler and contexts as on Linux")
 
 FEW_ORDERS, MANY_ORDERS = 300, 10_000
-FEW_STEPS, MANY_STEPS = 20_000, 10_000_000
+FEW_STEPS, MANY_STEPS = 5_000, 10_000_000
 
 
 def _program(folder: Path, name: str, options: tuple[str, ...]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,18 @@ def test_a_disk_that_is_full_leaves_the_old_file(
 
 
 @pytest.fixture
-def in_background(tmp_path: Path) -> Iterator[BackgroundTraining]:
+def not_nice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever trains in the background has the processor after all others, which here would be other tests."""
+    program = "import os, sys; os.nice = id; from {} import main; sys.exit(main(sys.argv[1:]))"
+
+    def module(name: str) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-c", program.format(name)], {}
+
+    monkeypatch.setattr("engine.experts.prediction.learning.python_module", module)
+
+
+@pytest.fixture
+def in_background(tmp_path: Path, not_nice: None) -> Iterator[BackgroundTraining]:
     training = BackgroundTraining(tmp_path / "trained" / "a.safetensors", widths=TINY, epochs=1)
     yield training
     training.cancel()
@@ -257,6 +269,7 @@ def test_a_folder_that_cannot_be_written_is_no_disaster(tmp_path: Path, monkeypa
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.usefixtures("not_nice")
 def test_what_was_served_is_learnt_and_taken_over() -> None:
     learning = Learning(
         "a model", layers=LAYERS, experts=EXPERTS, per_token=WIDTH, limit=4, least_steps=100, widths=TINY, epochs=1

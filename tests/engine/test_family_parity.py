@@ -27,7 +27,7 @@ _ROUNDED = 4e-3
 """Between two results in bf16, each of which may be half as far from float32."""
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, USUAL))
+@pytest.mark.parametrize("family", some(FAMILIES, (*USUAL, "inkling2_loop_text", "lara_mini")))
 def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tmp_path: Path) -> None:
     tiny_checkpoint(family, tmp_path)
     compare_with_library(tmp_path, model_class(tiny_config(family)), moe=family not in DENSE)

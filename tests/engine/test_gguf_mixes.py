@@ -28,6 +28,7 @@ def tolerance(mix: str) -> float:
     return 0.06 if mix in BY_BLOCKS_OF_256 else 0.04
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_tensor_is_what_ggml_makes_of_it(mix: str, tmp_path: Path) -> None:
     file, wanted = unpacked(named(mix), tmp_path)
@@ -39,6 +40,7 @@ def test_every_tensor_is_what_ggml_makes_of_it(mix: str, tmp_path: Path) -> None
         assert checked_sum(values) == pytest.approx(wanted["sums"][name], rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize(
     ("mix", "precision"),
     [

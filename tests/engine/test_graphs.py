@@ -38,6 +38,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 CONFIGS: list[dict[str, Any]] = [{}, {"cache_slots": 4}, {"cache_slots": 4, "misses": "fetch"}]
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("family", "config"), [(family, CONFIGS[number % 3]) for number, family in enumerate(FAMILIES)], ids=str
 )
@@ -59,7 +60,7 @@ def test_families_that_cannot_are_left_alone_and_it_is_said_once(
     assert sum("graph of decode steps" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("family", some(["mixtral", "qwen3_moe", "gpt_oss"], every=2))
+@pytest.mark.parametrize("family", some(["mixtral", "qwen3_moe", "gpt_oss"], every=4))
 def test_long_answers_grow_out_of_their_rows_and_windows(
     family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

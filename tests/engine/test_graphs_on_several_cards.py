@@ -41,6 +41,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert _carriers == []
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("family", "config"),
     [

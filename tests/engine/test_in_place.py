@@ -42,6 +42,7 @@ def _product(blocks: Blocks, x: torch.Tensor, kernels: NativeKernels) -> torch.T
     return QuantisedLinear(module, blocks, kernels)(x)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.every_combination
 @every_type
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
@@ -164,6 +165,7 @@ CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
 NAMES = ["Q4_0", "Q8_0", "mixed", "Q5_1", "tied", "Q5_0", "BF16", "F16", "half numbers", "tied F16", "F32"]
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(("family", "architecture", "types", "options"), CASES, ids=NAMES)
 @pytest.mark.parametrize("isa", ["PORTABLE", "AVX2", ""], ids=["portable", "AVX2", "best"])
 def test_a_file_gives_the_numbers_of_its_weights(
@@ -223,6 +225,7 @@ def _reference(file: Path, ids: torch.Tensor, routes: Routes) -> torch.Tensor:
     return wanted
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("types", NEWEST)
 def test_files_of_the_smallest_types(types: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))

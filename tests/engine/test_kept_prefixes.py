@@ -458,7 +458,7 @@ _DO = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(steps=_DO, room=st.integers(0, 9), on_disk=st.integers(0, 9))
 def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, list[int], int]], room: int, on_disk: int

@@ -77,6 +77,7 @@ def test_a_chat_goes_on_after_another_one_and_after_a_restart(model: LoadedModel
     scheduler.close()
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "jamba", "deepseek_v4", "mixtral", "gpt_oss"])
 def test_logits_are_those_of_reading_anew(family: str, tmp_path: Path) -> None:
     model = tiny_loaded(family, context_tokens=1024)

@@ -107,6 +107,7 @@ def _case(seed: int, kernels: NativeKernels) -> None:
         kernels.use(kernels.isa)
 
 
+@pytest.mark.takes_turns(6)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_mix_is_near_the_reference(kernels: NativeKernels, seed: int) -> None:
     _case(seed, kernels)

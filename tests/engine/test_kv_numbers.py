@@ -33,7 +33,7 @@ def test_families_with_caches_of_their_own(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", some(sorted({*FAMILIES, *ADAPTED} - set(_ODD)), first=2))
+@pytest.mark.parametrize("family", some(sorted({*FAMILIES, *ADAPTED} - set(_ODD)), first=4))
 def test_every_other_family(family: str) -> None:
     assert_counted(family)
 

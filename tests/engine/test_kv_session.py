@@ -25,7 +25,8 @@ def logits_after(session: KvSession, prompt: list[int]) -> torch.Tensor:
         return drained(session.read(prompt, ignore_progress, never_cancelled))[0]
 
 
-@pytest.mark.parametrize("family", some(sorted(FAMILIES), first=2))
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize("family", some(sorted(FAMILIES), first=3))
 def test_pieces_and_reuse_are_exact(family: str) -> None:
     loaded = tiny_loaded(family)
 
@@ -57,6 +58,7 @@ def test_pieces_and_reuse_are_exact(family: str) -> None:
         assert torch.allclose(logits_after(kv, prompt), expected, atol=2e-4)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     "family", ["llama", "olmoe", "gpt_oss", "deepseek_v3", "qwen3_next", "deepseek_v4", "lfm2_moe"]
 )

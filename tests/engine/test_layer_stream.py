@@ -267,8 +267,9 @@ MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.skipif(not usable_isas(), reason="no native kernels here")
-@pytest.mark.parametrize("name", some(MODELS, every=2))
+@pytest.mark.parametrize("name", some(MODELS, every=4))
 def test_answers_are_those_of_layers_in_memory(
     name: str, tmp_path: Path, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

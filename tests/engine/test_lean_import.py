@@ -92,6 +92,7 @@ def test_the_first_token_needs_no_compiler(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("family", some(sorted({*FAMILIES, *ADAPTED}), first=1))
 def test_a_skeleton_is_the_one_that_the_library_builds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_for(family)

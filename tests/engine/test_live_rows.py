@@ -40,7 +40,7 @@ def _small(loaded: LoadedModel, pages: int) -> BatchExecutor:
     return executor
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(1, 60), st.integers(1, 45), st.integers(0, 40), st.integers(1, 40)),

@@ -186,6 +186,7 @@ def test_a_long_context_is_filled_with_copies(edition: Edition, tmp_path: Path) 
         assert peer.greedy(prompt[:40], 4) == answer
 
 
+@pytest.mark.takes_turns(2)
 @needs_peer
 @pytest.mark.usefixtures("users_peers")
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "olmoe"])

@@ -50,8 +50,9 @@ def _assert_near(got: torch.Tensor, wanted: torch.Tensor, precision: str) -> Non
     torch.testing.assert_close(got.float(), wanted.float(), rtol=share, atol=share * float(wanted.abs().max()))
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),
@@ -79,7 +80,7 @@ def test_many_tokens_are_near_torch(
     _assert_near(native(x, index, share), in_torch(x, index, share), precision)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),
@@ -146,6 +147,7 @@ def test_what_is_not_finite_stays_in_its_token(kernels: NativeKernels, precision
         _assert_near(got, wanted, precision)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_threads_do_not_matter(precision: str) -> None:
     torch.manual_seed(6)

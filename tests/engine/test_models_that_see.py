@@ -152,7 +152,7 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
     return [list(answers[row].token_ids) for row in range(len(rows))]
 
 
-@pytest.mark.parametrize("family", some(SEEING, every=2))
+@pytest.mark.parametrize("family", some(SEEING, every=4))
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
     with loaded(checkpoint(family, folder)) as model:
@@ -190,7 +190,7 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
         assert model.sight.read_pictures == 2  # each once, whoever asks
 
 
-@pytest.mark.parametrize("family", some(["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"], every=2))
+@pytest.mark.parametrize("family", some(["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"], every=4))
 def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
     place = checkpoint(family, folder)
     with loaded(place, "bf16") as model:
@@ -224,8 +224,9 @@ def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tens
 _DENSE = ("gemma3", "glm46v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
-    "family", some((each for each in SEEING if each not in _DENSE), ("qwen3_vl_moe", "step3p7"), every=8)
+    "family", some((each for each in SEEING if each not in _DENSE), ("qwen3_vl_moe", "step3p7"), every=16)
 )
 def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
@@ -435,7 +436,8 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
 
 
-@pytest.mark.parametrize("name", some(MMPROJ, every=3))
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("name", some(MMPROJ, every=6))
 def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,7 +453,8 @@ def test_nonsense_in_an_mmproj_file_is_harmless_or_told(
     projector._looked_at.cache_clear()
 
 
-@pytest.mark.parametrize("name", some(MMPROJ, ("deepseek3", "minimax-m3", "step35"), every=2, first=1))
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("name", some(MMPROJ, ("deepseek3", "minimax-m3", "step35"), every=4, first=1))
 def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
     """Written by llama.cpp's converter: rows are transformers' of the same tower, and nearly llama.cpp's."""
     file = with_picture_tokens(unpacked(TEXTS.get(name, name), tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")

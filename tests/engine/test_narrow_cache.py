@@ -55,6 +55,7 @@ def test_a_layer_holds_what_a_growing_one_does(kv_type: KvType) -> None:
     assert narrow.get_seq_length() == narrow.allocated_bytes() == 0
 
 
+@pytest.mark.takes_turns(3)
 @needs_kernels
 @pytest.mark.parametrize(("kv_precision", "most"), [("fp16", 0.01), ("int8", 0.03)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])

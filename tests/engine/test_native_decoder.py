@@ -67,6 +67,7 @@ def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", some(FAMILIES))
 def test_logits_of_every_token_are_those_of_the_library(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def _astray(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
         library.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chosen", ["all", "by the correction"])
 def test_minimax_m2_goes_astray_where_its_router_wavers_only(
     chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +127,7 @@ def test_minimax_m2_goes_astray_where_its_router_wavers_only(
     assert _astray(tiny_checkpoint("minimax_m2", tmp_path, rope_parameters=rope, **options), monkeypatch)[0] == 0
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
 def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
@@ -202,7 +205,8 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options"), some(WHOLE, every=2))
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize(("family", "options"), some(WHOLE, every=4))
 def test_dense_layers_are_in_the_call_of_a_whole_model(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +250,7 @@ def test_dense_layers_are_in_the_call_of_a_whole_model(
         library.close()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [

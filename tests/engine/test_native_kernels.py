@@ -58,7 +58,7 @@ def _layer(experts: int, hidden: int, inner: int) -> tuple[SiluExperts, LayerRec
     return module, layer, weights
 
 
-@settings(max_examples=25)
+@settings(max_examples=13)
 @given(
     experts=st.integers(1, 9),
     hidden=st.integers(1, 200),
@@ -106,7 +106,7 @@ def test_infinities_and_denormals_stay_where_the_reference_has_them(kernels: Nat
     torch.testing.assert_close(compute(x, index, share).float(), wanted, atol=2e-2, rtol=2e-2, equal_nan=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(rows=st.integers(1, 900), columns=st.integers(1, 700), bias=st.booleans(), seed=st.integers(0, 2**31))
 def test_linear_equals_torch(kernels: NativeKernels, rows: int, columns: int, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
@@ -129,7 +129,7 @@ def test_memory_is_read_once_and_whole(kernels: NativeKernels, numbers: int, see
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     rows=st.integers(100, 700),
     columns=st.integers(700, 900),

@@ -74,6 +74,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shard", ["1GB", "60KB"], ids=["one file", "many"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "llama"])

@@ -179,6 +179,7 @@ def expected(mixtral: LoadedModel) -> dict[int, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(("step", "place"), [(step, number % 2 * 2) for number, step in enumerate(STEPS)])
 def test_four_streams_beside_one_in_which_something_goes_wrong(
     mixtral: LoadedModel, expected: dict[int, tuple[int, ...]], step: str, place: int, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +198,7 @@ def test_four_streams_beside_one_in_which_something_goes_wrong(
     rows.close()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_alone_with_the_model(
     mixtral: LoadedModel, expected: dict[int, tuple[int, ...]], step: str, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +211,7 @@ def test_alone_with_the_model(
     rows.close()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("step", "way"), [(step, ("together", "one by one")[number // 2 % 2]) for number, step in enumerate(STEPS)]
 )

@@ -324,4 +324,4 @@ class PagesInAnyOrder(RuleBasedStateMachine):
 
 
 TestPagesInAnyOrder = PagesInAnyOrder.TestCase
-TestPagesInAnyOrder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestPagesInAnyOrder.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)

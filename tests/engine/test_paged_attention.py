@@ -83,6 +83,7 @@ def assert_as_in_torch(
         torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("kv_type", list(KvType))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
@@ -113,7 +114,8 @@ def test_every_step_is_as_in_torch(
         torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.takes_turns(2)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kv_type=st.sampled_from(list(KvType)),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),

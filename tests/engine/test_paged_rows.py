@@ -95,13 +95,14 @@ def compared(rows: list[tuple[int, int]], terms: AttentionTerms, kv_type: KvType
 
 
 @given(ROWS, TERMS, st.sampled_from(KvType), st.integers(0, 999))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rows_of_any_lengths_over_gathered_pages(
     rows: list[tuple[int, int]], terms: AttentionTerms, kv_type: KvType, seed: int
 ) -> None:
     compared(rows, terms, kv_type, seed)
 
 
+@pytest.mark.takes_turns(2)
 @needs_compiler
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_any_lengths_by_the_kernel(card: EmulatedCudaCard, seed: int) -> None:
@@ -148,6 +149,7 @@ def answers(loaded: LoadedModel, schedule: Schedule, **policy: Any) -> dict[int,
     return found
 
 
+@pytest.mark.takes_turns(2)
 @needs_compiler
 @pytest.mark.parametrize(
     ("folder", "policy"),

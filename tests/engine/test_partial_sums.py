@@ -18,7 +18,7 @@ def kernel(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 8), st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_any_portions(data: st.DataObject, tokens: int, width: int, distinct: bool) -> None:
     ids = st.integers(0, EXPERTS + 1)  # the last two are no experts
     choices = st.lists(ids, min_size=width, max_size=width, unique=distinct)

@@ -179,7 +179,7 @@ def test_a_chat_beside_a_batch_says_what_it_says_alone(
 _CHATS = st.tuples(st.integers(1, 70), st.integers(1, 40), st.integers(0, 120), st.integers(0, 20))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     chats=st.lists(_CHATS, min_size=1, max_size=4),
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=7),

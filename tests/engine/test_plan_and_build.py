@@ -118,7 +118,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases)
 def test_what_is_planned_is_built(models: dict[str, Path], planned: list[Plan], case: Case) -> None:
     planned.clear()

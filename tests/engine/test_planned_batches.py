@@ -291,6 +291,7 @@ def check(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.held[MemoryCategory.ACTIVATIONS] <= memory.activations, said
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("seed", QUICK)
 def test_a_policy_is_carried_out(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(folder, seed, monkeypatch)

@@ -45,6 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_synthetic(MODEL)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("vram", [64, 40, 24])
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_on_an_emulated_card(folder: Path, vram: int, precision: str) -> None:
@@ -79,6 +80,7 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: str) -> None:
         assert planned.ram.experts == pytest.approx(in_ram, rel=0.05)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_on_the_cpu(folder: Path, precision: str) -> None:
     config = EngineConfig(str(folder), device="cpu", precision=precision, threads=1)

@@ -44,6 +44,7 @@ def test_both_figures_are_said() -> None:
         assert "40.0 GB" in said
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_random_budgets(family: str, tmp_path: Path) -> None:
     """Never more than the budget, never a worse precision than need be, and always said."""

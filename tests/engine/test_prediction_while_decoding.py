@@ -31,6 +31,7 @@ def expected(folder: Path) -> str:
         return answer(session, PROMPT, TOKENS).text
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(("devices", "ways"), [(1, None), (2, 2)])
 @pytest.mark.parametrize("choice", ["auto", "previous", "gate", "correlation"])
 def test_the_answer_is_the_same(folder: Path, expected: str, choice: Prefetch, devices: int, ways: int | None) -> None:
@@ -81,6 +82,7 @@ class Anything:
         pass
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("choice", ["auto", "previous", "gate", "correlation", "mlp"])
 def test_only_experts_that_have_records_are_predicted(
     zero_experts: tuple[Path, str], choice: Prefetch, monkeypatch: pytest.MonkeyPatch

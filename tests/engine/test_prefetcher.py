@@ -277,6 +277,7 @@ def test_room_is_for_those_that_save_something(
     assert times.saved_s(room, left_s, backlog * 1000) <= 1e-9
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("tokens", [3, 4, 6])
 def test_steps_of_several_tokens_wait_less_when_experts_of_all_of_them_are_prefetched(tokens: int) -> None:
     """As steps do that try guessed tokens."""

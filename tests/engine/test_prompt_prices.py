@@ -98,6 +98,7 @@ def read(layers: Layers, seed: int) -> None:
         layers.check(layer, routing(generator, TOKENS, 3))
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("call_us", "link_us", "cpu_us"),
     some(
@@ -108,7 +109,7 @@ def read(layers: Layers, seed: int) -> None:
             (5.0, 200.0, 300.0),
             (5.0, 1000.0, 100.0),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_neither_way_alone_is_faster(call_us: float, link_us: float, cpu_us: float) -> None:
@@ -285,7 +286,7 @@ def test_a_processor_that_is_soonest_alone_is_left_alone() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=15, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.differing_executors])
 def test_each_way_computes_the_same_whatever_the_layer_before_has_left(data: st.DataObject) -> None:
     with open_clocked(card(5.0, 100.0, 100.0), is_fixed=True) as device:
         layers = Layers(device, slots=data.draw(st.integers(1, 6)), staging=data.draw(st.integers(1, 8)))

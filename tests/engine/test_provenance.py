@@ -170,8 +170,9 @@ def conversation(texts: list[str]) -> tuple[list[ChatMessage], list[Tool]]:
     ], [Tool(f"f{name}", described, json.dumps(schema))]
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(
     texts=st.lists(TEXTS.map("".join), min_size=11, max_size=11),
     template=st.sampled_from(sorted({*TEMPLATES} - {"fuzzed 1"})),  # which takes no such turns
@@ -202,7 +203,7 @@ def test_ordinary_conversations_are_what_the_library_makes_of_them(kind: str, te
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "unigram"])
-@settings(max_examples=25)
+@settings(max_examples=13)
 @given(texts=st.lists(st.sampled_from(["[inst]", "what", " is ", "  ", "\n\n", "ü", "[", "2"]), max_size=8))
 def test_a_typed_control_token_is_read_as_if_it_were_none(kind: str, texts: list[str]) -> None:
     """So is the text beside it: as by the same tokenizer without that token."""

@@ -269,7 +269,7 @@ NEAR_TIE = 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", some([at_once, token_by_token], every=2))
+@pytest.mark.parametrize("reader", some([at_once, token_by_token], every=4))
 def test_the_starter_in_int8_and_int4_stays_near_bf16(starter: Path, tmp_path: Path, reader: Any) -> None:
     def config(precision: str) -> EngineConfig:
         return EngineConfig(model=str(starter), device="cpu", precision=precision, threads=1)

@@ -79,7 +79,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "family"), some(CASES, every=2))
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize(("kind", "family"), some(CASES, every=4))
 def test_says_the_same_as_its_values(kind: str, family: str, tmp_path: Path) -> None:
     packed, plain = quantised_pair(KINDS[kind], family, tmp_path)
     with loaded(packed, "fp32") as ours, torch.no_grad():
@@ -108,6 +109,7 @@ def test_in_other_precisions(precision: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(ours.model).float(), logits(same.model).float(), rtol=0, atol=2e-3)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_mean_the_values(kind: str, tmp_path: Path) -> None:
     """Where a record can hold the codes; and rows unpacked some at a time are those unpacked at once."""
@@ -129,6 +131,7 @@ def test_codes_mean_the_values(kind: str, tmp_path: Path) -> None:
         assert kept == {"int8"}
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized, asymmetric", "int-quantized", "mlx"])
 def test_codes_are_kept(kind: str, tmp_path: Path) -> None:
     """By default, in experts and in dense layers: only the scales are rounded."""

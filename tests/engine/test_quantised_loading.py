@@ -36,6 +36,7 @@ def _log_probs(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_path: Path) -> None:

@@ -104,8 +104,9 @@ def test_optimised_int4_is_never_worse_than_min_max(seed: int, shift: float, spr
         assert optimised.sum() < 0.98 * plain.sum()
 
 
+@pytest.mark.takes_turns(3)
 @every_format
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(shape=SHAPES, pairing=PAIRINGS, seed=st.integers(0, 2**31))
 def test_native_code_reads_and_makes_the_same(
     kernels: NativeKernels, tiled: TiledFormat, shape: tuple[int, int], pairing: Pairing, seed: int
@@ -149,6 +150,7 @@ def test_a_weight_that_is_no_number_is_not_hidden(kernels: NativeKernels, tiled:
         assert finite.sum() == 4 * 64 - 32
 
 
+@pytest.mark.takes_turns(5)
 @every_format
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e-45, 1e6, 1e16])
 def test_no_weight_is_too_small_or_too_large(kernels: NativeKernels, tiled: TiledFormat, value: float) -> None:

@@ -90,6 +90,7 @@ def named(spans: Any, name: int) -> Any:
     return spans[spans["name"] == name]
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     "options",
     [{"misses": "mixed"}, {"misses": "fetch"}, {"misses": "cpu"}, {"misses": "layer"}, {"cache_slots": 0}, {}],

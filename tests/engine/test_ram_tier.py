@@ -23,6 +23,7 @@ from tests.engine.made_up_records import LARGE, SMALL, disk_of, flip, place_of, 
 from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, arrived, make_tier
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
     """Every record that is there is the right one, damaged ones are told, and nobody waits for ever."""
@@ -228,7 +229,7 @@ def test_another_program_takes_the_ram_and_gives_it_back() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_what_is_left_to_others_ends_above_the_reserve(data: st.DataObject) -> None:
     """Whatever others take, the cache makes room for it as far as it has any."""
     mib = 2**20

@@ -195,7 +195,7 @@ class SourceMachine(RuleBasedStateMachine):
         self.device.close()
 
 
-SourceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+SourceMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestSourceMachine = SourceMachine.TestCase
 
 
@@ -300,7 +300,7 @@ class OnDisk:
     seed=st.integers(0, 10**6),
 )
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_three_tiers_equal_the_reference(
     device: Device,

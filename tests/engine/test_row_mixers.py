@@ -75,7 +75,8 @@ def _alone(loaded: LoadedModel, asked: BatchRequest) -> tuple[int, ...]:
     return Alone(loaded).generate_from_ids(asked.ids, asked.sampling, end_ids=NO_END).token_ids
 
 
-@pytest.mark.parametrize("loaded", some(FAMILIES, every=2), indirect=True)
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("loaded", some(FAMILIES, every=4), indirect=True)
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: LoadedModel, seed: int) -> None:
     chance = random.Random(seed)
@@ -102,7 +103,8 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
 
 
-@pytest.mark.parametrize("loaded", some(FAMILIES, every=2, first=1), indirect=True)
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("loaded", some(FAMILIES, every=4, first=1), indirect=True)
 def test_chats_and_the_rows_of_a_file_are_as_alone(loaded: LoadedModel) -> None:
     chance = random.Random(3)
     beginnings = [random_prompt(40, seed=5)]
@@ -132,6 +134,7 @@ def test_chats_and_the_rows_of_a_file_are_as_alone(loaded: LoadedModel) -> None:
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
 
 
+@pytest.mark.takes_turns(4)
 def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     common = random_prompt(80)
     rows = [
@@ -149,6 +152,7 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     assert all(64 <= tokens <= 86 for tokens in shared[1:])  # of pages, whole ones or those with a state
 
 
+@pytest.mark.takes_turns(4)
 def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) -> None:
     executor, answers = BatchExecutor(loaded, POLICY), list[GenerationResult]()
     first = BatchRequest(0, ids=tuple(random_prompt(50)), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
@@ -168,7 +172,7 @@ class _Row:
         self.prompt, self.held = prompt, 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=12),
     st.integers(1, 40),

@@ -50,6 +50,7 @@ def _same(cache: Any, other: Any) -> bool:
     )
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(("family", "options", "precision"), CASES)
 def test_tokens_together_come_out_as_alone(
     family: str, options: dict[str, Any], precision: Literal["bf16", "int8", "int4"], tmp_path: Path

@@ -17,8 +17,7 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.lane import RowSource
+from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
@@ -48,6 +47,7 @@ def asked_for(number: int, shape: tuple[int, int]) -> BatchRequest:
     return BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=shape[1]), end_ids=NO_END)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", ["mixtral", "quick"])
 def test_there_is_room_for_the_longest_request_whatever_others_are_left(
     family: str, request: pytest.FixtureRequest

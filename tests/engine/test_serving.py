@@ -19,15 +19,15 @@ import pytest
 
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
-from engine.protocol import Ask, ChatMessage, Failed, Finished, Served
+from engine.protocol import Ask, ChatMessage, Failed, Finished, Served, Token
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
-from engine.serving import door
+from engine.serving import connections
+from engine.serving.broker import ModelBroker
 from engine.serving.link import BrokerLink, EngineLink
-from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
-from engine.serving.service import LibraryModels, Service, gathered
+from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
@@ -517,7 +517,7 @@ def test_hundreds_of_clients_that_misbehave_leave_nothing_behind(running: Runnin
 
 
 def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SLOWEST_HEAD_S", 0.05)
+    monkeypatch.setattr(connections, "SLOWEST_HEAD_S", 0.05)
     with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
         caller.settimeout(10)
         with contextlib.suppress(ConnectionError):
@@ -525,8 +525,8 @@ def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_later_request_must_arrive_in_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SLOWEST_HEAD_S", 0.05)
-    monkeypatch.setattr(door, "IDLE_S", 1)
+    monkeypatch.setattr(connections, "SLOWEST_HEAD_S", 0.05)
+    monkeypatch.setattr(connections, "IDLE_S", 1)
     with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
         caller.settimeout(10)
         caller.sendall(b"GET /api/version HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -570,7 +570,7 @@ def test_each_interface_says_in_its_own_words_that_a_key_is_wrong() -> None:
 
 
 def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.serving.streams.PING_S", 0.02)
+    monkeypatch.setattr("engine.serving.answers.PING_S", 0.02)
     broker = ScriptedBroker(ends=False)
     server = Server(Service(broker, made_up_models()), Address(port=0))
     url, pings = f"http://127.0.0.1:{server.start()}", 0
@@ -735,7 +735,7 @@ def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -
 
     def read(*given: Any) -> list[int]:
         closing.start()
-        _until(lambda: broker.broker.is_closed)
+        _until(lambda: broker.is_closed)
         return prompt(*given[:3], lambda: False)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
@@ -832,34 +832,23 @@ def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) ->
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             caller.sendall(head.encode() + body)
             _until(lambda: broker.state.waiting)
-        _until(lambda: broker.broker._waiting[0].is_cancelled())
+        _until(lambda: broker._waiting[0].is_cancelled())
     finally:
         server.stop()
 
 
 def test_of_several_answers_the_first_failure_ends_the_others() -> None:
-    ended = list[str]()
+    broker = ScriptedBroker(ends=False)
 
-    async def fails() -> str:
-        raise EngineError(ErrorCode.BUSY, "no")
+    async def together() -> None:
+        ask = Ask(Path("m"))
+        async for index, event in Service(broker, made_up_models()).events(ask, ask):
+            if index == 1 and isinstance(event, Token):
+                broker.tickets[0].tell(Failed("", ErrorCode.BUSY, "no"))
 
-    async def goes_on() -> str:
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            ended.append("cancelled")
-        return ""
-
-    with pytest.raises(EngineError):
-        asyncio.run(_together(fails(), goes_on()))
-    assert ended == ["cancelled"]
-
-
-async def _together(*works: Any) -> None:
-    try:
-        await gathered(works)
-    finally:
-        assert len(asyncio.all_tasks()) == 1
+    with pytest.raises(EngineError, match="no"):
+        asyncio.run(together())
+    assert all(ticket.is_cancelled() for ticket in broker.tickets)
 
 
 def test_an_encoder_reads_what_it_reads_in_a_chat() -> None:

@@ -26,10 +26,10 @@ from engine.common.paths import log_dir
 from engine.process.lifetime import Seldom
 from engine.protocol import Ask, Failed, Finished, Token
 from engine.runtime.schedule.live import LiveRows
-from engine.serving import door
+from engine.serving import connections
 from engine.serving import server as server_module
+from engine.serving.broker import ModelBroker
 from engine.serving.certificate import own_certificate
-from engine.serving.model_broker import ModelBroker
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from engine.untrusted_text.child import _clearly_more
@@ -116,7 +116,7 @@ def test_strangers_keep_nobody_out(number: int, opening: bytes, many_files: None
         lines = stream.iter_lines()
         assert "data" in next(lines)
         strangers = server.attack(number, opening)
-        _until(lambda: still_connected(strangers) <= door.MOST_CONNECTIONS // 2)
+        _until(lambda: still_connected(strangers) <= connections.MOST_CONNECTIONS // 2)
         for _ in range(3):
             assert plain_http.get(f"{server.url}/v1/models", headers=KEY, timeout=30).status_code == 200
             server.attack(50, opening)
@@ -127,7 +127,7 @@ def test_strangers_keep_nobody_out(number: int, opening: bytes, many_files: None
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one address of their own")
 def test_those_of_one_address_make_room_for_each_other_first(many_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MOST_CONNECTIONS", 40)
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 40)
     with Guarded() as server:
         (neighbour,) = server.attack(1, host="127.0.0.2")
         crowd = server.attack(100)
@@ -145,7 +145,7 @@ def test_connections_that_agree_on_no_encryption_are_cut(monkeypatch: pytest.Mon
         server.attack(600)
         server.attack(20, b"GET / HTTP/1.1\r\n\r\n")
         assert server.chat(verify=trusting).status_code == 200
-        monkeypatch.setattr(door, "SLOWEST_HANDSHAKE_S", 0.05)
+        monkeypatch.setattr(connections, "SLOWEST_HANDSHAKE_S", 0.05)
         for late in server.attack(20):
             with contextlib.suppress(ConnectionError):
                 assert late.recv(1) == b""
@@ -181,7 +181,7 @@ def test_who_has_no_key_is_refused_before_the_body_is_there() -> None:
 
 
 def test_who_finds_all_places_taken_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MOST_CONNECTIONS", 6)
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 6)
     with Guarded(ends=False) as server:
         body = json.dumps({"messages": HELLO, "stream": True}).encode()
         head = POST + f"Authorization: Bearer 0123456789\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -262,6 +262,12 @@ def test_what_is_logged_often_is_written_once_a_minute_with_how_often() -> None:
     assert failures == ["It failed: no files", again, again, "It failed: no memory"]
 
 
+@pytest.fixture(scope="module")
+def without_key() -> Iterator[Guarded]:
+    with Guarded(key="", origins=("http://named.example:81",)) as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("origin", "host", "may"),
     [
@@ -282,13 +288,14 @@ def test_what_is_logged_often_is_written_once_a_minute_with_how_often() -> None:
         ("http://named.example", "127.0.0.1:{port}", False),
     ],
 )
-def test_only_its_own_pages_and_those_that_were_named_may_ask(origin: str, host: str, may: bool) -> None:
-    with Guarded(key="", origins=("http://named.example:81",)) as server:
-        places = {"port": server.port, "other": server.port + 1}
-        headers = {"origin": origin.format(**places), "host": host.format(**places)}
-        answer = plain_http.get(f"{server.url}/v1/models", headers=headers)
-        assert answer.status_code == (200 if may else 403)
-        assert answer.headers.get("access-control-allow-origin") == (headers["origin"] if may else None)
+def test_only_its_own_pages_and_those_that_were_named_may_ask(
+    without_key: Guarded, origin: str, host: str, may: bool
+) -> None:
+    places = {"port": without_key.port, "other": without_key.port + 1}
+    headers = {"origin": origin.format(**places), "host": host.format(**places)}
+    answer = plain_http.get(f"{without_key.url}/v1/models", headers=headers)
+    assert answer.status_code == (200 if may else 403)
+    assert answer.headers.get("access-control-allow-origin") == (headers["origin"] if may else None)
 
 
 @pytest.mark.parametrize(

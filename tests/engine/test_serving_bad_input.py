@@ -187,6 +187,7 @@ ODD += ['["x"]', '"\\ud800"', '{"name": 5}', '[{"type": "function", "function": 
 ODD += ['"' + "x" * 5000 + '"']
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_an_odd_value_of_any_field_is_taken_or_refused_in_a_sentence(name: str) -> None:
     """Every field of any interface at every other, with values in turn that clients and attackers may send."""

@@ -242,6 +242,14 @@ def test_the_prompt_may_stand_before_the_answer(running: Running) -> None:
     check_error("openai", with_chances, 400, "invalid_request_error")
 
 
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[tuple[str, ScriptedBroker]]:
+    broker = ScriptedBroker(ends=True)
+    server = Server(Service(broker, made_up_models()), Address(port=0))
+    yield f"http://127.0.0.1:{server.start()}", broker
+    server.stop()
+
+
 @pytest.mark.parametrize(
     ("api", "fields", "expected"),
     [
@@ -265,17 +273,13 @@ def test_the_prompt_may_stand_before_the_answer(running: Running) -> None:
         ("ollama", {"think": False}, {"thinking": "off"}),
     ],
 )
-def test_numbers_mean_what_they_mean_to_each_client(api: str, fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    broker = ScriptedBroker(ends=True)
-    server = Server(Service(broker, made_up_models()), Address(port=0))
-    url = f"http://127.0.0.1:{server.start()}"
-    try:
-        answer = plain_http.post(url + PATHS[api], json={**GOOD[api], "stream": False, **fields}, timeout=20)
-        assert answer.status_code == 200, answer.text
-        (ticket,) = broker.tickets
-        assert {name: ticket.ask.sampling.get(name) for name in expected} == expected
-    finally:
-        server.stop()
+def test_numbers_mean_what_they_mean_to_each_client(
+    scripted: tuple[str, ScriptedBroker], api: str, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    url, broker = scripted
+    answer = plain_http.post(url + PATHS[api], json={**GOOD[api], "stream": False, **fields}, timeout=20)
+    assert answer.status_code == 200, answer.text
+    assert {name: broker.tickets[-1].ask.sampling.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("value", [2.5, "3", True, [3], 0, -3])
@@ -392,22 +396,14 @@ def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path
         *(("250ms", 0.25), (-1, -1), ("-1", -1), ("-1m", -1), (10**400, -1), ("99999999h", -1)),
     ],
 )
-def test_how_long_a_model_is_kept(keep_alive: Any, seconds: float) -> None:
-    released = list[tuple[Path, float]]()
-    broker = ScriptedBroker(ends=True)
-    broker.release = lambda model, after_s=0: released.append((model, after_s))  # type: ignore[method-assign]
-    server = Server(Service(broker, made_up_models()), Address(port=0))
-    url = f"http://127.0.0.1:{server.start()}"
-    try:
-        for streams in (False, True):
-            body = {**GOOD["ollama"], "stream": streams, "keep_alive": keep_alive}
-            assert plain_http.post(f"{url}/api/chat", json=body, timeout=20).status_code == 200
-        assert (
-            plain_http.post(f"{url}/api/generate", json={"prompt": "x", "stream": False}, timeout=20).status_code == 200
-        )
-        assert released == [(Path("mixtral"), pytest.approx(seconds))] * 2
-    finally:
-        server.stop()
+def test_how_long_a_model_is_kept(scripted: tuple[str, ScriptedBroker], keep_alive: Any, seconds: float) -> None:
+    url, broker = scripted
+    broker.released.clear()
+    for streams in (False, True):
+        body = {**GOOD["ollama"], "stream": streams, "keep_alive": keep_alive}
+        assert plain_http.post(f"{url}/api/chat", json=body, timeout=20).status_code == 200
+    assert plain_http.post(f"{url}/api/generate", json={"prompt": "x", "stream": False}, timeout=20).status_code == 200
+    assert broker.released == [(Path("mixtral"), pytest.approx(seconds))] * 2
 
 
 @pytest.mark.parametrize("keep_alive", ["soon", "", "5x", "m", "1h 30m", "--1", "nan", "inf", "1e3", True, [5], {}])

@@ -156,7 +156,7 @@ def four() -> Iterator[list[Device]]:
         yield devices
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=13, deadline=None)
 @given(
     st.integers(2, 4),
     st.lists(st.integers(1, EXPERTS - 1), min_size=3, max_size=3, unique=True),
@@ -235,6 +235,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     reference.cache_clear()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("family", "devices", "config"),
     [
@@ -288,6 +289,7 @@ def _batched(
     return answers
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("family", "schedule"),
     [
@@ -313,6 +315,7 @@ def test_batches_on_several_cards_give_the_same_answers(
         assert all(use.by_category[MemoryCategory.EXPERTS] for use in used)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("schedule", [CGOPIPE, KLOTSKI, CPU_EXPERTS], ids=str)
 def test_experts_on_disk_are_shared_too(schedule: Schedule, checkpoints: Path) -> None:
     folder = tiny_checkpoint("mixtral", checkpoints / "batches of mixtral", num_hidden_layers=3)
@@ -343,6 +346,7 @@ def _most_held(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, category: M
     return most
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("family", "schedule", "policy"),
     [
@@ -376,6 +380,7 @@ def test_what_is_planned_to_stay_is_shared_by_the_cards(
         assert [bool(nbytes) for nbytes in held][: len(heads)] == [True] * len(heads)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(("after", "number", "left"), [(1, 0, 2**17), (4, 1, 2**17), (4, 1, 2**18), (9, 1, 2**17)])
 def test_one_of_the_cards_that_fills_up_in_mid_job_changes_no_answer(
     after: int, number: int, left: int, checkpoints: Path

@@ -152,7 +152,7 @@ def measured_s(folder: Path, schedule: Schedule, cards: int) -> tuple[float, flo
         loaded.close()
 
 
-@pytest.mark.parametrize(("cards", "gain"), some([(4, 3.0), (2, 1.7)], every=2))
+@pytest.mark.parametrize(("cards", "gain"), some([(4, 3.0), (2, 1.7)], every=4))
 def test_batches_take_as_long_as_planned(cards: int, gain: float, folder: Path) -> None:
     shape = find_shape(str(folder))
     (one, _), (several, _) = (measured_s(folder, CGOPIPE, count) for count in (1, cards))
@@ -161,9 +161,10 @@ def test_batches_take_as_long_as_planned(cards: int, gain: float, folder: Path) 
     assert several == pytest.approx(planned_s(shape, CGOPIPE, cards), rel=0.15)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "cards", "gain"),
-    some([(KLOTSKI, 2, 1.7), (KLOTSKI, 4, 2.4), (S4, 4, 2.4), (S4, 2, 1.6)], every=2),
+    some([(KLOTSKI, 2, 1.7), (KLOTSKI, 4, 2.4), (S4, 4, 2.4), (S4, 2, 1.6)], every=4),
 )
 def test_schedules_with_attention_on_the_card_take_as_long_as_planned(
     schedule: Schedule, cards: int, gain: float, folder: Path
@@ -215,6 +216,7 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
     return np.stack([*seen[:-1], seen[-2]], 1).astype(np.int16)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("cards", "misses", "sharing", "slots"),
     some(
@@ -233,7 +235,7 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
             (2, "mixed", "experts", 48),
             (1, "mixed", "experts", 96),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_chats_and_prompts_take_as_long_as_planned(
@@ -284,7 +286,7 @@ def planned_rate(engine: Engine, rows: str, slower: float, monkeypatch: pytest.M
     return found.tokens_per_s
 
 
-@pytest.mark.parametrize("when", some(["in mid-job", "before"], every=2))
+@pytest.mark.parametrize("when", some(["in mid-job", "before"], every=4))
 def test_a_link_that_is_ten_times_slower_than_said_is_planned_with(
     when: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

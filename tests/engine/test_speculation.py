@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.speculation import GuessedSteps
 from engine.batch_files.rows import Constraint
 from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import ChanceLog, GenerationResult, drained, ignore_text
+from engine.runtime.decode.generation import ChanceLog, GenerationResult
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
-from engine.runtime.decode.speculation import GuessedSteps, StepPrices
+from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.single_stream import decode
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_tokenizer
@@ -80,9 +80,6 @@ class ScriptedSession:
     def take_back(self, tokens: int) -> None:
         del self.ids[-tokens:]
 
-    def foresaw(self, token_id: int) -> bool:
-        return False
-
 
 class Eager(StepPrices):
     """Whatever is guessed seems to cost nothing."""
@@ -101,9 +98,11 @@ class Eager(StepPrices):
 def _decoded(session: Any, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     limits = AnswerLimits(NO_END, (), sampling.max_tokens, "length")
     scripted = session if isinstance(session, ScriptedSession) else session._session
-    first = scripted.logits(len(prompt))
+    logits = scripted.logits(len(prompt))[None]
     answer = AnswerSequence(prompt, sampling, limits, tiny_tokenizer())
-    return drained(decode(first[None], session, answer, ignore_text, lambda: False)).ids
+    while answer.take(int(token := answer.choose(logits)))[1] is None:
+        logits = session.step(token, int(token))
+    return answer.ids
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, top_k=4, min_p=0.05, seed=3)])

@@ -55,7 +55,7 @@ def brought(device: Device) -> tuple[list[CopyRecord], Any]:
     ),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_prompts_and_tokens_in_any_order(
     devices: dict[str, Device],
     link: str,

@@ -22,9 +22,9 @@ from engine.kernels.native.build import library_path
 from engine.kernels.native.library import load_kernels
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode import speculation
-from engine.runtime.decode.beam_search import beam_search, over
+from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import GenerationResult, drained
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
@@ -36,7 +36,7 @@ from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
 from tests.engine.test_kept_prefixes import (
     ROOT,
@@ -52,7 +52,10 @@ from tests.engine.test_scheduler import Copies
 from tests.engine.test_speculation import Eager
 from tests.engine.tiny_families import tiny_checkpoint
 
-pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+pytestmark = [
+    pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here"),
+    pytest.mark.takes_turns(3),
+]
 
 NATIVE = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear")
 FAMILIES = [
@@ -123,7 +126,7 @@ def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
 _SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 3, 9]), st.integers(0, 12))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(company=st.lists(_SHAPES, min_size=2, max_size=5), spare=st.integers(0, 30), tries=st.booleans())
 def test_an_answer_in_company_is_what_it_is_alone(
     loaded: LoadedModel, company: list[tuple[int, int, int, int]], spare: int, tries: bool
@@ -176,7 +179,7 @@ def searched(loaded: LoadedModel, prompt: Sequence[int], beams: int, most: int) 
     with torch.inference_mode():
         copies = Copies(loaded, list(prompt), beams)
         search = beam_search(copies.first, width=beams, max_tokens=most, end_ids=NO_END)
-        return drained(over(copies, search, copies.first.device)).ids
+        return search_over(copies, search, copies.first.device).ids
 
 
 def test_guesses_change_nothing_and_what_did_not_come_true_leaves_no_trace(
@@ -261,6 +264,7 @@ def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     loaded.kept = None
 
 
+@pytest.mark.takes_turns(1)
 @pytest.mark.parametrize("damage", ["none", "state", "every state", "block"])
 def test_a_chat_goes_on_after_a_restart(
     loaded: LoadedModel, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch

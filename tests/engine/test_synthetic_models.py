@@ -30,6 +30,7 @@ def small(family: str) -> Shape:
     return Shape(family, "", 2, 64, 32, 8, min(shape.top_k, 4), 4, kv_heads, 16, 300, 512, shape.rope_theta, 48)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("family", sorted({shape.family for shape in SHAPES.values()}))
 def test_every_family_loads_and_stays_finite_over_a_long_context(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -104,6 +104,7 @@ def answers(loaded: LoadedModel) -> tuple[torch.Tensor, list[int]]:
     return logits, library_tokens(loaded.model, PROMPT, 24)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.skipif(not usable_isas(), reason="no native kernels here")
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 @pytest.mark.parametrize("make", [gemma, ngrams, *(partial(of_few_bits, name) for name in IN_GGUF)])
@@ -186,7 +187,7 @@ def bound(table: StoredTable, reads: TableReads) -> RowTable:
     return RowTable(module, table, reads, None, torch.bfloat16, torch.device("cpu"), rounds=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kind=st.sampled_from(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q6_K")),
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=4),

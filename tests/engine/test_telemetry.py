@@ -48,6 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     gc.collect()
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "options",

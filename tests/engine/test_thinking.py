@@ -15,10 +15,7 @@ from engine.families.replies.thinking import may_think, thinking_choices, thinki
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, Finished, Generate, Token
-from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.engine import Engine
-from engine.runtime.schedule.single_stream import decode
-from tests.engine.loaded_tiny import tiny_tokenizer
 from tests.engine.thinking_models import OPENED, SWITCHED, thinking_checkpoint, write_for
 from tests.refusals import refused
 
@@ -229,20 +226,3 @@ def test_what_templates_know_is_read_from_their_code() -> None:
 def test_other_values_are_refused() -> None:
     with refused(ErrorCode.INVALID_REQUEST, "thinking"):
         SamplingParams(thinking="loud")  # type: ignore[arg-type]
-
-
-def test_an_answer_that_was_cancelled_before_it_goes_on_alone_writes_nothing_more() -> None:
-    class NoMore:
-        def step(self, _token: object, _token_id: int) -> None:
-            raise AssertionError("a token was read")
-
-    tokenizer = tiny_tokenizer()
-    limits = AnswerLimits(frozenset(), (), 9, "length")
-    answer = AnswerSequence([5], SamplingParams(), limits, tokenizer)
-    answer.take(7)
-    told = list[tuple[str, int]]()
-    going_on = decode(None, NoMore(), answer, lambda *text: told.append(text), lambda: True)  # type: ignore[arg-type]
-    with pytest.raises(StopIteration) as ended:
-        next(going_on)
-    assert (ended.value.value.reason, ended.value.value.ids) == ("cancelled", [7])
-    assert told == [("", 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ from tests import plain_http
 from tests.scripted_broker import ScriptedBroker
 
 ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "stream": False}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, ScriptedBroker]]:
+    broker, models = ScriptedBroker(ends=True), LibraryModels(Path("mixtral"), "mixtral")
+    models.listed = list  # type: ignore[method-assign,assignment]
+    made = Server(Service(broker, models), Address(port=0))
+    yield f"http://127.0.0.1:{made.start()}", broker
+    made.stop()
 
 
 @pytest.mark.parametrize(
@@ -31,10 +41,11 @@ ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "s
         ("/api/chat", {"think": "medium"}, "medium"),
     ],
 )
-def test_how_much_to_think_is_read(path: str, fields: dict[str, Any], thinking: str | None) -> None:
-    status, broker = _ask(path, fields)
-    assert status == 200
-    (ticket,) = broker.tickets
+def test_how_much_to_think_is_read(
+    server: tuple[str, ScriptedBroker], path: str, fields: dict[str, Any], thinking: str | None
+) -> None:
+    assert _ask(server, path, fields) == 200
+    (ticket,) = server[1].tickets
     assert ticket.ask.sampling.get("thinking") == thinking
 
 
@@ -47,18 +58,12 @@ def test_how_much_to_think_is_read(path: str, fields: dict[str, Any], thinking: 
         ("/api/chat", {"think": "loud"}),
     ],
 )
-def test_other_words_are_refused(path: str, fields: dict[str, Any]) -> None:
-    status, broker = _ask(path, fields)
-    assert status == 400
-    assert broker.tickets == []
+def test_other_words_are_refused(server: tuple[str, ScriptedBroker], path: str, fields: dict[str, Any]) -> None:
+    assert _ask(server, path, fields) == 400
+    assert server[1].tickets == []
 
 
-def _ask(path: str, fields: dict[str, Any]) -> tuple[int, ScriptedBroker]:
-    broker, models = ScriptedBroker(ends=True), LibraryModels(Path("mixtral"), "mixtral")
-    models.listed = list  # type: ignore[method-assign,assignment]
-    server = Server(Service(broker, models), Address(port=0))
-    url = f"http://127.0.0.1:{server.start()}{path}"
-    try:
-        return plain_http.post(url, json={**ASKED, **fields}, timeout=30).status_code, broker
-    finally:
-        server.stop()
+def _ask(server: tuple[str, ScriptedBroker], path: str, fields: dict[str, Any]) -> int:
+    url, broker = server
+    broker.tickets.clear()
+    return plain_http.post(url + path, json={**ASKED, **fields}, timeout=30).status_code

@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference("qwen3_moe", tmp_path_factory.mktemp("timed")).folder
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("misses", ["mixed", "cpu", "fetch", "off", "layer"])
 @pytest.mark.parametrize("host", ["", "?host=fixed"])
 def test_answers_are_those_of_the_processor(folder: Path, misses: str, host: str, tmp_path: Path) -> None:

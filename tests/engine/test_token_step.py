@@ -78,6 +78,7 @@ def _steps(loaded: LoadedModel, kind_of_cache: Any) -> tuple[list[torch.Tensor],
     return ours, librarys
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(("family", "options"), FAMILIES)
 def test_steps_are_the_librarys(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     loaded = _load(tiny_checkpoint(family, tmp_path, **options))
@@ -129,6 +130,7 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
         loaded.close()
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize(("precision", "kv_type"), [("bf16", None), ("int4", KvType.INT8)])
 @pytest.mark.parametrize(
     ("family", "options"),

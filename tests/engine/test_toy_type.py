@@ -69,6 +69,7 @@ with loaded(file, "auto") as ours, torch.no_grad():
 """
 
 
+@pytest.mark.exhaustive
 def test_a_type_is_read_planned_and_decoded_by_its_entry(tmp_path: Path) -> None:
     """In a tree that is this one but for the file with the entry."""
     tree = tmp_path / "tree"

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import httpx2
 import pytest
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
-from engine.batch_files.openai_requests import BadRequestError
 from engine.common.config import CachePolicy
 from engine.common.errors import EngineError
 from engine.experts.cache.policies import CANDIDATES, POLICIES, POLICY_NAMES, Key, Lru, Policy
@@ -23,8 +19,9 @@ from engine.families.replies import HERMES
 from engine.families.replies.reader import form_of
 from engine.families.table import TABLE
 from engine.serving import server
+from engine.serving.answers import Call, Endpoint
 from engine.serving.server import Address, Interface, make_app
-from engine.serving.service import Service, body_of
+from engine.serving.service import Service
 from tests.engine.test_serving import made_up_models
 from tests.scripted_broker import ScriptedBroker
 
@@ -52,17 +49,16 @@ def test_a_cache_policy_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interface_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def routes(service: Service) -> list[Route]:
-        async def toys(request: Request) -> Response:
-            name, _path = await service.path_of((await body_of(request)).get("toy"))
-            return PlainTextResponse(f"{name} squeaks")
+    async def toys(call: Call) -> str:
+        name, _path = await call.service.path_of(call.body.get("toy"))
+        return f"{name} squeaks"
 
-        return [Route("/toys", toys, methods=["POST"])]
+    def error(error: EngineError, status: int) -> dict[str, Any]:
+        return {"squeak": error.message, "status": status}
 
-    def error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
-        return PlainTextResponse(f"squeak: {error}", status or 400)
-
-    monkeypatch.setattr(server, "INTERFACES", [Interface(routes, error, "/toys"), *server.INTERFACES])
+    monkeypatch.setattr(
+        server, "INTERFACES", [Interface([Endpoint("POST", "/toys", toys)], error, "/toys"), *server.INTERFACES]
+    )
     app = make_app(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0))
 
     async def ask() -> list[httpx2.Response]:
@@ -71,8 +67,8 @@ def test_an_interface_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
             return [await client.post("/toys", json=body) for body in ({"toy": ""}, {"toy": 5}, {"toy": "none"})]
 
     answers = asyncio.run(ask())
-    assert answers[0].text.endswith(" squeaks")
-    assert [answer.text[:8] for answer in answers[1:]] == ["squeak: "] * 2
+    assert answers[0].json().endswith(" squeaks")
+    assert [answer.json()["status"] for answer in answers[1:]] == [400, 404]
 
 
 def test_a_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

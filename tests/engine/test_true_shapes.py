@@ -41,6 +41,7 @@ def test_235_billion_numbers_are_planned_wholly_in_memory(tmp_path: Path) -> Non
     assert plan.speed.decode_tokens_per_s > 1
 
 
+@pytest.mark.exhaustive
 def test_a_table_of_51_billion_is_planned_on_a_small_pc(tmp_path: Path) -> None:
     machine = read_machine("laptop-rtx-4060-8gb").with_memory(vram_bytes=8 * GIB, ram_bytes=32 * GIB)
     shape = find_shape(str(qwen4exp(tmp_path)))

@@ -17,7 +17,6 @@ from engine.hardware.measured import Measurements, described, load_measurements,
 from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
-from engine.process.tuning import run_tuning
 from engine.protocol import Event, decode, encode
 from engine.runtime.engine import Engine
 from engine.runtime.load.model import load_model
@@ -32,6 +31,7 @@ from engine.tuning.saved_results import facts, model_mark, results_of, save_resu
 from engine.verbs import tune as verb
 from engine.verbs.doctor import tuning_findings
 from engine.verbs.doctor_checks import Status
+from engine.worker import run_tuning
 from tests.unit.made_up_tuning import MACHINE, measurements, others_take
 
 PACE = RacePace(tokens=6, seconds=5.0, repeats=1, again_s=0.0)

@@ -160,5 +160,5 @@ class CacheMachine(RuleBasedStateMachine):
         self.device.close()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestCacheMachine = CacheMachine.TestCase

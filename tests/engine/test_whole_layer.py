@@ -56,7 +56,7 @@ class Layers:
     width=st.integers(1, EXPERTS),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_equals_the_reference_in_any_order(
     device: Device, kind: str, calls: list[tuple[int, int]], width: int, seed: int
 ) -> None:

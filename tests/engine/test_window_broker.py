@@ -14,13 +14,13 @@ from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.process.chats import ChatService
-from engine.process.requests import AnswerOthers, RequestQueue
+from engine.process.requests import RequestQueue
 from engine.protocol import Ask, Failed, Finished, Generate, LoadModel, ServeOthers, Token
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving.link import EngineLink
-from engine.serving.other_programs import OtherPrograms
+from engine.serving.other_programs import ApiRequests
 from tests.engine.test_serving import TinyEngine
 
 HI = (ChatMessage("user", "Hello"),)
@@ -64,15 +64,15 @@ class Window:
         self.engine, self.sent, self._hear = OneScheduler(), list[Any](), hear
         self.engine.load(MODEL, lambda: False)
         self.requests = RequestQueue(self._send)
-        self.broker = OtherPrograms(self.requests)
-        self.broker.open(self.engine)
-        self.broker.model_is(MODEL)
+        self.others = ApiRequests(self.requests)
+        self.others.open(self.engine)
+        self.others.model_is(MODEL)
         self.chats = ChatService(
             self.requests, self._send, self.engine, lambda _name: None, lambda _tokens: None, self._admit
         )
 
     def _admit(self) -> None:
-        self.broker.admit(self.engine)
+        self.others.admit(self.engine)
 
     def _send(self, event: Any) -> None:
         self.sent.append(event)
@@ -81,14 +81,14 @@ class Window:
     def answer(self) -> None:
         """What the engine process does until the window wants something, or nobody anything."""
         self._admit()
-        while self.broker.state.waiting:  # until their requests are tokens
+        while self.others.broker.state.waiting:  # until their requests are tokens
             time.sleep(0.001)
             self._admit()
         self.chats.answer()
         self._admit()
 
     def ask(self, on_event: Callable[[Any], None], tokens: int = 8, model: Path = MODEL) -> None:
-        self.broker.ask(Ask(model, HI, sampling={"max_tokens": tokens}), on_event)
+        self.others.broker.ask(Ask(model, HI, sampling={"max_tokens": tokens}), on_event)
 
     def chat(self, name: str, tokens: int = 8) -> None:
         self.requests.accept(Generate(name, HI, SamplingParams(max_tokens=tokens)))
@@ -101,7 +101,7 @@ def test_those_who_ask_are_answered_together() -> None:
     window, events = Window(), list[Any]()
     for _ in range(3):
         window.ask(events.append)
-    assert isinstance(window.requests.take(), AnswerOthers)
+    assert window.requests.take() is None
     window.answer()
     assert [event.generated_tokens for event in events if isinstance(event, Finished)] == [8, 8, 8]
     first = [type(event) for event in events].index(Finished)
@@ -143,12 +143,12 @@ def test_another_model_in_the_window_ends_answers_in_a_sentence_once_chats_are_d
     assert window.told(Finished)[0].generated_tokens == 30
     assert not isinstance(events[-1], Failed)
     assert isinstance(window.requests.take_if(LoadModel), LoadModel)
-    window.broker.model_is(None)
+    window.others.model_is(None)
     assert events[-1].error.code is ErrorCode.BUSY
     assert not window.engine.is_answering
     events.clear()
     window.ask(events.append)
-    window.broker.model_is(Path("qwen3_moe"))
+    window.others.model_is(Path("qwen3_moe"))
     window.answer()
     assert "changed" in events[-1].error.message
 
@@ -192,11 +192,11 @@ def test_what_breaks_ends_all_and_the_next_one_is_answered(monkeypatch: pytest.M
 def test_over_the_link() -> None:
     window, events, link = Window(), list[Any](), EngineLink()
     link.start()
-    window.broker.serve(ServeOthers(link.address, link.secret))
-    assert isinstance(window.requests.take(), AnswerOthers)
+    window.others.serve(ServeOthers(link.address, link.secret))
+    assert window.requests.take() is None
     window.answer()
     link.ask(Ask(MODEL, HI, sampling={"max_tokens": 4}), events.append)
-    assert isinstance(window.requests.take(), AnswerOthers)
+    assert window.requests.take() is None
     window.answer()
     for _ in range(1000):
         if events and isinstance(events[-1], Finished):
@@ -204,6 +204,6 @@ def test_over_the_link() -> None:
         time.sleep(0.01)
     assert events[-1].generated_tokens == 4
     assert link.state.model == MODEL
-    window.broker.serve(ServeOthers(""))
+    window.others.serve(ServeOthers(""))
     window.answer()
     link.close()

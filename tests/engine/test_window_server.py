@@ -20,11 +20,9 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.paths import models_dir
 from engine.protocol import Ask, Began, Beside, Failed, Finished, Progress, Rules, Token, Wants
 from engine.runtime.engine import Engine
-from engine.serving import streams
-from engine.serving.asking import Event, Ticket
-from engine.serving.front import BothEngines, WindowModels
-from engine.serving.link import BrokerLink
-from engine.serving.model_broker import ModelBroker
+from engine.serving.broker import ModelBroker
+from engine.serving.front import EngineRouter, WindowModels
+from engine.serving.link import BrokerLink, Event, Ticket
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
@@ -133,7 +131,7 @@ def test_who_waits_for_a_load_or_a_long_prompt_hears_of_it(
     refusal: EngineError | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "PING_S", 0.02)
+    monkeypatch.setattr("engine.serving.answers.PING_S", 0.02)
     broker = SlowBroker(refusal)
     server = Server(Service(broker, made_up_models()), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
@@ -175,7 +173,7 @@ class Fronts:
 
     def __init__(self) -> None:
         self.said = list[Any]()
-        self.engines = BothEngines(self.said.append)
+        self.engines = EngineRouter(self.said.append)
         self.engine, self.refuses_first = TinyEngine(), 0
         self.window: BrokerLink | None = None
         self.links = list[BrokerLink]()
@@ -364,10 +362,9 @@ class Pressed(Fronts):
         self.memory.take("window", "windows")
         self.window_has(WINDOWS)
         models = WindowModels(self.engines)
-        library = models._library
         own = LibraryEntry("windows", WINDOWS)
         others = [LibraryEntry(name, Path(name)) for name in ("mixtral", "qwen3_moe", "qwen2_moe")]
-        library.listed = lambda: [own, *others]  # type: ignore[method-assign]
+        models._listed, models._listed_s = [own, *others], float("inf")
         self.server = Server(Service(self.engines, models), Address(port=0))
         self.url = f"http://127.0.0.1:{self.server.start()}"
         self.living = threading.Thread(target=self._live)
@@ -419,7 +416,7 @@ class Pressed(Fronts):
                 self.waited.append(len(self.engine.loads) - before)
             on_event(event)
 
-        return BothEngines.ask(self.engines, ask, told)
+        return EngineRouter.ask(self.engines, ask, told)
 
     def answer(self, model: str) -> tuple[int, str]:
         body = {"model": model, "messages": HELLO, "max_tokens": 3}

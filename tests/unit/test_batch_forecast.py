@@ -31,21 +31,21 @@ def test_rows_together_are_faster_than_alone(question: ForecastQuestion) -> None
     found = forecast_of(question)
     assert found is not None
     plan = found.plan
-    assert (plan.rows, plan.rows_together, plan.tokens_per_row) == (ROWS, ROWS, 48)
-    assert 0 < plan.tokens_per_s_low < plan.tokens_per_s_high
-    assert 0 < found.alone_tokens_per_s < plan.tokens_per_s_high
+    assert (plan.job.rows, plan.rows_together, plan.job.generated_tokens) == (ROWS, ROWS, 48)
+    assert 0 < plan.low < plan.high
+    assert 0 < found.alone_tokens_per_s < plan.high
     assert 0 < plan.seconds_low < plan.seconds_high
     assert not plan.is_measured
     counted = forecast_of(replace(question, total=100_000))
     assert counted is not None
-    assert counted.plan.rows == 100_000
+    assert counted.plan.job.rows == 100_000
     assert counted.plan.rows_together < 1000
 
 
 def test_choices_are_short_answers(question: ForecastQuestion) -> None:
     found = forecast_of(replace(question, job=replace(question.job, choices=("good", "bad"))))
     assert found is not None
-    assert found.plan.tokens_per_row == 2
+    assert found.plan.job.generated_tokens == 2
 
 
 def test_of_what_is_not_known_nothing_is_said(question: ForecastQuestion, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from engine.common.errors import ErrorCode
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
-from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, LoadModel
+from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, LoadModel, decode, encode
 from engine.remote.job import OwnModel
 
 _PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)
@@ -139,9 +139,10 @@ def test_jobs_run_beside_each_other(job: BatchJob) -> None:
         assert [row.row for row in shown] == list(range(6))
         assert all(len(row.answer) < 1000 for row in shown)
         assert [row.reasoning for row in shown] == [row.answer.upper() for row in shown]
-    assert _of(BatchProgress, process.sent)[0].total == -1
-    planned = BatchPlanned("one", 24, 3, "", 30, 10.0, 150.0, 450.0, 1.0, 2.0, "link", is_measured=False)
+    assert _of(BatchProgress, process.sent)[0].pace.total is None
+    planned = BatchPlanned("one", _PREDICTION)
     assert planned in _of(BatchPlanned, process.sent)
+    assert decode(encode(planned)) == planned
 
 
 @pytest.mark.parametrize("stop", ["cancel", "another model", "another model is about to be loaded"])
@@ -176,8 +177,8 @@ def test_a_sample_shows_each_row_as_it_comes(job: BatchJob) -> None:
     ending = process.batches.sample(Engine(), SampleBatch("sample", job, 3))
     assert (ending.finished, ending.done, ending.failed, ending.tokens) == (True, 2, 1, 2)
     assert [len(event.rows) for event in _of(BatchRows, process.sent)] == [1, 1]
-    (planned,) = _of(BatchPlanned, process.sent)
-    assert (planned.tokens_per_s_low, planned.tokens_per_s_high, planned.is_measured) == (150.0, 900.0, True)
+    plan = _of(BatchPlanned, process.sent)[0].prediction
+    assert (plan.low, plan.high, plan.is_measured) == (150.0, 900.0, True)
 
 
 def test_a_job_that_cannot_be_begun_is_refused(job: BatchJob) -> None:
@@ -204,4 +205,4 @@ def test_waiting_jobs_that_are_cancelled_end_at_once(job: BatchJob) -> None:
         process.requests.accept(request)
         process.requests.cancel(request.request_id)
         assert cancelled_event(request) in process.sent
-    assert not process.requests.window_waits
+    assert not process.requests.waits()

@@ -76,7 +76,7 @@ def test_no_rows_cannot_be_predicted() -> None:
 
 
 @given(MACHINES, MODELS, ROWS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_a_plan_of_a_card_has_no_more_rows_than_the_job(machine: str, model: str, job: JobRows) -> None:
     found = best_batch(question_of(read_machine(machine), read_model(model), Limits(), "int4", job))
     if found is None:

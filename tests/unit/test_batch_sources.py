@@ -82,7 +82,7 @@ def _assert_whole(path: Path, names: list[str], rows: list[list[Any]]) -> None:
     assert all(line["answer"] == "x" for line in written)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_tables(), st.sampled_from(",;\t|"), st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]), st.booleans())
 def test_no_row_and_no_column_of_a_csv_is_lost(
     tmp_path_factory: pytest.TempPathFactory,
@@ -119,7 +119,7 @@ def _escaped(value: str) -> str | None:
     return re.sub("_(?=x[0-9A-Fa-f]{4}_)", "_x005F_", value).replace("\r", "_x000D_") or None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     _tables(st.sampled_from(["a", "b\r\nc", "_x000D_", "_x005F_", "_x005f_x000d_", "x000D_", "\U0001f600 ", "\u4e2d"])),
     st.sampled_from(["", "A1", "A1:A1", "A1:B2", "B2:C3", "A1:XFD1048576", "A9:B9"]),
@@ -136,7 +136,7 @@ def test_a_sheet_is_read_as_it_is_whatever_it_says_of_its_size(
     assert [list(row.values())[: len(names)] for row in _fields(again)] == rows
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(_tables())
 def test_no_row_and_no_column_of_a_parquet_file_is_lost(
     tmp_path_factory: pytest.TempPathFactory, table: tuple[list[str], list[list[str]]]

@@ -103,7 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40)
+TestPool.settings = settings(max_examples=75, stateful_step_count=40)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from engine.planner.workload import Workload
 _WAYS: dict[Misses, Miss] = {"mixed": Miss.MIXED, "cpu": Miss.CPU, "fetch": Miss.FETCH}
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("misses", _WAYS)
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite"])
 @pytest.mark.parametrize("machine", ["desktop-rtx-3080-10gb", "laptop-rtx-4050-6gb", "klotski-h800"])

@@ -170,7 +170,7 @@ class TierMachine(RuleBasedStateMachine):
         )
 
 
-TierMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestTier = TierMachine.TestCase
 
 

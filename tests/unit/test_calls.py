@@ -225,8 +225,9 @@ _arguments = st.fixed_dictionaries(
 _calls = st.lists(st.tuples(st.sampled_from(["weather", "weather_now"]), _arguments), min_size=1, max_size=3)
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=25)
+@settings(max_examples=13)
 @given(data=st.data())
 def test_what_a_family_writes_reads_back_equal_however_it_is_cut(form: str, data: st.DataObject) -> None:
     family, written = FORMS[form]
@@ -237,8 +238,9 @@ def test_what_a_family_writes_reads_back_equal_however_it_is_cut(form: str, data
     assert (calls_of(parts), said_in(parts).strip()) == (calls, "")
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("family", sorted({family for family, _written in FORMS.values()}))
-@settings(max_examples=25)
+@settings(max_examples=13)
 @given(data=st.data())
 def test_any_text_streams_to_the_parts_of_the_whole(family: str, data: st.DataObject) -> None:
     piece = st.one_of(

@@ -62,7 +62,7 @@ def check(tree: MessageTree, said: dict[str, str]) -> None:
     assert at is not None or not earlier
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("aaadrcfue"), st.integers(0, 10**6)), max_size=45))
 def test_any_sequence_keeps_everything_in_memory_and_on_disk(moves: list[tuple[str, int]]) -> None:
     with closing(connect(Path(":memory:"))) as connection:

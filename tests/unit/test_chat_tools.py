@@ -159,6 +159,7 @@ def test_where_nobody_can_be_asked_only_harmless_tools_run(
     assert "add --allow-tools to run it" in told.err
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     ("kind", "says"), [("dies", "ended"), ("huge", "sent more than"), ("dies-at-start", "settings")]
 )

@@ -39,7 +39,7 @@ _seeds = st.integers(0, 10_000)
 
 
 @given(_factors, _predicted, _seeds, st.integers(0, 2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_it_ends_with_a_way_that_is_about_the_best(
     factors: dict[str, float], predicted: dict[str, float], seed: int, warm: int
 ) -> None:
@@ -62,7 +62,7 @@ def test_no_more_than_a_fiftieth_is_tried(
 
 
 @given(_seeds, st.sampled_from(ARMS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_change_is_followed(seed: int, best: str) -> None:
     world = World(Choice(ARMS), {**dict.fromkeys(ARMS, 1.4), "a": 1.0}, seed)
     even = dict.fromkeys(ARMS, 1e-3)
@@ -74,7 +74,7 @@ def test_a_change_is_followed(seed: int, best: str) -> None:
 
 
 @given(_seeds, st.floats(1.2, 10.0), st.integers(10, 600))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_busy_phase_does_not_flip_it(seed: int, slower: float, steps: int) -> None:
     world = World(Choice(ARMS), {"a": 1.0, "b": 1.25, "c": 1.5}, seed)
     even = dict.fromkeys(ARMS, 1e-3)
@@ -136,7 +136,7 @@ def test_the_present_one_stays_unless_another_is_clearly_better() -> None:
 
 
 @given(_factors, _seeds, st.floats(1e-6, 1e3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_predictions_may_only_say_what_is_thought_better(factors: dict[str, float], seed: int, unit: float) -> None:
     choice = Choice(ARMS, in_common=1.0)
     World(choice, {arm: unit * factor for arm, factor in factors.items()}, seed).run(4000, dict.fromkeys(ARMS, 1.0))

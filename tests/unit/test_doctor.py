@@ -45,6 +45,13 @@ def test_here_it_tells_everything_and_makes_no_folder(
     assert made <= {"logs"}
 
 
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose tests, in a process of their own, take seconds."""
+    monkeypatch.setattr(doctor, "kernel_findings", lambda _hardware: [])
+
+
+@pytest.mark.usefixtures("without_kernels")
 def test_for_a_person_every_finding_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["doctor"])
     said = capsys.readouterr().out
@@ -52,6 +59,7 @@ def test_for_a_person_every_finding_has_a_line(capsys: pytest.CaptureFixture[str
     assert "-> Run `switchyard models pull starter`." in said
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder's permissions")
 def test_a_folder_that_cannot_be_used_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Probe, capsys: pytest.CaptureFixture[str]

@@ -32,7 +32,7 @@ def put(index: DocumentIndex, document: str, *texts: str, name: str = "a.txt") -
     index.put(document, name, FileState(1, 1), Document(tuple(Part(text) for text in texts)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.lists(st.builds(Part, LONG.map("".join), st.integers(0, 9), st.sampled_from(["", "A", "B"])), max_size=5))
 def test_pieces_have_every_character_in_order_and_none_is_large(parts: list[Part]) -> None:
     chunks = list(chunked(parts))

@@ -1,8 +1,14 @@
-"""Whether what a download wrote is right, without a network: the parts come from memory."""
+"""What is checked of a download, the room that it takes, and how fast it may be."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
+import itertools
+import os
+import struct
+import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -12,8 +18,9 @@ from typing import Any
 import pytest
 import xxhash
 
+from engine.checkpoint.downloads import transfer as space
 from engine.checkpoint.downloads.checking import Checker
-from engine.checkpoint.downloads.pace import Waits
+from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, MOST_CONNECTIONS, Crew, Limit, Meter, Waits
 from engine.checkpoint.downloads.parts import SEARCH, File, Job, Journal, Stopped
 from engine.checkpoint.downloads.records import PlannedFile
 from engine.common.errors import ErrorCode
@@ -161,3 +168,253 @@ def test_it_ends_when_all_is_to_end(memory: FromMemory) -> None:
     assert not memory.jobs  # the journal is closed: nothing is begun any more
     job = Job(memory.file, 0, 0, Waits())
     assert job.got == 0
+
+
+SIZE = 3 * 2**20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(b"begun")
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux does it")
+def test_on_linux_it_is_taken_at_once(file: Path) -> None:
+    if space.reserve(file, SIZE):  # a file system may be unable to
+        assert space.allocated(file) >= SIZE
+    assert file.stat().st_size == SIZE
+    assert file.read_bytes()[:6] == b"begun\0"
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32", "freebsd14"])
+def test_a_file_of_no_bytes_needs_none(file: Path, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not space.reserve(file, 0)
+    assert file.stat().st_size == 0
+
+
+def test_another_system_gets_the_size_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "freebsd14")
+    assert not space.reserve(file, SIZE)
+    assert file.stat().st_size == SIZE
+
+
+class MacOs:
+    """`fcntl` as macOS has it."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.asked: list[tuple[int, tuple[int, ...]]] = []
+        self._error = error
+
+    def fcntl(self, _descriptor: int, command: int, argument: bytes) -> bytes:
+        self.asked.append((command, struct.unpack("=Iiqqq", argument)))
+        if self._error:
+            raise OSError(self._error, "no")
+        return argument
+
+
+@pytest.mark.parametrize(("error", "reserved"), [(0, True), (errno.ENOTSUP, False)])
+def test_macos_is_asked_for_what_is_missing(
+    file: Path, monkeypatch: pytest.MonkeyPatch, error: int, reserved: bool
+) -> None:
+    system = MacOs(error)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(space, "import_module", lambda _name: system)
+    monkeypatch.setattr(space, "allocated", lambda _path: 2**20)
+    assert space.reserve(file, SIZE) is reserved
+    assert system.asked == [(42, (4, 3, 0, 2 * 2**20, 0))]
+    assert file.stat().st_size == SIZE
+
+
+def test_a_full_disk_of_macos_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(space, "import_module", lambda _name: MacOs(errno.ENOSPC))
+    with pytest.raises(OSError, match="no"):
+        space.reserve(file, SIZE)
+
+
+class Windows:
+    """What of Windows is asked: it moves a file's end."""
+
+    def __init__(self, path: Path, code: int = 0) -> None:
+        self.moved: list[tuple[int, int]] = []
+        self._path, self._code = path, code
+
+    def load(self, name: str, *, use_last_error: bool) -> Any:
+        assert (name, use_last_error) == ("kernel32", True)
+        return SimpleNamespace(SetFileInformationByHandle=self._set)
+
+    def _set(self, _handle: Any, kind: int, end: Any, _size: int) -> int:
+        self.moved.append((kind, end._obj.value))
+        if not self._code:
+            with self._path.open("r+b") as file:
+                file.truncate(end._obj.value)
+        return int(not self._code)
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "platform", "win32")
+        monkeypatch.setattr(ctypes, "WinDLL", self.load, raising=False)
+        monkeypatch.setattr(ctypes, "get_last_error", lambda: self._code, raising=False)
+        handles = SimpleNamespace(get_osfhandle=lambda descriptor: descriptor)
+        monkeypatch.setattr(space, "import_module", lambda _name: handles)
+
+
+@pytest.mark.parametrize(("code", "reserved"), [(0, True), (50, False)])
+def test_windows_moves_the_files_end(file: Path, monkeypatch: pytest.MonkeyPatch, code: int, reserved: bool) -> None:
+    system = Windows(file, code)
+    system.use(monkeypatch)
+    assert space.reserve(file, SIZE) is reserved
+    assert system.moved == [(6, SIZE)]
+    assert file.stat().st_size == SIZE
+    assert space.reserve(file, SIZE)  # it has its size already: nothing is asked
+    assert len(system.moved) == 1
+
+
+@pytest.mark.parametrize("code", [39, 112])
+def test_a_full_disk_of_windows_is_said(file: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    Windows(file, code).use(monkeypatch)
+    with pytest.raises(OSError, match="Windows error") as caught:
+        space.reserve(file, SIZE)
+    assert caught.value.errno == errno.ENOSPC
+    assert file.stat().st_size == len(b"begun")
+
+
+class Time:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+def test_the_rate_is_that_of_the_last_seconds_and_falls_to_nothing(time: Time) -> None:
+    meter = Meter(time)
+    assert meter.eta_s(1000) is None
+    for _ in range(40):
+        time.now += 0.25
+        meter.add(250)
+        meter.rate()
+    assert meter.rate() == pytest.approx(1000, rel=0.1)
+    assert meter.eta_s(30_000) == pytest.approx(30, rel=0.1)
+    rates = []
+    for _ in range(30):
+        time.now += 0.25
+        rates.append(meter.rate())
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0
+    assert meter.eta_s(30_000) is None
+    assert meter.eta_s(0) == 0
+
+
+def test_a_limit_is_kept_to_whatever_the_lines_do(time: Time) -> None:
+    limit = Limit(time, time.sleep)
+    limit.set(1000)
+    begun = time.now
+    for _ in range(100):
+        limit.wait(100, lambda: False)
+    assert time.now - begun == pytest.approx(10, rel=0.02)
+    time.now += 1000  # time in which nothing came is not saved up
+    begun = time.now
+    for _ in range(100):
+        limit.wait(100, lambda: False)
+    assert time.now - begun == pytest.approx(10, rel=0.02)
+
+
+def test_a_limit_can_be_lifted_while_somebody_waits(time: Time) -> None:
+    limit = Limit(time, lambda seconds: (time.sleep(seconds), limit.set(0))[0])
+    limit.set(1)
+    begun = time.now
+    limit.wait(1000, lambda: False)
+    assert time.now - begun < 1
+    limit.set(1)
+    stopped = time.now
+    limit.wait(1000, lambda: True)
+    assert time.now == stopped
+
+
+def looked(crew: Crew, time: Time, rate_of: dict[str, float], steps: int) -> int:
+    for _ in range(steps):
+        time.now += 2.1
+        crew.look(min(crew.wanted * rate_of["each"], rate_of["all"]))
+    return crew.wanted
+
+
+def test_more_lines_as_long_as_they_bring_more(time: Time) -> None:
+    assert looked(Crew(time), time, {"each": 10.0, "all": 1e9}, 8) == MOST_CONNECTIONS
+    assert looked(Crew(time), time, {"each": 10.0, "all": 30.0}, 8) == FIRST_CONNECTIONS
+    assert Crew(time).look(1e9, limit_bytes_per_s=50_000) == 1
+
+
+def test_a_server_that_has_enough_gets_fewer(time: Time) -> None:
+    crew = Crew(time)
+    looked(crew, time, {"each": 10.0, "all": 1e9}, 8)
+    crew.too_many()
+    assert crew.wanted == MOST_CONNECTIONS // 2
+    assert looked(crew, time, {"each": 10.0, "all": 1e9}, 100) == MOST_CONNECTIONS // 2
+    for _ in range(9):
+        crew.too_many()
+    assert crew.wanted == 1
+
+
+def test_waits_grow_with_jitter_and_start_over(time: Time) -> None:
+    waits, lengths = Waits(time), []
+    for _ in range(20):
+        waits.failed()
+        waits.failed()  # another line, at the same moment
+        lengths.append(waits.left_s)
+        time.now = waits.until
+    assert lengths[0] <= Waits.FIRST_S
+    assert Waits.LONGEST_S / 2 <= lengths[-1] <= Waits.LONGEST_S
+    assert all(later > earlier / 2 for earlier, later in itertools.pairwise(lengths))
+    waits.went_well()
+    waits.failed()
+    assert waits.left_s <= Waits.FIRST_S
+    waits.failed(least_s=300)
+    assert waits.left_s > 299
+
+
+def test_a_journal_survives_being_torn_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.begin(0, 100)
+    journal.pin(0, '"é 1"')
+    journal.part(0, 3, 0xABC)
+    journal.partial(0, 4, 50, 0xDEF)
+    journal.part(0, 5, 0x123)
+    journal.lost(0, 3)
+    journal.search(0)
+    journal.part(0, 5, 0x456)
+    journal.begin(1, 10)
+    journal.verified(1, "aa")
+    journal.close()
+    whole = path.read_bytes()
+    read = Journal(path)
+    read.close()
+    record = read.of(0)
+    assert (record.part_bytes, record.etag, record.digests) == (100, '"é 1"', {5: 0x456})
+    assert (record.partial, record.searched, read.of(1).verified) == ({4: (50, 0xDEF)}, {5}, "aa")
+    lines = whole.splitlines(keepends=True)
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        torn = Journal(path)
+        torn.part(2, 0, 1)
+        torn.close()
+        intact = sum(1 for n in range(len(lines)) if len(b"".join(lines[: n + 1])) <= cut)
+        assert path.read_bytes().startswith(b"".join(lines[:intact]))
+        again = Journal(path)
+        again.close()
+        assert again.of(2).digests == {0: 1}
+    path.write_bytes(whole.replace(b"part 0 5", b"part 0 6", 1))
+    flipped = Journal(path)
+    flipped.close()
+    assert 5 not in flipped.of(0).digests

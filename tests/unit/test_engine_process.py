@@ -15,7 +15,6 @@ from engine.common.errors import ErrorCode
 from engine.protocol import Ask, Failed
 from engine.serving import engine_process
 from engine.serving.engine_process import EngineProcess
-from engine.serving.link import EngineLink
 
 ASK = Ask(Path("models/m"))
 ENDS_AT_ONCE = "import sys; sys.stdin.read()"
@@ -23,15 +22,19 @@ GOES_ON = "import sys, time; sys.stdin.read(); time.sleep(120)"
 
 
 @pytest.fixture
-def link() -> Iterator[EngineLink]:
-    found = EngineLink()
+def ends() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def engine(ends: list[str]) -> Iterator[EngineProcess]:
+    found = EngineProcess(EngineConfig("m"), None, lambda: ends.append("ended"))
     yield found
     found.close()
 
 
-def running(link: EngineLink, program: str, ends: list[str], monkeypatch: pytest.MonkeyPatch) -> EngineProcess:
+def runs(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "python_module", lambda _name: ([sys.executable, "-c", program], {}))
-    return EngineProcess(link, EngineConfig("m"), None, lambda: ends.append("ended"))
 
 
 def until(holds: Callable[[], Any]) -> None:
@@ -42,28 +45,31 @@ def until(holds: Callable[[], Any]) -> None:
     pytest.fail("it did not happen")
 
 
-def test_who_asks_after_its_end_starts_it_again(link: EngineLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends, events, pids = list[str](), list[Any](), set[int]()
-    engine = running(link, ENDS_AT_ONCE, ends, monkeypatch)
+def test_who_asks_after_its_end_starts_it_again(
+    engine: EngineProcess, ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, pids = list[Any](), set[int]()
+    runs(ENDS_AT_ONCE, monkeypatch)
     for asked in range(1, 4):
-        link.ask(ASK, events.append)
+        engine.ask(ASK, events.append)
         pids.add(engine.pid)
         until(lambda asked=asked: len(events) == asked)  # type: ignore[misc]
     until(lambda: len(ends) == 3)
-    engine.stop()
+    engine.close()
     assert len(pids) == 3
     assert {type(event) for event in events} == {Failed}
     assert {event.error.code for event in events} == {ErrorCode.ENGINE_DIED}
 
 
-def test_an_end_that_is_expected_is_no_news(link: EngineLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = list[str]()
-    engine = running(link, GOES_ON, ends, monkeypatch)
-    engine.start()
+def test_an_end_that_is_expected_is_no_news(
+    engine: EngineProcess, ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs(GOES_ON, monkeypatch)
+    engine.wake()
     pid = engine.pid
     engine.expect_end()
     assert engine._process is not None
     engine._process.kill()
-    engine.stop()
-    engine.start()
+    engine.close()
+    engine.wake()
     assert (ends, engine.pid) == ([], pid)

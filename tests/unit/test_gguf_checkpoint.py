@@ -143,6 +143,7 @@ def test_nonsense_is_refused_or_harmless(value: object, write: Callable[..., Pat
                 assert error.code.is_users  # noqa: PT017
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(
     "packed",
     some(sorted(FILES.glob("[!m]*.gguf.xz")) + sorted(FILES.glob("m[!m]*.gguf.xz"))),

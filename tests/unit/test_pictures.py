@@ -165,7 +165,7 @@ def test_bombs_of_parts_are_dropped_or_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_mutated_files_are_read_or_refused_in_a_sentence(kind: str, data: st.DataObject) -> None:
     names = [name for name in MADE if name.upper().startswith(kind)]

@@ -31,7 +31,7 @@ GAMER, BARE, LARGE = (
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     machine=st.sampled_from(machine_names()),
     model=st.sampled_from(model_names()),

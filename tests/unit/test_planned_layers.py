@@ -89,7 +89,7 @@ def predicted(ram: int, disk: float = 1.0) -> DecodePrediction | None:
         return None
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(GIB, 48 * GIB), st.integers(0, 8 * GIB))
 def test_more_memory_never_reads_more_nor_answers_later(ram: int, more: int) -> None:
     less, roomy = predicted(ram), predicted(ram + more)

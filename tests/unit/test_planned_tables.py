@@ -52,6 +52,7 @@ SHAPE = ModelShape(
 )
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("label", ["Q4_K_M", "Q3_K"])
 def test_it_is_planned_on_a_pc_with_32_gb_and_a_card_with_8(label: str) -> None:
     machine = read_machine("laptop-rtx-4060-8gb").with_memory(vram_bytes=8 * 2**30, ram_bytes=32 * 2**30)

@@ -64,6 +64,7 @@ def test_a_machine_without_a_card_has_no_such_roofline() -> None:
     assert roofline_of(read_machine("gcp-2x-t4")).link == 2 * roofline_of(read_machine("gcp-t4")).link
 
 
+@pytest.mark.takes_turns(6)
 @pytest.mark.parametrize("machine", [name for name in machine_names() if "no-gpu" not in name])
 def test_a_searched_policy_keeps_within_memory_and_is_the_best_of_a_sample(machine: str) -> None:
     profile, work = read_machine(machine), Workload("batch", 256, 64, sequences=1000)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import types
 import typing
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -105,13 +106,14 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
     if get_origin(hint) in (types.UnionType, typing.Union):
         return st.one_of(*(values(option) for option in get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return st.sampled_from(hint)
     known = {
         str: TEXT,
         int: st.integers(),
         bool: st.booleans(),
         float: st.floats(allow_nan=False),
         type(None): st.none(),
-        ErrorCode: st.sampled_from(ErrorCode),
         Path: TEXT.map(Path),
         Any: TEXT,
     }

@@ -167,7 +167,7 @@ def test_every_row_counts_once(rows: int, nodes: list[tuple[int, float]], troubl
     assert cluster.most_held <= MOST_HELD
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(rates=st.lists(st.floats(0.5, 20), min_size=2, max_size=8), seed=st.integers(0, 2**32))
 def test_nodes_end_together(rates: list[float], seed: int) -> None:
     """The job takes little longer than if all nodes were busy to its end."""

@@ -67,7 +67,7 @@ def test_rows_are_spread_and_each_is_answered() -> None:
     assert {place.name: place.rows > 100 for place in rows.places} == {"a": True, "b": True, "c": True}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(count=st.integers(0, 300), nodes=st.integers(1, 4), trouble=st.floats(0, 0.3), seed=st.integers(0, 10**6))
 def test_every_row_is_answered_once_whatever_happens(count: int, nodes: int, trouble: float, seed: int) -> None:
     cluster = MadeUpRay([f"n{number}" for number in range(nodes)], 3, random.Random(seed), trouble)
@@ -250,7 +250,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), stops=st.lists(st.integers(1, 30), max_size=3))
 def test_a_job_is_resumed_where_it_was(
     home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, seed: int, stops: list[int]

@@ -79,7 +79,7 @@ def test_a_chat_is_answered(process: Process, server: BadEndpoint) -> None:
     tokens = [event for event in process.events if isinstance(event, Token)]
     assert "".join(token.text for token in tokens) == "Hello"
     assert process.events[-1] == finished
-    assert not process.requests.window_waits  # nothing for the engine to do
+    assert not process.requests.waits()  # nothing for the engine to do
 
 
 def test_calls_of_a_server_s_own_tools_are_shown(process: Process, server: BadEndpoint) -> None:

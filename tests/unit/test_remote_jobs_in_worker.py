@@ -63,7 +63,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     found = Process()
     yield found
     found.requests.close()
-    found.jobs.close()
+    found.jobs.threads.join()
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_a_job_ends_once_and_says_where_its_rows_are_answered(
     assert all(asked.key == SECRET for asked in server.posted)
     progress = [event for event in process.events if isinstance(event, BatchProgress)][-1]
     assert decode(encode(progress).rstrip(b"\n")) == progress
-    assert [(place.name, place.rows) for place in progress.places] == [("rack", 12)]
+    assert [(place.name, place.rows) for place in progress.pace.places] == [("rack", 12)]
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 12
-    process.jobs.close()
+    process.jobs.threads.join()
     assert sum(isinstance(event, BatchFinished) for event in process.events) == 1
 
 
@@ -157,6 +157,6 @@ def test_a_job_of_a_cluster_needs_no_model_here_and_runs_there(
     process.jobs.begin(request)
     ending = process.wait_for(BatchFinished)
     assert (ending.finished, ending.done, ending.failed) == (True, 12, 0)
-    places = [event.places for event in process.events if isinstance(event, BatchProgress)][-1]
+    places = [event.pace.places for event in process.events if isinstance(event, BatchProgress)][-1]
     assert [(place.name, place.host) for place in places] == [("a", "a"), ("b", "b")]
     assert cluster.closed

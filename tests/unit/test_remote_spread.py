@@ -152,7 +152,7 @@ def servers(draw: st.DrawFn) -> list[Server]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(servers(), st.integers(0, 120), st.booleans())
 def test_each_row_is_answered_once_whatever_the_places_do(found: list[Server], rows: int, twice: bool) -> None:
     ran = simulate(found, rows, twice=twice)

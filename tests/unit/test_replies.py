@@ -174,6 +174,7 @@ def test_each_family_is_read_in_its_own_form(name: str) -> None:
     assert (spoken, thought) == ("Let me see." * ("Let me see" in text), "Hm." * ("Hm." in text))
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("name", FORMS)
 @given(st.data())
 def test_however_it_is_cut_each_form_reads_the_same(name: str, data: st.DataObject) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine import cli
 from engine.common.anonymous import of_log, without_names
 from engine.common.paths import log_dir
+from engine.verbs import doctor
 
 SECRET = "Zyxwvut"
 """In names that must not be seen."""
@@ -79,6 +80,13 @@ def test_messages_of_errors_and_of_others_are_never_shown(prompt: str) -> None:
     assert SECRET not in "\n".join(of_log(lines))
 
 
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose tests, in a process of their own, take seconds."""
+    monkeypatch.setattr(doctor, "kernel_findings", lambda _hardware: [])
+
+
+@pytest.mark.usefixtures("without_kernels")
 def test_the_report_has_what_helps_and_nothing_else(
     tmp_path: Path, switchyard_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +116,7 @@ def test_the_report_has_what_helps_and_nothing_else(
         assert words in said, words
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["doctor", "--report", str(tmp_path / "file" / "report.txt")]) == 2

@@ -1,18 +1,31 @@
-"""`switchyard simulate` as its users meet it: one JSON document, a table, and mistakes told in one line."""
+"""`switchyard simulate` as users meet it, and what it says beside published figures: order, medians, few factors."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import cli
 from engine.experts.replay import RoutingTrace, write_trace
-from engine.planner.papers import report
+from engine.planner.costs import EFFICIENCY, Efficiency
+from engine.planner.papers import DERIVED, FAR_OFF, THROUGHPUT, PublishedCell, duoserve, fiddler, moe_lightning, report
+from engine.planner.papers.report import (
+    SAME,
+    document,
+    factors,
+    median_deviation,
+    rank_correlation,
+    summaries,
+)
 from tests.combinations import some
 
 _CELL = ["simulate", "--model", "gpt-oss-20b", "--hardware", "desktop-rtx-3060-12gb", "--workload", "32x8"]
@@ -104,7 +117,7 @@ def test_recorded_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "trace" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workload", some(["64x8x16", "32x8"], every=2))
+@pytest.mark.parametrize("workload", some(["64x8x16", "32x8"], every=4))
 def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, table = tmp_path / "timeline.json", tmp_path / "timeline.csv"
     for file in (path, table):
@@ -137,3 +150,139 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], says: str, capsys: 
     assert says in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[PublishedCell]:
+    return _rows()
+
+
+def of(rows: list[PublishedCell], paper: str, table: str) -> list[PublishedCell]:
+    return [row for row in rows if row.paper == paper and row.table.startswith(table)]
+
+
+def test_every_row_is_a_number_beside_a_number(rows: list[PublishedCell]) -> None:
+    assert len({(row.paper, row.table, row.cell) for row in rows}) == len(rows)
+    for row in rows:
+        assert row.kind in (THROUGHPUT, DERIVED)
+        assert row.published > 0
+        assert row.predicted > 0
+        assert math.isfinite(row.predicted)
+
+
+def test_all_published_tables_are_there(rows: list[PublishedCell]) -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for row in rows:
+        counts[row.paper] += 1
+    assert set(counts) == {"CPU-GPU Collaborative", "Fiddler", "DuoServe-MoE", "MoE-Lightning", "Klotski"}
+    assert len(of(rows, "MoE-Lightning", "4: s")) == 16
+    assert len(of(rows, "MoE-Lightning", "5")) == 4
+    assert len(of(rows, "Klotski", "3")) == 15
+    assert len(of(rows, "DuoServe-MoE", "2")) == 8
+    assert len(of(rows, "Fiddler", "appendix C")) == 6
+    assert len(of(rows, "CPU-GPU Collaborative", "III, computing")) == 14
+
+
+def test_the_rank_order_is_right_in_every_table(rows: list[PublishedCell]) -> None:
+    for table in summaries(rows):
+        assert table.rank_correlation is None or table.rank_correlation >= 0.9, table
+    for cells in groups(rows):
+        assert len({row.unit for row in cells}) == 1
+        clear = [(low, high) for low in cells for high in cells if high.published > low.published * (1 + SAME)]
+        wrong = [(low.cell, high.cell) for low, high in clear if high.predicted < low.predicted * (1 - SAME)]
+        assert not wrong, cells[0].table
+
+
+def groups(rows: list[PublishedCell]) -> list[list[PublishedCell]]:
+    """Of each table, what is ranked."""
+    tables: dict[tuple[str, str], list[PublishedCell]] = defaultdict(list)
+    for row in rows:
+        if not row.bound and not row.given:
+            tables[row.paper, row.table].append(row)
+    return list(tables.values())
+
+
+def cell(published: float, predicted: float, **changes: Any) -> PublishedCell:
+    return PublishedCell("p", "t", "c", published, predicted, "x", THROUGHPUT, **changes)
+
+
+def test_numbers_that_hardly_differ_have_no_order() -> None:
+    rising = [cell(1.0, 5.0), cell(2.0, 6.0), cell(3.0, 7.0)]
+    assert rank_correlation(rising) == pytest.approx(1.0)
+    assert rank_correlation([cell(row.published, -row.predicted) for row in rising]) == pytest.approx(-1.0)
+    assert rank_correlation([cell(1.0, 1.8717), cell(1.2, 1.8718), cell(1.4, 1.8718)]) == 0
+    assert rank_correlation([cell(1.0, 2.0), cell(1.01, 1.0)]) is None
+    assert rank_correlation([cell(1.0, 2.0)]) is None
+    assert rank_correlation([cell(1.0, 2.0, bound=True)]) is None
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=1, max_size=20))
+def test_a_rank_correlation_is_one(numbers: list[tuple[float, float]]) -> None:
+    found = rank_correlation([cell(*pair) for pair in numbers])
+    assert found is None or -1.0001 <= found <= 1.0001
+    same = rank_correlation([cell(published, published) for published, _ in numbers])
+    assert same is None or same == pytest.approx(1.0)
+
+
+def test_a_summary_has_the_median_and_the_worst_of_what_counts() -> None:
+    table, paper = summaries([cell(1.0, 1.1), cell(2.0, 2.0), cell(3.0, 1.5), cell(1.0, 9.0, given=True)])
+    assert (table.cells, table.median, table.worst) == (3, pytest.approx(0.1), pytest.approx(-0.5))
+    assert (table.table, paper.table) == ("t", "")
+    assert paper.rank_correlation == table.rank_correlation
+
+
+def test_no_cell_is_far_off_without_a_sentence_that_says_why(rows: list[PublishedCell]) -> None:
+    assert not [row for row in rows if abs(row.deviation) > FAR_OFF and not row.why]
+
+
+def test_medians_are_within_what_the_model_promises(rows: list[PublishedCell]) -> None:
+    assert median_deviation(rows, THROUGHPUT) <= 0.15
+    assert median_deviation(rows, DERIVED) <= 0.05
+
+
+def test_medians_do_not_count_what_the_profiles_were_given(rows: list[PublishedCell]) -> None:
+    without = [row for row in rows if not row.given]
+    assert len(without) < len(rows)
+    for kind in (THROUGHPUT, DERIVED):
+        assert median_deviation(without, kind) == median_deviation(rows, kind)
+
+
+def test_at_most_four_named_factors_and_all_are_listed(rows: list[PublishedCell]) -> None:
+    listed = factors()
+    assert len(listed) <= 4
+    assert all(factor.meaning for factor in listed)
+    content = document(rows)
+    assert content["efficiency_factors"] == [
+        {"name": factor.name, "value": factor.value, "meaning": factor.meaning} for factor in listed
+    ]
+
+
+def test_predictions_repeat(rows: list[PublishedCell]) -> None:
+    again = [*duoserve.rows(EFFICIENCY), *moe_lightning.rows(EFFICIENCY)]
+    assert again == [row for row in rows if row.paper in ("DuoServe-MoE", "MoE-Lightning")]
+
+
+def test_a_factor_moves_predictions_but_no_dimension() -> None:
+    half = Efficiency(EFFICIENCY.arithmetic / 2, EFFICIENCY.card_memory / 2)
+    for normal, slow in zip(moe_lightning.rows(EFFICIENCY), moe_lightning.rows(half), strict=True):
+        if normal.kind == DERIVED:
+            assert slow.predicted == normal.predicted
+        elif normal.unit == "tokens/s":
+            assert slow.predicted <= normal.predicted
+
+
+def test_a_bound_that_is_kept_does_not_deviate() -> None:
+    row = PublishedCell("p", "t", "c", 1.0, 0.4, "%", THROUGHPUT, bound=True)
+    assert row.deviation == 0
+    assert PublishedCell("p", "t", "c", 1.0, 1.5, "%", THROUGHPUT, bound=True).deviation == pytest.approx(0.5)
+    assert PublishedCell("p", "t", "c", 2.0, 1.5, "x", THROUGHPUT).deviation == pytest.approx(-0.25)
+
+
+def test_popularity_has_the_published_quantiles() -> None:
+    values = fiddler.published_popularity()
+    assert len(values) == 256
+    assert values == sorted(values)
+    assert (values[0], values[-1]) == (pytest.approx(0.22), pytest.approx(1.0))
+    assert sum(values) / 256 == pytest.approx(0.71, abs=0.01)
+    assert sum(value < 0.6 for value in values) == 15
+    assert sum(value > 0.8 for value in values) in (26, 27)

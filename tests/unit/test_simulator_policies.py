@@ -26,6 +26,7 @@ def setting(machine: str, model: str, workload: Workload, precision: str = "int4
     return Setting(Costs(read_machine(machine), read_model(model), precision), workload)
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("policy", _OTHERS)
 @pytest.mark.parametrize("workload", [_SMALL, replace(_SMALL, beams=4), replace(_SMALL, sequences=24)], ids=str)
 def test_spans_are_physical(policy: str, workload: Workload) -> None:
@@ -78,6 +79,7 @@ def as_it_is(policy: str) -> tuple[Setting, Outcome | None]:
     return given, run_policy(policy, given)
 
 
+@pytest.mark.takes_turns(4)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("part", ["link", "ram", "disk", "gpu"])
 def test_more_bandwidth_makes_nothing_slower(policy: str, part: str) -> None:
@@ -103,6 +105,7 @@ _CELLS = [
 ]
 
 
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(("machine", "model", "workload"), _CELLS)
 def test_switchyard_is_never_slower_than_any_policy(machine: str, model: str, workload: str) -> None:
     given = setting(machine, model, WORKLOADS[workload])

@@ -27,6 +27,7 @@ from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
+from engine.planner.batch_prediction import JobPrediction
 from engine.remote.endpoint import Endpoint
 from engine.tuning.batch_forecast import Forecast, ForecastQuestion
 
@@ -98,7 +99,7 @@ class NewJob(QWidget):
         self._left = threading.Event()
         self._checking = False
         self._opening = False
-        self._planned: BatchPlanned | None = None
+        self._planned: JobPrediction | None = None
         self._sampled: BatchSampled | None = None
         self._forecast: Forecast | None = None
         self._forecasts = BatchForecasts(self)
@@ -254,8 +255,8 @@ class NewJob(QWidget):
         self.sample.end("" if rate is None else sample_text(rate))
         self._show_state()
 
-    def _on_planned(self, plan: BatchPlanned) -> None:
-        self._planned = plan
+    def _on_planned(self, event: BatchPlanned) -> None:
+        self._planned = event.prediction
         self._show_state()
 
     def _on_sampled_elsewhere(self, sampled: BatchSampled) -> None:

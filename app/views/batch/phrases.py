@@ -13,9 +13,9 @@ from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
 from app.widgets.quantities import SEPARATOR, count, number, percent
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
+from engine.batch_files.messages import BatchRow, BatchSampled
 from engine.common.config import HERE
-from engine.planner.batch_prediction import Bottleneck
+from engine.planner.batch_prediction import Bottleneck, JobPrediction
 from engine.remote.endpoint import Endpoint, called, is_host_here, named_at
 
 translate = QCoreApplication.translate
@@ -46,13 +46,13 @@ def clock_text(moment_s: float, now: datetime | None = None) -> str:
     return locale.toString(QDate(moment.year, moment.month, moment.day), wanted)
 
 
-def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0) -> str:
+def plan_text(plan: JobPrediction, now_s: float, alone_tokens_per_s: float = 0.0) -> str:
     """A job before its start: rows that share weights, rate, end, bottleneck, and the uncertainty.
 
     Args:
         alone_tokens_per_s: one row at a time; 0 if unknown.
     """
-    shared = shared_text(plan.rows_together) if plan.rows > 1 else translate("Batch", "One row")
+    shared = shared_text(plan.rows_together) if plan.job.rows > 1 else translate("Batch", "One row")
     rate = translate("Batch", "{0} to {1} tokens/s").format(*_rates(plan))
     if plan.is_measured:
         first, last = clock_text(now_s + plan.seconds_low), clock_text(now_s + plan.seconds_high)
@@ -62,7 +62,7 @@ def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0)
         sure = translate("Batch", "Measured on the trial rows, ±{0}.").format(percent(_off(plan)))
     else:
         end = translate("Batch", "done by {0} even if every answer takes all {1} tokens").format(
-            clock_text(now_s + plan.seconds_high), count(round(plan.tokens_per_row))
+            clock_text(now_s + plan.seconds_high), count(round(plan.job.generated_tokens))
         )
         sure = translate("Batch", "Predicted, ±{0}; a trial of the first rows is more exact.").format(
             percent(_off(plan))
@@ -80,7 +80,7 @@ def shared_text(rows: int) -> str:
     return translate("Batch", "{0} rows share each load of a layer's weights").format(count(rows))
 
 
-def planned_text(plan: BatchPlanned, measured: float = 0.0) -> str:
+def planned_text(plan: JobPrediction, measured: float = 0.0) -> str:
     """The prediction, next to what a running job measures.
 
     Args:
@@ -88,14 +88,14 @@ def planned_text(plan: BatchPlanned, measured: float = 0.0) -> str:
             and its bottleneck is left out.
     """
     low, high = _rates(plan)
-    if measured > 0 and measured < plan.tokens_per_s_low:
+    if measured > 0 and measured < plan.low:
         words = translate(
             "Batch",
             "Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer "
             "than the first ones. The time left is based on the measured rate.",
         )
         return words.format(low, high, rate_figure(measured))
-    if measured > plan.tokens_per_s_high:
+    if measured > plan.high:
         words = translate(
             "Batch",
             "Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.",
@@ -119,17 +119,17 @@ def limit_text(bottleneck: str) -> str:
     return words.get(bottleneck, "")
 
 
-def _rates(plan: BatchPlanned) -> tuple[str, str]:
-    return rate_figure(_two_digits(plan.tokens_per_s_low)), rate_figure(_two_digits(plan.tokens_per_s_high))
+def _rates(plan: JobPrediction) -> tuple[str, str]:
+    return rate_figure(_two_digits(plan.low)), rate_figure(_two_digits(plan.high))
 
 
 def _two_digits(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def _off(plan: BatchPlanned) -> float:
-    both = plan.tokens_per_s_low + plan.tokens_per_s_high
-    return round((plan.tokens_per_s_high - plan.tokens_per_s_low) / both, 2) + 1e-9 if both > 0 else 0.0
+def _off(plan: JobPrediction) -> float:
+    both = plan.low + plan.high
+    return round((plan.high - plan.low) / both, 2) + 1e-9 if both > 0 else 0.0
 
 
 def state_text(job: JobEntry) -> str:

@@ -57,7 +57,7 @@ class BatchHint(QWidget):
 
     def _on_progressed(self, event: BatchProgress) -> None:
         self._is_running, self._is_left = True, False
-        self._share = min(1.0, event.done / event.total) if event.total > 0 else None
+        self._share = min(1.0, event.pace.done / event.pace.total) if event.pace.total else None
         self._refresh()
 
     def _on_finished(self, event: BatchFinished | Failed) -> None:

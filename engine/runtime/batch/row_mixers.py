@@ -182,6 +182,7 @@ class RowMixers(DecoderLayers):
                 tokens = torch.tensor([ids], device=self._loaded.device) if given is None else torch.empty(0)
                 self._step(tokens, own.cache, row.position(begin), given)
                 own.tokens += len(ids)
+        assert isinstance(row.own, RowCache)
         assert row.own.tokens == row.held
         return row.own
 
@@ -221,7 +222,7 @@ class RowMixers(DecoderLayers):
 
     def ends(self, row: PagedRow) -> None:
         """A row has its answer: others may go on from what it has read."""
-        if row.own is not None and self._loaded.devices is None:
+        if isinstance(row.own, RowCache) and self._loaded.devices is None:
             self._left.take(row.read, row.own.cache)
 
     @contextmanager

@@ -17,11 +17,9 @@ from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck
 from engine.runtime.decode.detokenizer import decode_text
-from engine.runtime.decode.generation import BeamModel, Decoded, TextCallback
+from engine.runtime.decode.generation import Decoded, TextCallback
 from engine.runtime.decode.sampling import penalise_repetition
 from engine.runtime.decode.sequence import AnswerLimits, StopStrings, alone_with, check_finite, dry_penalty, of_one
-from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER
 
 _NEVER = -1.0e9
 """Score of what must not be chosen, as in transformers."""
@@ -38,25 +36,6 @@ class BeamStep(NamedTuple):
 
 Beams = Generator[BeamStep, torch.Tensor, _Result]
 """A search: it is sent logits [B, V] after each step."""
-
-
-def over(model: BeamModel, search: Beams[_Result], device: torch.device) -> Generator[None, None, _Result]:
-    """Searches over sequences that hold the prompt, with a pause after each step."""
-    lane = lanes.SAMPLE
-    try:
-        step = next(search)
-        while True:
-            if RECORDER.on:
-                RECORDER.phase(lane, 1)
-            lane = lanes.DECODE
-            if step.sources != list(range(len(step.sources))):
-                model.reorder(torch.tensor(step.sources, device=device))
-            logits = model.step(torch.tensor(step.tokens, device=device)[:, None])
-            yield
-            step = search.send(logits)
-    except StopIteration as end:
-        result: _Result = end.value
-        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ from engine.runtime.decode.prompt import encodable, encode
 from engine.runtime.kept.prefixes import Reused
 from engine.runtime.kv.memory import cache_bytes
 from engine.runtime.loaded_model import LoadedModel
-from engine.telemetry.lanes import PREFILL
-from engine.telemetry.recorder import RECORDER
 
 
 def source_prompt(
@@ -39,13 +37,15 @@ def source_prompt(
 class EncoderDecoderSession:
     """An encoder-decoder model and the decoder's caches; nothing is reused from one prompt to the next."""
 
+    ids: tuple[int, ...] = ()
+    """Of use to another prompt."""
+    is_whole = False
+
     def __init__(self, loaded: LoadedModel) -> None:
         self._model = loaded.model
         self._device = loaded.device
         settings = loaded.model.generation_config
-        config = loaded.model.config
-        start = settings.decoder_start_token_id
-        self._start = int(start if start is not None else getattr(config, "decoder_start_token_id", None) or 0)
+        (self._start,) = self.prefix(loaded)
         self._forced_first: int | None = settings.forced_bos_token_id
         self._source: Any = None
         self._mask: torch.Tensor | None = None
@@ -70,13 +70,11 @@ class EncoderDecoderSession:
         self._source = self._mask = self._cache = None
         self._tokens = 0
 
-    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - as of `KvSession`
-        """Nothing is tried ahead."""
-        return False
-
-    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:  # noqa: ARG002 - as of `KvSession`
-        """The decoder's start token."""
-        return [self._start]
+    @staticmethod
+    def prefix(loaded: LoadedModel) -> list[int]:
+        """What an answer continues: the decoder's start token."""
+        start = loaded.model.generation_config.decoder_start_token_id
+        return [int(start if start is not None else getattr(loaded.model.config, "decoder_start_token_id", None) or 0)]
 
     def read(
         self,
@@ -86,10 +84,11 @@ class EncoderDecoderSession:
         on_reused: ReusedCallback = ignore_reused,  # noqa: ARG002 - as of `KvSession`
         *,
         repeats: bool = False,  # noqa: ARG002 - as of `KvSession`
+        answer: Sequence[int] = (),
     ) -> Reading:
-        """Encodes the prompt, in one go; logits [1, V] of the first token, and nothing reused."""
+        """Encodes the prompt, in one go; logits [1, V] of the next token, and nothing reused."""
         self.clear()
-        yield
+        yield len(prompt) + len(answer)
         if cancelled():
             raise RequestCancelled
         on_progress(0, len(prompt))
@@ -101,10 +100,12 @@ class EncoderDecoderSession:
         start = torch.tensor([[self._start]], device=self._device)
         logits = decode_step(self._model, start, source, mask, cache)
         self._source, self._mask, self._cache, self._tokens = source, mask, cache, 1
-        if RECORDER.on:
-            RECORDER.phase(PREFILL, len(prompt))
         on_progress(len(prompt), len(prompt))
-        if self._forced_first is not None:
+        for token_id in answer:
+            if cancelled():
+                raise RequestCancelled
+            logits = self.step(torch.tensor([[token_id]], device=self._device), token_id)
+        if self._forced_first is not None and not answer:
             forced = torch.full_like(logits, -torch.inf)
             forced[:, self._forced_first] = 0
             logits = forced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from engine.common.chat import FinishReason, ToolCall
 from engine.common.errors import EngineError
@@ -64,12 +64,13 @@ class TokenConstraint(Protocol):
         """The answer begins again."""
 
 
-Reading = Generator[None, None, "tuple[torch.Tensor, Reused]"]
+Reading = Generator[int, None, "tuple[torch.Tensor, Reused]"]
+"""Of a prompt: pauses before each forward, and says how many tokens that has."""
 
 _Result = TypeVar("_Result")
 
 
-def drained(steps: Generator[None, None, _Result]) -> _Result:
+def drained(steps: Generator[Any, None, _Result]) -> _Result:
     """What a generator returns, without pauses."""
     while True:
         try:

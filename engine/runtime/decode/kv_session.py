@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -43,7 +42,6 @@ from engine.runtime.kv.reuse import (
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout
-from engine.telemetry.lanes import PREFILL
 from engine.telemetry.recorder import RECORDER
 
 SNAPSHOT_TOKENS = 16
@@ -119,6 +117,16 @@ class KvSession:
         return len(self._ids)
 
     @property
+    def ids(self) -> list[int]:
+        """Those."""
+        return self._ids
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it certainly holds exactly these."""
+        return self._whole
+
+    @property
     def cache(self) -> Cache | None:
         """What holds exactly the tokens so far; None while that is not certain."""
         return self._cache if self._whole else None
@@ -158,10 +166,6 @@ class KvSession:
         self._beam_room.release()
         self._room.release()
 
-    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
-        """The answer continues the prompt."""
-        return self._sight.text(prompt) if self.layout is not None and self._sight is not None else list(prompt)
-
     def read(
         self,
         prompt: Sequence[int],
@@ -170,19 +174,23 @@ class KvSession:
         on_reused: ReusedCallback = ignore_reused,
         *,
         repeats: bool = False,
+        answer: Sequence[int] = (),
     ) -> Reading:
-        """Makes the cache hold `prompt`, at least its last token freshly computed; pauses after each chunk.
+        """Makes the cache hold `prompt`, at least its last token freshly computed; pauses before each chunk, and says
+        how many tokens that has.
 
         Args:
             repeats: whether its logits have to be those of another time, bit by bit, whatever was read before; on a
                 card, where experts are computed now here and now there, they cannot be.
+            answer: the tokens that have followed the prompt, if it was held before.
 
         Returns:
-            logits [1, V] after the prompt, and how many of its tokens were reused.
+            logits [1, V] after all of it, and how many of its tokens were reused.
 
         Raises:
             RequestCancelled: asked for between two chunks; what was computed so far serves the next prompt.
         """
+        asked, prompt = len(prompt), [*prompt, *answer]
         self._beam_room.release()
         self._leave_graphs()
         restart_angles(self._model)
@@ -194,13 +202,14 @@ class KvSession:
         reused = found.tokens
         # What is kept was computed elsewhere, and a chunk of which a part is gone is no longer whole.
         self._steady = min(self._steady, found.held) // self._chunk_tokens * self._chunk_tokens
-        total = self._prompt_tokens = len(prompt)
+        total, self._prompt_tokens = len(prompt), asked
         on_progress(reused, total)
         if self._cache is None:
             self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
         logits: torch.Tensor | None = None
         with self._pieces.of(total - reused, self._chunk_tokens) as piece:
-            for start, end in self._chunks(reused, total, piece):
+            for start, end in self._chunks(reused, total, piece, repeats=repeats):
+                yield end - start
                 if cancelled():
                     raise RequestCancelled
                 if end == total or self._is_far(start):
@@ -210,11 +219,7 @@ class KvSession:
                     logits = self._forward(torch.tensor([ids], device=self._device), ids)
                 if start == self._steady and end - start == self._chunk_tokens:
                     self._steady = end
-                if RECORDER.on:
-                    RECORDER.phase(PREFILL, end - start)
                 on_progress(end, total)
-                if end < total:
-                    yield
         assert logits is not None  # the last token is never reused
         return logits, found
 
@@ -227,10 +232,6 @@ class KvSession:
             self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
             return self._forward(torch.tensor([ids], device=self._device), ids)
         return self._forward(token, (token_id,))
-
-    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - as of `GuessedSteps`
-        """Not by itself."""
-        return False
 
     def drafters(self) -> list[Drafter]:
         """What guesses its next tokens besides their text."""
@@ -391,18 +392,25 @@ class KvSession:
         self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
         logits: torch.Tensor | None = None
         restart_angles(self._model)
-        # Of an answer that depends on what is computed together, tokens come one by one, as they came before.
-        read = min(self._prompt_tokens, len(ids)) if len(ids) > self._exact else len(ids)
-        singles = ((place, place + 1) for place in range(read, len(ids)))
-        for start, end in chain(self._chunks(0, read, self._chunk_tokens), singles):
+        for start, end in self._chunks(0, len(ids), self._chunk_tokens):
             logits = self._forward(torch.tensor([ids[start:end]], device=self._device), ids[start:end])
         assert logits is not None
         return logits
 
-    def _chunks(self, begin: int, total: int, piece: int) -> Iterator[tuple[int, int]]:
-        """From where to where each forward of a prompt goes, of up to so many tokens."""
-        if total > self._exact or self._crosses(0, total):
+    def _chunks(self, begin: int, total: int, piece: int, *, repeats: bool = False) -> Iterator[tuple[int, int]]:
+        """From where to where each forward of a prompt and its answer goes, of up to so many tokens."""
+        if self._crosses(0, total):
             yield begin, total
+            return
+        read = min(self._prompt_tokens, total)
+        if read < total and (repeats or total > self._exact):
+            # Of an answer that depends on what is computed together, tokens come one by one, as they came before.
+            yield from self._chunks(begin, read, piece)
+            yield from ((place, place + 1) for place in range(max(begin, read), total))
+            return
+        if total > self._exact:
+            if begin < total:
+                yield begin, total
             return
         last = total - SNAPSHOT_TOKENS
         while begin < total:
@@ -492,7 +500,7 @@ class KvSession:
 
     def _shared(self, prompt: Sequence[int], *, repeats: bool) -> int:
         """How much of a prompt the cache can go on from; whole chunks, all computed as at first, where it repeats."""
-        shared = _common_prefix(self._ids, prompt) if self._whole else 0
+        shared = common_prefix(self._ids, prompt) if self._whole else 0
         shared = min(shared, len(prompt) - 1)
         step = self._chunk_tokens if repeats else 1
         if repeats:
@@ -695,7 +703,8 @@ class KvRoom:
             ) from None
 
 
-def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
+def common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens both begin with."""
     for index, (a, b) in enumerate(zip(held, prompt, strict=False)):
         if a != b:
             return index

@@ -14,9 +14,6 @@ as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-import torch
 
 from engine.common import clock
 from engine.common.costs import Cost, CostModel
@@ -24,9 +21,6 @@ from engine.runtime.decode.drafter import Drafter, Guess
 from engine.runtime.decode.prompt_lookup import PromptLookup
 from engine.runtime.decode.sequence import of_one
 from engine.runtime.decode.step_model import MOST_ROWS
-
-if TYPE_CHECKING:
-    from engine.runtime.decode.kv_session import KvSession
 
 _PRIOR_PRICE = 0.4
 """What each further token of a step is taken to cost, in single steps, before it was measured: on the high side."""
@@ -96,6 +90,10 @@ class Speculation:
         self._lost_s = 0.0
         self._since_probe, self._to_probe = 0, _NEAREST_PROBE
         self.guessed = self.accepted = 0
+
+    def use(self, drafters: Sequence[Drafter]) -> None:
+        """From now on these guess besides the text."""
+        self._drafters[1:] = drafters
 
     def append(self, ids: Sequence[int]) -> None:
         """The answer has these tokens more."""
@@ -193,59 +191,3 @@ class Speculation:
             if price - without <= may_lose and rate > best_rate:
                 best, best_rate = tried, rate
         return best, best_rate
-
-
-class GuessedSteps:
-    """The steps of one answer over a session's own cache, for `decode` in place of the session's.
-
-    Args:
-        session: holds what the answer continues: the answer's first logits are there.
-    """
-
-    def __init__(self, session: KvSession, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
-        self._session, self._prices = session, prices
-        self.speculation = Speculation(prices, prefix, most_tokens, session.drafters())
-        self._guess: Guess | None = None
-        self._rows = torch.empty(0)
-        self._at = 0
-        self._step_s = 0.0
-
-    def foresaw(self, token_id: int) -> bool:
-        """Whether the logits after this token are there already."""
-        guess = self._guess
-        return guess is not None and self._at < len(guess.ids) and guess.ids[self._at] == token_id
-
-    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
-        """The answer's next token; logits [1, V] after it."""
-        self.speculation.append((token_id,))
-        if self.foresaw(token_id):
-            self._at += 1
-            return self._rows[self._at : self._at + 1]
-        self.settle()
-        begun_s = clock.now()
-        guess = self.speculation.guess(self._session.takes)
-        guessed_s = clock.now()
-        if guess is None:
-            logits = self._session.step(token, token_id)
-            self._prices.took(1, clock.now() - guessed_s)
-            return logits
-        self._rows = self._session.several([token_id, *guess.ids])
-        now_s = clock.now()
-        self._step_s = now_s - begun_s
-        self._prices.took(1 + len(guess.ids), now_s - guessed_s)
-        self._guess, self._at = guess, 0
-        return self._rows[:1]
-
-    def settle(self) -> None:
-        """Takes back what the answer does not go on with, and learns from it.  Harmless if repeated."""
-        guess, self._guess = self._guess, None
-        if guess is None:
-            return
-        tried, came_true = len(guess.ids), self._at
-        if came_true < tried:
-            begun_s = clock.now()
-            self._session.take_back(tried - came_true)
-            back_s = clock.now() - begun_s
-            self._step_s += back_s
-            self._prices.took_back(back_s)
-        self.speculation.settle(guess, came_true, self._step_s)

@@ -22,7 +22,7 @@ from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.lane import Lane, RowSource
+from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation, PreparedRow
 
 _Result = TypeVar("_Result")
@@ -41,7 +41,7 @@ class Background:
     def __init__(
         self,
         loaded: LoadedModel,
-        make_lane: Callable[[BatchPolicy], tuple[Lane, str]],
+        make_lane: Callable[[BatchPolicy], tuple[ContinuousBatch, str]],
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.loaded, self._make_lane, self.on_news = loaded, make_lane, on_news
@@ -50,7 +50,7 @@ class Background:
         self._calls: deque[Callable[[], None]] = deque()
         self._runs: list[_Run] = []
         self._lanes: dict[Any, _Shared] = {}
-        self._last: Lane | None = None
+        self._last: ContinuousBatch | None = None
         self._is_closed = False
         self.seconds = 0.0
         """Of the engine's thread that jobs have had so far."""
@@ -183,14 +183,14 @@ class Background:
                 call = self._calls.popleft()
             call()
 
-    def _next_lane(self) -> Lane | None:
+    def _next_lane(self) -> ContinuousBatch | None:
         """Whose turn it is: the first after the last one."""
         lanes = list(dict.fromkeys(run.shared.lane for run in self._runs if not run.shared.lane.is_resting))
         if self._last in lanes:
             lanes = lanes[lanes.index(self._last) + 1 :] + lanes[: lanes.index(self._last) + 1]
         return lanes[0] if lanes else None
 
-    def _go_on_with(self, lane: Lane, until: Check) -> bool:
+    def _go_on_with(self, lane: ContinuousBatch, until: Check) -> bool:
         """Whether there was anything to go on with."""
         turns = lane.turns
 
@@ -238,7 +238,7 @@ class Background:
 class _Shared:
     """A lane, and how many jobs have a place in it."""
 
-    lane: Lane
+    lane: ContinuousBatch
     note: str
     jobs: int = 0
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from uuid import uuid4
@@ -21,12 +21,13 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.rows import Check, always, never
+from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row_prefixes import Partings
+from engine.runtime.batch.session_rows import RowSession, SessionRows
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
@@ -38,7 +39,6 @@ from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kept.state import PagedState
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for
-from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
@@ -56,7 +56,38 @@ _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
 
-class ContinuousBatch(Lane):
+@dataclass(eq=False)
+class RowSource:
+    """Where rows come from and where their answers go: the requests of people, or one job.
+
+    Attributes:
+        prepared: the next ones; it may have ended now and go on later.
+        rests: whether its rows stay as they are, and no more of them are begun.
+        rows: those in progress that have pages, or gave them up.
+        is_dry: whether it had no more when it was last asked.
+    """
+
+    prepared: Iterator[PreparedRow | None]
+    on_row: AnswerCallback
+    rests: bool = False
+    rows: list[PagedRow] = field(default_factory=list)
+    next: PreparedRow | None = None
+    """For which there has been no room."""
+    is_dry: bool = False
+
+    def take(self) -> PreparedRow | None:
+        """The row to begin next, if there is one now."""
+        new, self.next = self.next or next(self.prepared, None), None
+        self.is_dry = new is None
+        return new
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Its rows in progress, and the tokens generated for them."""
+        return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
+
+
+class ContinuousBatch:
     """Rows in progress in one model; kept while another request has priority.
 
     Rows of several sources share each sweep: whoever has the fewest of them in progress begins the next one.  Where
@@ -72,7 +103,7 @@ class ContinuousBatch(Lane):
 
     def __init__(
         self,
-        model: PackedModel,
+        model: PackedModel | SessionRows,
         policy: BatchPolicy,
         most_pages: int | None = None,
         *,
@@ -81,14 +112,20 @@ class ContinuousBatch(Lane):
         keeps: bool = False,
         exact: bool = False,
     ) -> None:
-        super().__init__()
+        self.sources: list[RowSource] = []
+        self._own = RowSource(iter(()), lambda _answer: None)
+        """Of who asks by `submit` or `run`."""
+        self.turns = 0
+        """Sweeps begun so far."""
         # With a window of its own a row holds other values than a chat.
         self._kept = kept if not policy.window else None
         self._keeps = keeps
         self._model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
-        self.exact: PagedSteps | None = None
-        """What computes single sequences here as well as over a cache of their own."""
+        self._sessions = model if isinstance(model, SessionRows) else None
+        """Where rows have caches of their own, and are computed one after the other."""
+        self.exact: PagedSteps | SessionRows | None = None
+        """What computes single sequences as if each were alone."""
         self._prices = StepPrices()
         if above is None:
             # Any one request has room; memory is only taken as tokens come.
@@ -161,6 +198,40 @@ class ContinuousBatch(Lane):
         self._source_of[row] = self._own
         self._aside.append(row)
 
+    def run(
+        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+    ) -> BatchOutcome:
+        """Answers the rows of one source until there are no more; see `BatchExecutor.run`."""
+        self._asks(prepared, on_row)
+        outcome = BatchOutcome.FINISHED
+
+        def until() -> bool:
+            nonlocal outcome
+            if cancelled():
+                outcome = BatchOutcome.CANCELLED
+            elif should_yield():
+                outcome = BatchOutcome.YIELDED
+            return outcome is not BatchOutcome.FINISHED
+
+        self.go_on(until)
+        if outcome is BatchOutcome.CANCELLED:
+            self.close()
+        return outcome
+
+    def _asks(self, prepared: Iterator[PreparedRow | None], on_row: AnswerCallback) -> None:
+        self._own.prepared, self._own.on_row = prepared, on_row
+        if self._own not in self.sources:
+            self.sources.append(self._own)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nobody wants it to go on, and no sweep has to end first."""
+        return all(source.rests and not self.works_on(source) for source in self.sources)
+
+    def has_ended(self, source: RowSource) -> bool:
+        """Whether all that a source had has been answered."""
+        return source.is_dry and not source.rows and source.next is None
+
     def sweep(self, until: Check = always) -> None:
         """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
         with self._recorded(), self._model.threads():
@@ -173,24 +244,30 @@ class ContinuousBatch(Lane):
     @property
     def kv_tokens(self) -> int:
         """Tokens of context that rows hold, or that the last one left."""
+        if self._sessions is not None:
+            return self._sessions.tokens
         return sum(row.held for row in self.rows) or self._left_tokens
 
     def go_on(self, until: Check) -> bool:
-        """See `Lane.go_on`."""
+        """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
+        if self._sessions is not None:
+            self._sessions.leaves = until
         with self._recorded(), self._model.threads():
             while self._is_sweeping():
                 if until():
+                    if self._sessions is not None:
+                        self._end_sweep()  # nothing of it has been computed
                     return True
                 if not self._continue() and until():  # before the next one begins, perhaps with piggybacked rows
                     return True
         return False
 
     def works_on(self, source: RowSource) -> bool:
-        """See `Lane.works_on`."""
+        """Whether rows of this source are in the sweep under way."""
         return self._sweep is not None and any(each.row in source.rows for each in self._work)
 
     def drop(self, source: RowSource) -> None:
-        """See `Lane.drop`."""
+        """Gives up a source and its rows; others begin their sweep again if it had any in it."""
         if self.works_on(source):
             self._end_sweep()
         for row in list(source.rows):
@@ -251,6 +328,11 @@ class ContinuousBatch(Lane):
         return True
 
     @property
+    def in_progress(self) -> list[PagedRow]:
+        """Rows that have begun, those included that gave up their pages."""
+        return [*self.rows, *self._aside]
+
+    @property
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep now, and the tokens generated for them."""
         return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
@@ -260,7 +342,7 @@ class ContinuousBatch(Lane):
         return self.pool.needs(len(new.prompt) + 1) <= self.pool.capacity
 
     @property
-    def model(self) -> PackedModel:
+    def model(self) -> PackedModel | SessionRows:
         """For others who share its pages."""
         return self._model
 
@@ -300,12 +382,17 @@ class ContinuousBatch(Lane):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pages that rows hold now, or have left to be shared."""
-        return self.pool.filled * self._model.page_bytes
+        """Bytes of what rows hold now, or have left to be shared."""
+        return self._sessions.nbytes if self._sessions is not None else self.pool.filled * self._model.page_bytes
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
         return self._model.time_parts()
+
+    def close(self) -> None:
+        """Drops all rows."""
+        for source in list(self.sources):
+            self.drop(source)
 
     def free(self) -> None:
         """As `close`, and also releases the device memory: no further run is possible."""
@@ -335,21 +422,37 @@ class ContinuousBatch(Lane):
             if isinstance(error, SequenceError):
                 only.row.error = error
                 self._ended(only.row)
+            elif self._sessions is not None:
+                self._put_aside(only.row)  # unless it is cancelled it goes on later from what it has
             return False
         except BaseException as error:
             # No row has advanced: the next try overwrites what was computed.
             self._sweep = None
             if not _is_memory(error):
                 raise
-            for row in [each.row for each in self._work if each.is_certain and each.row.state is not None]:
-                self._put_aside(row)  # its state may be anything
-            if not self._lighten():
+            for each in self._work:
+                if self._sessions is not None or (each.is_certain and each.row.state is not None):
+                    self._put_aside(each.row)  # its state may be anything
+            if not self._lighten(error):
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, _TAKEN) from None
             return False
         self._sweep_s += clock.now() - begun_s
         return True
 
-    def _lighten(self) -> bool:
+    def give_up(self) -> list[int]:
+        """After an error: drops the rows whose sweep it was, or all where rows share sweeps; the numbers of those that
+        were begun by `submit`."""
+        work, self._work, self._sweep = self._work, [], None
+        if self._sessions is None or not work:
+            begun = [row.request.row for row in self._own.rows]
+            waiting = [*self._new, *([self._own.next] if self._own.next is not None else [])]
+            self.close()
+            return begun + [new.request.row for new in waiting]
+        for each in work:
+            self._leave(each.row)
+        return [each.row.request.row for each in work]
+
+    def _lighten(self, error: BaseException) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
         experts, with fewer rows or less of a prompt; one that is too much by itself ends, unless others hold the
         memory.  Whether there was anything to be done."""
@@ -358,7 +461,7 @@ class ContinuousBatch(Lane):
             self.piggybacked = _nobody
         elif work and self._model.lighten():
             pass
-        elif len(work) > 1:
+        elif len(work) > 1 or (self._sessions is not None and self.rows):
             self._most_rows = max(1, len(self.rows) // 2)
             while len(self.rows) > self._most_rows:
                 self.give_way()
@@ -368,7 +471,7 @@ class ContinuousBatch(Lane):
             return False
         elif work:
             row = work[0].row
-            self._leave(row).on_row(row.answer(error=_no_memory(row)))
+            self._leave(row).on_row(row.answer(error=error if isinstance(error, EngineError) else _no_memory(row)))
         return bool(work)
 
     def _end_sweep(self) -> None:
@@ -399,7 +502,7 @@ class ContinuousBatch(Lane):
     def _admit(self) -> None:
         """Admits rows while there are pages: first those that stepped aside, then new ones."""
         able = [source for source in self.sources if not source.rests]
-        while len(self.rows) < self._most_rows:
+        while sum(not self._source_of[row].rests for row in self.rows) < self._most_rows:
             if self._aside:
                 if not self._reserve(self._aside[0]):
                     if self.rows or not self._has_outgrown(self._aside[0]):
@@ -410,18 +513,24 @@ class ContinuousBatch(Lane):
             if not able:
                 return
             source = min(able, key=lambda source: len(source.rows))
+            able.append(able.pop(able.index(source)))
             new = source.take()
             if new is None:
                 able.remove(source)
             elif not self._admit_new(new, source):
                 return
+            else:  # whoever has waited longest is next
+                self.sources.append(self.sources.pop(self.sources.index(source)))
 
     def _admit_new(self, new: PreparedRow, source: RowSource) -> bool:
         """Whether there was room for a row, or it has ended before it began."""
         self._drop_written()
         try:
             with of_one():
-                is_cancelled, sequence = new.request.cancelled(), new.begin()
+                begin, sessions = new.begin, self._sessions
+                if sessions is not None:
+                    begin = partial(begin, sessions.answer_prefix(new), sessions.device)
+                is_cancelled, sequence = new.request.cancelled(), begin()
         except SequenceError as error:
             source.on_row(new.ended(error))
             return True
@@ -448,12 +557,14 @@ class ContinuousBatch(Lane):
             *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
             layout=new.layout,
         )
+        text = new.text if self._sessions is None else self._sessions.answer_prefix(new)
         if new.request.sampling.beams > 1:
-            row.search = partial(new.search, prefix=new.text)
+            row.search = partial(new.search, prefix=text)
         elif self.exact is not None and self.exact.guesses:
-            row.drafter = self.exact.drafter() if new.layout is None else None  # it knows no positions of pictures
+            if isinstance(self.exact, PagedSteps) and new.layout is None:  # it knows no positions of pictures
+                row.drafter = self.exact.drafter()
             drafters = [row.drafter] if row.drafter is not None else []
-            row.speculation = Speculation(self._prices, new.text, most_tokens, drafters)
+            row.speculation = Speculation(self._prices, text, most_tokens, drafters)
         return row
 
     def _reserve(self, row: PagedRow) -> bool:
@@ -491,8 +602,25 @@ class ContinuousBatch(Lane):
         for _ in range(2):  # rows may have gone since the round began
             if (work := next(self._round, None)) is not None:
                 return work
-            self._round = self._sweeps(self.exact)
+            self._round = self._turns() if isinstance(self.exact, SessionRows) else self._sweeps(self.exact)
         return next(self._round, [])
+
+    def _turns(self) -> Iterator[list[Work]]:
+        """A round in which each row has its turn, for a part of its prompt or a step of its answer."""
+        for row in list(self.rows):
+            if row not in self.rows or self._source_of[row].rests:
+                continue
+            if row.own is None and self._sessions is not None:
+                with self._work_for(row):
+                    self._sessions.begin(row)
+            if row.error is not None:
+                continue
+            if row.is_reading:
+                assert isinstance(row.own, RowSession)
+                if tokens := self._up_to(row, row.own.coming):
+                    yield [Work(row, tokens, is_exact=True)]
+            elif work := self._with_guesses([row], MOST_ROWS):
+                yield work
 
     def _sweeps(self, exact: PagedSteps) -> Iterator[list[Work]]:
         """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
@@ -607,7 +735,7 @@ class ContinuousBatch(Lane):
         is_single = bool(work[0].is_exact and self._request == work[0].row.recorded)
         for each in work:
             with self._work_for(each.row):
-                if each.row.is_reading and not each.row.sequence.ids:
+                if each.row.is_reading and not each.row.sequence.ids and self._sessions is None:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
                 if each.is_exact and self.exact is not None:
                     each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
@@ -637,7 +765,8 @@ class ContinuousBatch(Lane):
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
-        if tokens <= MOST_ROWS:  # else they were several steps
+        is_searched = self._sessions is not None and work[0].row.search is not None
+        if tokens <= MOST_ROWS and not is_searched:  # else they were several steps
             self._prices.took(tokens, self._sweep_s)
         for each in work:
             row, guess, of_row, lag = each.row, each.guess, logits[at : at + each.tokens], each.row.lag
@@ -648,12 +777,19 @@ class ContinuousBatch(Lane):
                 continue
             if row.drafter is not None:
                 row.drafter.take_back(each.tokens - lag - taken)
+            back_s = 0.0
+            if isinstance(row.own, RowSession) and taken < each.tokens:
+                begun_s = clock.now()
+                row.own.take_back(each.tokens - taken)
+                back_s = clock.now() - begun_s
+                self._prices.took_back(back_s)
             if row.state is None or lag + taken == each.tokens:
                 row.has_read(lag + taken)  # else its state is that of before, and these are computed once more
             if lag and len(work) == 1 and row.speculation is not None:
                 row.speculation.took_back(self._sweep_s)
             if guess is not None and row.speculation is not None:
-                row.speculation.settle(guess, taken - 1, self._sweep_s, rows=len(work), tokens=tokens - len(guess.ids))
+                took_s, others = self._sweep_s + back_s, tokens - len(guess.ids)
+                row.speculation.settle(guess, taken - 1, took_s, rows=len(work), tokens=others)
         if RECORDER.on:
             is_single = len(work) == 1 and self._request == work[0].row.recorded
             RECORDER.phase(lanes.DECODE if is_single else lanes.BATCH_STEP, chosen)
@@ -663,9 +799,10 @@ class ContinuousBatch(Lane):
 
     def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
-        if row.search is not None and self._model.caches is not None:
+        if row.search is not None:
+            caches = self._model.caches
             with self._work_for(row):
-                row.search_on(logits, self._model.caches.copy_page)
+                row.search_on(logits, caches.copy_page if caches is not None else None)
             return 1
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):

@@ -7,20 +7,20 @@ whose layers cannot take many rows at once are answered row by row, as chats.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine.common.errors import RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
+from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.lane import Lane
-from engine.runtime.schedule.one_by_one import OneByOne
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
 
-def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[Lane, str]:
+def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
     """Where rows are answered, and why they cannot share this model's layers, for the user; empty if they can."""
     why = why_not_packed(loaded.model)
     if not why:
@@ -28,7 +28,8 @@ def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[Lane, str]:
             return ContinuousBatch(PackedModel(loaded, policy), policy, kept=loaded.kept), ""
         except LookupError as error:
             why = str(error)
-    return OneByOne(loaded), f"Rows are answered one by one: {why}."
+    policy = replace(policy, rows=1)
+    return ContinuousBatch(SessionRows(loaded, policy), policy, exact=True), f"Rows are answered one by one: {why}."
 
 
 class BatchExecutor:
@@ -51,7 +52,7 @@ class BatchExecutor:
         self.policy = policy or policy_for(loaded)
         self._preparation = Preparation(loaded)
         lane, self.note = lane_for(loaded, self.policy)
-        self._batch: Lane | None = lane
+        self._batch: ContinuousBatch | None = lane
 
     def run(
         self,
@@ -86,14 +87,15 @@ class BatchExecutor:
 
     def time_parts(self) -> PartsTimer | None:
         """From now on sweeps run without overlap and their parts are timed; None if they follow no schedule."""
-        return self._batch.time_parts() if isinstance(self._batch, ContinuousBatch) else None
+        return self._batch.time_parts() if self._batch is not None else None
 
     def forget_prefixes(self) -> None:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""
-        if isinstance(self._batch, ContinuousBatch):
+        if self._batch is not None:
             self._batch.pool.forget_prefixes()
-            if self._batch.model.mixers is not None:
-                self._batch.model.mixers.forget()
+            held = self._batch.model.mixers or self._batch.model
+            if not isinstance(held, PackedModel):
+                held.forget()
 
     def close(self) -> None:
         """Frees keys and values.  Safe to call twice."""

@@ -339,6 +339,8 @@ class Asked:
     prepared: PreparedRow | None = None
     begun: AnswerSequence | None = None
     """Its answer so far, after the model has moved to another device."""
+    place: Any = None
+    """The batch that it has joined."""
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0

@@ -12,6 +12,7 @@ from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
+from engine.runtime.batch.session_rows import RowSession, SessionBeams
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import Decoded, GenerationResult
@@ -73,15 +74,15 @@ class PagedRow:
         self._reserved = 0
         self.search: Callable[[torch.Tensor], Beams[Decoded]] | None = None
         """Begins the search for its answer, from logits after the prompt, if it has beams."""
-        self.beams: _RowBeams | None = None
+        self.beams: _RowBeams | SessionBeams | None = None
         self._least_of_beams = 0
         self.over: FinishReason | None = None
         """Why its answer has ended, once it has."""
         self.error: EngineError | None = None
         """What was wrong with it; it has ended then."""
         self.held = 0
-        self.own: RowCache | None = None
-        """What it has beside its pages, if layers keep something for each row by itself."""
+        self.own: RowCache | RowSession | None = None
+        """What it has beside its pages, or in place of them."""
         self.shared = 0
         self.kept = Reused()
         """What was brought from where it is kept; part of `shared`."""
@@ -330,20 +331,24 @@ class PagedRow:
 
     def pieces(self, tokens: int, *, in_place: bool = False) -> list[Piece]:
         """The same as several sequences if it has beams."""
-        return [self.piece(tokens, in_place=in_place)] if self.beams is None else self.beams.pieces()
+        return self.beams.pieces() if isinstance(self.beams, _RowBeams) else [self.piece(tokens, in_place=in_place)]
 
-    def search_on(self, logits: torch.Tensor, copy_page: Callable[[int, int], None]) -> None:
+    def search_on(self, logits: torch.Tensor, copy_page: Callable[[int, int], None] | None) -> None:
         """Beams choose their next tokens, from logits [B, V], or [1, V] after the prompt.
 
         Args:
-            copy_page: from one page to another one.
+            copy_page: from one page to another one, if it has any.
         """
         try:
             if self.beams is None:
                 assert self.search is not None
                 begun = self.search(logits)
                 step = next(begun)
-                self.beams = _RowBeams(begun, self._pool, self._kind, self._pages, self.held, copy_page, self.state)
+                if isinstance(self.own, RowSession):
+                    self.beams = self.own.beams(begun, len(step.tokens))
+                else:
+                    assert copy_page is not None
+                    self.beams = _RowBeams(begun, self._pool, self._kind, self._pages, self.held, copy_page, self.state)
             else:
                 step = self.beams.search.send(logits)
                 self.beams.held += 1
@@ -423,8 +428,12 @@ class PagedRow:
             return None
         self.speculation.append(self.sequence.ids[self._told :])
         self._told = len(self.sequence.ids)
-        most = min(most, self.room)
-        return self.speculation.guess(lambda count: count <= most, rows=rows, tokens=tokens)
+        most, own = min(most, self.room), self.own
+
+        def takes(count: int) -> bool:
+            return count <= most and (not isinstance(own, RowSession) or own.takes(count))
+
+        return self.speculation.guess(takes, rows=rows, tokens=tokens)
 
     def answer(self, reason: FinishReason = "cancelled", error: EngineError | None = None) -> GenerationResult:
         """The row's outcome."""

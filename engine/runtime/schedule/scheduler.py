@@ -1,10 +1,10 @@
 """Who is answered when: one model, many requests, and files in the background.
 
 Requests of people come first.  They are sequences over pages that share steps (continuous batching), and one that has
-the model for itself is a batch of one.  What pages cannot hold is answered over a cache of its own: the first request
-of a model on a card, from disk, or whose layers keep what pages do not; encoder-decoders.  Work in the background
-goes on between two of their tokens, and takes them along: another row costs a sweep of many little.  It slows them down
-no more than they do it, as measured, and does nothing before each of them has its first token.
+the model for itself is a batch of one.  What pages cannot hold has a cache of its own, and takes turns with the others:
+the first request of a model on a card, from disk, or whose layers keep what pages do not; encoder-decoders.  Work in
+the background goes on between two of their tokens, and takes them along: another row costs a sweep of many little.  It
+slows them down no more than they do it, as measured, and does nothing before each of them has its first token.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_for, why_not_packed
+from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
@@ -34,7 +35,6 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import lane_for
-from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.request import (
     Asked,
     BatchRequest,
@@ -43,11 +43,12 @@ from engine.runtime.schedule.request import (
     Preparation,
 )
 from engine.runtime.schedule.row import PagedRow
-from engine.runtime.schedule.single_stream import NOTHING_CAME, SingleStream
 from engine.runtime.schedule.times import Times
 
 _log = logging.getLogger(__name__)
 
+_MOST_SESSIONS = 8
+"""Requests with caches of their own that take turns."""
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
@@ -89,9 +90,8 @@ class Scheduler:
         self._on_news, self._places, self._on_note = on_news, places, on_note
         self._is_lost = False
         self._waiting: deque[Asked] = deque()
-        self._single: Asked | None = None
-        """Who is answered over a cache of its own."""
-        self._sharing: dict[int, Asked] = {}
+        self._admitted: dict[int, Asked] = {}
+        """Those that have a place, by their numbers."""
         self._numbers = 0
         self._rests = True
         self._times = Times()
@@ -105,18 +105,25 @@ class Scheduler:
         self.loaded, self._note = loaded, ""
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
-        self._stream = SingleStream(loaded, kept=self._kept)
+        # Keys and values of several would take a card's memory from its experts.
+        policy = replace(policy_for(loaded), rows=1 if loaded.devices is not None else _MOST_SESSIONS)
+        rows = SessionRows(loaded, policy, kept=self._kept)
+        self._sessions = ContinuousBatch(rows, replace(policy, ahead=AHEAD_TOKENS), exact=True)
+        """Where requests have caches of their own."""
+        self._sessions.is_short = self._are_short
         self._together: ContinuousBatch | None = None
         self._are_exact = PagedSteps.are_likely(loaded)
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
         if self._are_exact:
             self._shared()  # now, and not before somebody's first token
+        else:
+            rows.prepare()
 
     @property
     def is_busy(self) -> bool:
         """Whether requests wait or are being answered."""
-        return bool(self._waiting or self._single or self._sharing)
+        return bool(self._waiting or self._admitted)
 
     @property
     def under_way(self) -> int:
@@ -125,7 +132,7 @@ class Scheduler:
 
     def _asked(self) -> list[Asked]:
         """All requests that are being answered, or wait."""
-        return [*([self._single] if self._single is not None else []), *self._sharing.values(), *self._waiting]
+        return [*self._admitted.values(), *self._waiting]
 
     @property
     def note(self) -> str:
@@ -135,13 +142,15 @@ class Scheduler:
     @property
     def kv_tokens(self) -> int:
         """Tokens of context now held."""
-        return self._stream.kv_tokens + (self._together.kv_tokens if self._together is not None else 0)
+        return sum(batch.kv_tokens for batch in self._batches())
 
     @property
     def kv_bytes(self) -> int:
         """Bytes that the held context takes."""
-        shared = self._together.held_bytes if self._together is not None else 0
-        return self._stream.kv_bytes + shared
+        return sum(batch.held_bytes for batch in self._batches())
+
+    def _batches(self) -> list[ContinuousBatch]:
+        return [self._sessions, self._together] if self._together is not None else [self._sessions]
 
     def submit(self, request: BatchRequest, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None) -> None:
         """Takes a request; it is answered in `serve` and `share`.
@@ -230,8 +239,7 @@ class Scheduler:
         for lane in self._beside():
             lane.drop_piggybacked()
         self._waiting.clear()
-        self._sharing.clear()
-        self._single = None
+        self._admitted.clear()
         together = self._together
         with suppress(EngineError):  # a failed device raises again on its next use
             if together is not None and together.below:
@@ -239,13 +247,9 @@ class Scheduler:
             elif together is not None:
                 self._together = None
                 together.free()
-        self._forget()
-        self._rest(True)
-
-    def _forget(self) -> None:
-        """What was read alone may be half written, or be what filled the memory: the next one starts from nothing."""
         with suppress(EngineError):
-            self._stream.clear()
+            self._sessions.free()
+        self._rest(True)
 
     def _rest(self, rests: bool) -> None:
         """Whether nobody is answered now: what is kept is written then."""
@@ -293,12 +297,13 @@ class Scheduler:
         for lane in self._beside():
             lane.drop_piggybacked()
         self._admit()
-        if self._single is not None:
-            shares = bool(self._sharing)
-            self._take_turn(self._single, lambda: shares or bool(self._waiting) or self._has_news() or until())
-        if self._sharing:
-            takes_turns = self._single is not None
-            self._sweep(lambda: takes_turns or bool(self._waiting) or self._has_news() or until())
+        batches = [batch for batch in self._batches() if self._has_any(batch)]
+        for batch in batches:
+            self._sweep(batch, lambda: len(batches) > 1 or bool(self._waiting) or self._has_news() or until())
+
+    def _has_any(self, batch: ContinuousBatch) -> bool:
+        """Whether any request has its place there."""
+        return any(asked.place is batch for asked in self._admitted.values())
 
     def _has_lost_card(self, error: BaseException) -> bool:
         """Whether a card of the model has stopped responding, or others have taken what it needs of its memory, and
@@ -325,7 +330,7 @@ class Scheduler:
     def return_to_card(self) -> None:
         """Before a request, or a job, while nothing is under way: loads the model on the card that it left, if that is
         of use again."""
-        if self._places is None or self._is_beside or self._single is not None or self._sharing:
+        if self._places is None or self._is_beside or self._admitted:
             return
         if self.background.has_jobs or any(asked.begun is not None for asked in self._waiting):
             return
@@ -370,10 +375,8 @@ class Scheduler:
 
     def _carried(self) -> list[Asked]:
         """Requests that are under way, each with its answer so far."""
-        rows = self._together.rows if self._together is not None else []
+        rows = [row for batch in self._batches() for row in batch.in_progress]
         answers = {row.request.row: row.sequence for row in rows if row.sequence.ids}
-        if self._single is not None and (begun := self._stream.begun) is not None:
-            answers[self._single.request.row] = begun
         carried = self._asked()
         for asked in carried:
             asked.begun = answers.get(asked.request.row, asked.begun)
@@ -384,11 +387,11 @@ class Scheduler:
         for asked in list(self._waiting):
             outcome: Outcome
             try:
-                if self._place(asked):
-                    self._waiting.remove(asked)
+                self._place(asked)
+                self._waiting.remove(asked)
                 continue
             except RequestCancelled:
-                outcome = NOTHING_CAME
+                outcome = GenerationResult()
             except Exception as error:  # what is wrong with one request harms no other
                 if self._has_lost_card(error):
                     raise
@@ -396,8 +399,8 @@ class Scheduler:
             self._waiting.remove(asked)
             asked.end(outcome)
 
-    def _place(self, asked: Asked) -> bool:
-        """Whether there is a place for a request, which it has then.
+    def _place(self, asked: Asked) -> None:
+        """Gives a request its place.
 
         Raises:
             RequestCancelled: nobody wants the answer any more.
@@ -411,28 +414,15 @@ class Scheduler:
         has_beams = request.sampling.beams > 1
         # On a card no answer can be the same another time.
         is_read_alone = request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
-        is_wanted = self._are_exact or (self._single is not None and not has_beams)
-        together = self._shared() if is_wanted else None
-        shares = together is not None and together.has_room_for(asked.prepared)
-        if together is not None and shares and together.exact is not None:
-            if not self._sharing:
-                with of_one():
-                    asked.on_begin()
-            self._sharing[request.row] = asked
-            together.submit(asked.prepared, self._answered, asked.begun)
-            return True
-        if self._single is None:
-            if asked.begun is None:
-                with of_one():
-                    asked.on_begin()
-            self._single = asked
-            self._stream.begin(asked.prepared, asked.begun)
-        elif together is not None and shares and not (has_beams or asked.begun is not None or is_read_alone):
-            self._sharing[request.row] = asked
-            together.submit(asked.prepared, self._answered)
-        else:
-            return False
-        return True
+        packs = not (has_beams or asked.begun is not None or is_read_alone) and self._has_any(self._sessions)
+        place, together = self._sessions, self._shared() if self._are_exact or packs else None
+        if together is not None and (packs or together.exact is not None) and together.has_room_for(asked.prepared):
+            place = together
+        if asked.begun is None and place.exact is not None and not self._has_any(place):
+            with of_one():
+                asked.on_begin()
+        asked.place, self._admitted[request.row] = place, asked
+        place.submit(asked.prepared, self._answered, asked.begun)
 
     def _shared(self) -> ContinuousBatch | None:
         """Where requests share sweeps; None if they cannot."""
@@ -444,18 +434,18 @@ class Scheduler:
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
-            self._together.pool.elsewhere = lambda: pages_for(self._stream.kv_tokens)
-            self._together.make_room = self._forget_what_is_over
+            self._together.pool.elsewhere = lambda: pages_for(self._sessions.kv_tokens)
+            self._together.make_room = self._sessions.model.lighten
             self._together.is_short = self._are_short
         return self._together
 
-    def _job_lane(self, policy: BatchPolicy) -> tuple[Lane, str]:
+    def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
         """Where jobs are answered: over the pages of requests.
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
         together = self._shared() if self.loaded.devices is None else None
-        if together is None:
+        if together is None or not isinstance(together.model, PackedModel):
             return lane_for(self.loaded, policy)
         is_alike = not policy.window and policy.kv_type is self.loaded.kv_type
         model = together.model if is_alike else PackedModel(self.loaded, policy)
@@ -475,49 +465,20 @@ class Scheduler:
         return self._together.able_to_write()
 
     def _wrote(self) -> None:
-        self._times.wrote(1 / max(1, len(self._sharing) + (self._single is not None)))
+        self._times.wrote(1 / max(1, len(self._admitted)))
 
-    def _forget_what_is_over(self) -> bool:
-        """Gives up what is only held in case that somebody goes on with it; whether there was anything."""
-        if self._single is not None or not self._stream.kv_tokens:
-            return False
-        self._stream.clear()
-        return True
-
-    def _take_turn(self, asked: Asked, until: Check) -> None:
-        """A part of a prompt or a token of an answer, or more until `until()`."""
-        result: Outcome | None
+    def _sweep(self, batch: ContinuousBatch, until: Check) -> None:
+        """A step of those who have their places there, or more until `until()`."""
         try:
-            result = self._stream.turn(until)
+            batch.sweep(until)
         except Exception as error:
             if self._has_lost_card(error):
                 raise
-            result = error
-        if result is None:
-            return
-        self._single = None
-        if isinstance(result, BaseException):
-            self._forget()
-        else:
-            result = asked.timed(result)
-        self._stream.keep()
-        asked.end(result)
-
-    def _sweep(self, until: Check) -> None:
-        assert self._together is not None
-        try:
-            self._together.sweep(until)
-        except Exception as error:
-            if self._has_lost_card(error):
-                raise
-            sharing, self._sharing = self._sharing, {}
-            self._together.close()
-            for asked in sharing.values():
-                asked.end(error)
-            return
+            for number in batch.give_up():
+                self._admitted.pop(number).end(error)
 
     def _answered(self, answer: GenerationResult) -> None:
-        asked = self._sharing.pop(answer.row)
+        asked = self._admitted.pop(answer.row)
         if self.loaded.foresight is not None:
             self.loaded.foresight.learn_while_idle()
         asked.end(asked.timed(answer) if answer.error is None else answer.error)

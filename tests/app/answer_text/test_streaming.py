@@ -29,7 +29,7 @@ def test_streaming_looks_like_the_whole_in_the_end(make_view: ViewMaker) -> None
     assert view.heightForWidth(640) == whole.heightForWidth(640)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunked_texts())
 def test_streaming_any_blocks_looks_like_the_whole(
     shared_view: tuple[AnswerView, AnswerView], case: tuple[str, list[str]]

@@ -40,7 +40,7 @@ def places() -> int:
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(2, min(MOST_CONNECTIONS, soft // 2))
 
 
-class Caller(H11Protocol):
+class ClientConnection(H11Protocol):
     """A connection, from when it is accepted; encryption is agreed on before it is made.
 
     Attributes:
@@ -51,10 +51,10 @@ class Caller(H11Protocol):
 
     entering: asyncio.Task[None]
 
-    def __init__(self, door: Door, address: str) -> None:
-        super().__init__(door.config, door.server_state, {"caller": self})  # the `state` of its requests
+    def __init__(self, server: LimitedServer, address: str) -> None:
+        super().__init__(server.config, server.server_state, {"caller": self})  # the `state` of its requests
         self.address, self.may_ask = address, False
-        self._door, self._has_key = door, False
+        self._server, self._has_key = server, False
         self._head_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -65,14 +65,14 @@ class Caller(H11Protocol):
 
     def let_in(self, *, has_key: bool) -> bool:
         """Its request may be answered; returns whether there is room for that."""
-        if self._door.is_full:
+        if self._server.is_full:
             return False
         self.may_ask, self._has_key = True, has_key
         return True
 
     def drop(self) -> None:
         """Cuts it, and makes its place free."""
-        self._door.left(self)
+        self._server.left(self)
         transport: Any = self.transport
         if transport is not None:
             transport.abort()
@@ -87,13 +87,13 @@ class Caller(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._await_head(IDLE_S + SLOWEST_HEAD_S)
-        self._door.answered(self)
+        self._server.answered(self)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
-        self._door.left(self)
+        self._server.left(self)
         super().connection_lost(exc)
 
     def _await_head(self, seconds: float) -> None:
@@ -104,7 +104,7 @@ class Caller(H11Protocol):
         self._head_timer = self.loop.call_later(seconds, lambda: self.drop() if self.cycle is before else None)
 
 
-class Door(uvicorn.Server):
+class LimitedServer(uvicorn.Server):
     """uvicorn's server, with its own way to accept connections.
 
     Whoever comes gets in as long as somebody is connected without being answered: the oldest of those makes room,
@@ -128,7 +128,7 @@ class Door(uvicorn.Server):
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         super().__init__(config)
         self._places = places()
-        self._callers: dict[Caller, None] = {}
+        self._callers: dict[ClientConnection, None] = {}
         """The longest without an answer first."""
         self._accepting: asyncio.Task[None] | None = None
 
@@ -137,23 +137,20 @@ class Door(uvicorn.Server):
         """Whether so many are answered that others can only be told so; a few places are kept for that."""
         return sum(caller.is_answered for caller in self._callers) >= self._places - self._places // 16 - 1
 
-    def left(self, caller: Caller) -> None:
-        """Its place is free."""
+    def left(self, caller: ClientConnection) -> None:
         self._callers.pop(caller, None)
 
-    def answered(self, caller: Caller) -> None:
+    def answered(self, caller: ClientConnection) -> None:
         """It becomes the last to make room."""
         if caller in self._callers:
             self._callers[caller] = self._callers.pop(caller)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         await super().startup([])
         assert sockets is not None
         self._accepting = asyncio.create_task(self._accept(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         assert self._accepting is not None
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
@@ -175,7 +172,7 @@ class Door(uvicorn.Server):
                 continue
             address = _counted(host)
             if self._makes_room(address):
-                caller = Caller(self, address)
+                caller = ClientConnection(self, address)
                 self._callers[caller] = None
                 caller.entering = loop.create_task(self._enter(caller, connection))
             else:
@@ -200,7 +197,7 @@ class Door(uvicorn.Server):
             leaving.drop()
         return leaving is not None
 
-    async def _enter(self, caller: Caller, connection: socket.socket) -> None:
+    async def _enter(self, caller: ClientConnection, connection: socket.socket) -> None:
         limits: dict[str, Any] = {}
         if self.config.ssl is not None:
             limits = {"ssl": self.config.ssl, "ssl_handshake_timeout": SLOWEST_HANDSHAKE_S}
