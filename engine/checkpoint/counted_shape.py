@@ -26,7 +26,7 @@ from engine.checkpoint.stored import (
     precisions_of,
     type_of,
 )
-from engine.formats import BF16, GGML, ROUTERS, SMALLEST, STORED, TiledFormat, WeightFormat, format_of
+from engine.formats import BF16, GGML, SMALLEST, STORED, TiledFormat, WeightFormat, format_of, is_router
 from engine.formats.int8 import INT8
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
@@ -267,12 +267,12 @@ def _is_read(entry: TensorEntry) -> bool:
 
 
 def _is_large(entry: TensorEntry) -> bool:
-    return entry.shape[0] > 1 and entry.key.removesuffix(".weight").rpartition(".")[2] not in ROUTERS
+    return entry.shape[0] > 1 and not is_router(entry.key.removesuffix(".weight"))
 
 
 def _kept_linear(entry: TensorEntry) -> TiledFormat | None:
     """The format that keeps a tensor if it is the weight of a linear layer that is quantised."""
-    is_small = entry.numel < SMALLEST or entry.key.removesuffix(".weight").rpartition(".")[2] in ROUTERS
+    is_small = entry.numel < SMALLEST or is_router(entry.key.removesuffix(".weight"))
     return None if is_small else linear_format(entry)
 
 

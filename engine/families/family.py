@@ -93,8 +93,16 @@ class FastPath:
         layer: a norm and attention, then a norm and an MLP, each added to its input.
         attention: grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
             2024, "DeepSeek-V2", section 2.1).
-        delta: the gated delta net that some layers have in place of attention; empty if none has.
+        delta: the gated delta net, Mamba 2 or short convolution that some layers have in place of attention; empty if
+            none has.
         block: the sparse block in place of the MLP; empty for dense families.
+        mixer: of the layer: its attention.
+        mlp: of the layer: the one or the other.
+        of_one_part: whether a layer is one of both, not one after the other.
+        shared: of the layer: the expert that every token goes to besides, which is all where there is no block; empty
+            if the block itself has it, or none.
+        mlp_parts: of an MLP: gate, which may be empty, up and down, or one for the first two.
+        mlp_activation: of an MLP; empty: it is silu, and no attribute.
         router: of the sparse block.
         angles: how the model passes rotary angles to its layers: cosines and sines, each repeated for both halves of a
             head ("twice") or not ("once"), or complex numbers that rotate adjacent pairs; "none": it passes none.
@@ -104,14 +112,20 @@ class FastPath:
         norms: of the layer: those before attention and before the MLP.
         after_norms: those of what attention and the MLP add, if there are any.
         norm_offset: added to the weights of all norms.
+        embedding: of the model.
+        last_norm: of the model, before the head.
         head_norms: of queries and keys, where a model has any.
         head_norms_last: whether they come after the rotation.
         norms_all_heads: whether queries' and keys' norms are over all heads together (OLMoE, Muennighoff et al. 2024,
             section 2).
+        output: attention's last projection.
         gates_heads: whether queries' projection also gives the gates of what each head gives.
         indexes: how an index that chooses the tokens of attention rotates, if some layers have one; that of grouped
             attention chooses blocks of them.
         passes_choice: whether layers also give what their index has chosen, which the next one is given.
+        experts_beside: whether a layer's router and experts are its own, beside an MLP, with norms of their own, and
+            what it gives is multiplied (Gemma 4).
+        has_multiples: whether embeddings, what layers add, and logits are multiplied (Granite).
         unless: of the configuration: if one of these is set, the model does something else besides.
     """
 
@@ -120,6 +134,12 @@ class FastPath:
     attention: str
     delta: str = ""
     block: str = ""
+    mixer: str = "self_attn"
+    mlp: str = "mlp"
+    of_one_part: bool = False
+    shared: str = ""
+    mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    mlp_activation: str = "act_fn"
     router: Router = Router()
     is_latent: bool = False
     angles: Literal["twice", "once", "complex", "none"] = "twice"
@@ -129,12 +149,17 @@ class FastPath:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     after_norms: tuple[str, str] | None = None
     norm_offset: float = 0.0
+    embedding: str = "embed_tokens"
+    last_norm: str = "norm"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     head_norms_last: bool = False
     norms_all_heads: bool = False
+    output: str = "o_proj"
     gates_heads: bool = False
     indexes: Literal["", "halves", "neighbours"] = ""
     passes_choice: bool = False
+    experts_beside: bool = False
+    has_multiples: bool = False
     unless: tuple[str, ...] = ("clip_qkv",)
 
 

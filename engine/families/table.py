@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.families.family import (
     BESIDE_THE_LAYERS,
     FILLS_IN,
@@ -32,6 +34,25 @@ from engine.families.replies import (
 )
 
 _TWO_HALVES_CLAMPED = ClampedGate("halves", "swiglu_limit")
+_GRANITE: dict[str, Any] = {
+    "block": "MoE",
+    # A softmax over the chosen logits, as gpt-oss'.
+    "router": Router(normalise=True, bf16_shares=True),
+    "mlp": "block_sparse_moe",
+    "shared": "shared_mlp",
+    "mlp_parts": ("input_linear", "output_linear"),
+    "mlp_activation": "activation",
+    "has_multiples": True,
+}
+_LFM: dict[str, Any] = {
+    "mlp": "feed_forward",
+    "mlp_parts": ("w1", "w3", "w2"),
+    "mlp_activation": "",
+    "norms": ("operator_norm", "ffn_norm"),
+    "last_norm": "embedding_norm",
+    "head_norms": ("q_layernorm", "k_layernorm"),
+    "output": "out_proj",
+}
 
 TABLE: dict[str, Family] = {
     "afmoe": Family(packs_rows=True),
@@ -117,12 +138,27 @@ TABLE: dict[str, Family] = {
             norms=("input_layernorm", "pre_feedforward_layernorm"),
             after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
             norm_offset=1.0,
-            unless=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+            unless=("attn_logit_softcapping", "use_bidirectional_attention"),
         ),
     ),
     "gemma3n": Family(types=("gemma3n_text",), replies=GEMMA),
     # Gemma 4, without what reads pictures and sound.
-    "gemma4": Family(types=("gemma4_text",), replies=GEMMA),
+    "gemma4": Family(
+        types=("gemma4_text",),
+        replies=GEMMA,
+        fast_path=fast_path(
+            "Gemma4Text",
+            "DecoderLayer",
+            Router(weight="proj.weight", normalise=True),
+            model="Gemma4ForCausalLM",
+            angles_by_type=True,
+            norms=("input_layernorm", "pre_feedforward_layernorm"),
+            after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            experts_beside=True,
+            # The small ones have embeddings for each layer, and layers that read what others keep.
+            unless=("hidden_size_per_layer_input", "num_kv_shared_layers"),
+        ),
+    ),
     "gemma4_assistant": Family(refused="only drafts tokens for a Gemma 4 model: open that model instead"),
     "glm4_moe": Family(
         replies=HERMES,
@@ -156,14 +192,22 @@ TABLE: dict[str, Family] = {
         fast_path=fast_path("GptOss", "MLP", Router(bias="bias", normalise=True, bf16_shares=True), angles="once"),
         gate=ClampedGate("alternating", "limit", "alpha"),
     ),
-    "granite": Family(replies=GRANITE),
-    "granite_swa": Family(replies=GRANITE),
-    "granitemoe": Family(replies=GRANITE, packs_rows=True),
-    "granitemoe_swa": Family(replies=GRANITE, packs_rows=True),
-    # Granite 4.0: Mamba-2 and attention, with experts or dense.
-    "granitemoehybrid": Family(replies=GRANITE),
+    "granite": Family(replies=GRANITE, fast_path=fast_path("Granite", has_multiples=True)),
+    "granite_swa": Family(replies=GRANITE, fast_path=fast_path("GraniteSWA", has_multiples=True)),
+    "granitemoe": Family(replies=GRANITE, packs_rows=True, fast_path=fast_path("GraniteMoe", **_GRANITE)),
+    "granitemoe_swa": Family(replies=GRANITE, packs_rows=True, fast_path=fast_path("GraniteMoeSWA", **_GRANITE)),
+    # Granite 4.0: Mamba-2 and attention, with experts or dense; most rotate nothing.
+    "granitemoehybrid": Family(
+        replies=GRANITE,
+        fast_path=fast_path(
+            "GraniteMoeHybrid",
+            **_GRANITE,
+            delta="GraniteMoeHybridMambaLayer",
+            rotates=lambda attention: attention.config.position_embedding_type == "rope",
+        ),
+    ),
     # Granite, MoE with shared experts.
-    "granitemoeshared": Family(replies=GRANITE, packs_rows=True),
+    "granitemoeshared": Family(replies=GRANITE, packs_rows=True, fast_path=fast_path("GraniteMoeShared", **_GRANITE)),
     "grove_moe": Family(own=True, packs_rows=True),
     "hunyuan_v1_moe": Family(
         packs_rows=True,
@@ -212,9 +256,24 @@ TABLE: dict[str, Family] = {
     ),
     "kolibri1": Family(packs_rows=True),
     "laguna": Family(packs_rows=True),
-    "lfm2": Family(replies=LFM),
-    # LFM2-MoE: short convolutions and attention.
-    "lfm2_moe": Family(replies=LFM),
+    # Short convolutions and attention.
+    "lfm2": Family(replies=LFM, fast_path=fast_path("Lfm2", **_LFM, delta="Lfm2ShortConv")),
+    "lfm2_moe": Family(
+        replies=LFM,
+        fast_path=fast_path(
+            "Lfm2Moe",
+            "SparseMoeBlock",
+            Router(
+                scoring="sigmoid",
+                correction="expert_bias",
+                normalise="norm_topk_prob",
+                bf16_shares=True,
+                scale="routed_scaling_factor",
+            ),
+            **_LFM,
+            delta="Lfm2MoeShortConv",
+        ),
+    ),
     # Also LLaDA-MoE.
     "llada": Family(types=("llada", "lladamoe"), own=True, refused=FILLS_IN),
     "llama": Family(replies=LLAMA, packs_rows=True, fast_path=fast_path("Llama"), mlx_experts={}),
@@ -276,6 +335,25 @@ TABLE: dict[str, Family] = {
         mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
     "muse_spark": Family(types=("muse_spark_text",), packs_rows=True),
+    # Nemotron 3 Nano: Mamba 2, attention and experts, each a layer.
+    "nemotron_h": Family(
+        fast_path=fast_path(
+            "NemotronH",
+            "MoE",
+            GROUPED_SIGMOID,
+            layer="NemotronHBlock",
+            delta="NemotronHMamba2Mixer",
+            mixer="mixer",
+            mlp="mixer",
+            of_one_part=True,
+            mlp_parts=("", "up_proj", "down_proj"),
+            norms=("norm", "norm"),
+            embedding="embeddings",
+            last_norm="norm_f",
+            angles="none",
+            rotates=lambda _attention: False,
+        ),
+    ),
     "nemotron3_5_transcribe": Family(
         types=("nemo_speechlm",), refused="writes down speech, and Switchyard gives models text only"
     ),

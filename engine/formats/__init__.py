@@ -50,7 +50,6 @@ __all__ = [
     "GROUP",
     "LADDER",
     "PRECISIONS",
-    "ROUTERS",
     "SMALLEST",
     "STORED",
     "TILE_ROWS",
@@ -62,6 +61,7 @@ __all__ = [
     "format_of",
     "head_format",
     "is_precision",
+    "is_router",
     "measured_as",
     "next_smaller",
     "tiled_format",
@@ -78,8 +78,7 @@ STORED = AS_IN_FILE.name
 """What `auto` tries first for checkpoints that are quantised already."""
 SMALLEST = 64 * 1024
 """Weights of a linear layer below which it stays plain: the product costs less than handing it to threads."""
-ROUTERS = ("gate", "router", "wg", "classifier")
-"""Last name components of routers: too small to matter, and rounding would change the routing."""
+_ROUTERS = ("gate", "router", "wg", "classifier")
 SMALL_MODEL = 10**9
 """Weights including all experts: smaller models keep their sensitive matrices in a finer format."""
 
@@ -130,3 +129,8 @@ def careful(name: str, weights: int) -> str:
 def head_format(dense: str) -> str:
     """The format of a model's output layer on the CPU, if the other dense layers are in `dense`."""
     return FORMATS[dense].head or dense
+
+
+def is_router(name: str) -> bool:
+    """Whether a module of this name is a router: too small to matter, and rounding would change the routing."""
+    return name.rpartition(".")[2] in _ROUTERS or name.endswith("router.proj")

@@ -47,12 +47,13 @@ _FUNCTIONS = {
     "GELUTanh": ActivationKind.GELU_TANH,
     "ReLU": ActivationKind.RELU,
     "ReLUSquaredActivation": ActivationKind.RELU_SQUARED,
+    "silu": ActivationKind.SILU,
 }
 
 
 def kind_of(function: object) -> ActivationKind | None:
-    """What a module of the library that computes an activation is called here."""
-    return _FUNCTIONS.get(type(function).__name__)
+    """What a module of the library, or a function of torch, that computes an activation is called here."""
+    return _FUNCTIONS.get(getattr(function, "__name__", type(function).__name__))
 
 
 def activation_of(module: Any) -> Activation | None:
@@ -67,10 +68,14 @@ def activation_of(module: Any) -> Activation | None:
     return None if own is None else _clamped(module, own)
 
 
-def activation_of_mlp(mlp: Any) -> Activation | None:
-    """The same of a dense MLP: gate and up rows are apart or, in a family with a gate of its own, in one matrix."""
+def activation_of_mlp(mlp: Any, attribute: str = "act_fn") -> Activation | None:
+    """The same of a dense MLP: gate and up rows are apart or, in a family with a gate of its own, in one matrix.
+
+    Args:
+        attribute: what computes it; empty: it is silu.
+    """
     if not hasattr(mlp, "gate_up_proj"):
-        kind = kind_of(getattr(mlp, "act_fn", None))
+        kind = kind_of(getattr(mlp, attribute, None)) if attribute else ActivationKind.SILU
         return None if kind is None else Activation(kind, Pairing.HALVES)
     own = family_at(type(mlp).__module__).gate
     activation = None if own is None else _clamped(mlp, own)

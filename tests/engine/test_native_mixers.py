@@ -172,6 +172,96 @@ def test_a_delta_net_is_its_recurrence(
 
 @_FEW
 @given(
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    key_dim=st.integers(1, 70),
+    value_dim=st.integers(1, 20),
+    kernel=st.integers(1, 5),
+    tokens=st.integers(1, 400),
+    sums=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_a_state_space_and_a_convolution_are_their_recurrences(
+    kernels: NativeKernels,
+    groups: int,
+    per_group: int,
+    key_dim: int,
+    value_dim: int,
+    kernel: int,
+    tokens: int,
+    sums: bool,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    """Prompts, and steps of two sequences: Mamba 2, and LFM2's convolution, which keeps no state."""
+    torch.manual_seed(seed)
+    hidden, heads = 24, groups * per_group
+    key_dim = key_dim if sums else 0
+    keys, values = groups * key_dim, heads * value_dim
+    channels = 2 * keys + values
+    x, norm = torch.randn(tokens, hidden), torch.rand(hidden).add(0.5).to(torch.bfloat16)
+    out_norm = torch.rand(values).add(0.5).to(torch.bfloat16)
+    taps, taps_bias = torch.randn(channels, kernel), torch.randn(channels)
+    rate, rate_bias, skip = -torch.rand(heads), torch.randn(heads), torch.randn(heads)
+    mixed, o = _linear(values + channels + heads if sums else 3 * values, hidden), _linear(hidden, values)
+    given_floats = _by(mixed, _rms(x.double(), norm)).float().contiguous()
+    parts = given_floats.double()
+    bias = taps_bias.double() if has_bias else 0.0
+
+    def convolved(of: torch.Tensor) -> torch.Tensor:
+        padded = functional.pad(of.t(), (kernel - 1, 0))
+        return (padded.unfold(1, kernel, 1) * taps.double()[:, None]).sum(-1).t() + bias
+
+    if sums:
+        z, inner, a = parts.split([values, channels, heads], -1)
+        v, k, q = functional.silu(convolved(inner)).split([values, keys, keys], -1)
+        v = v.view(tokens, heads, value_dim)
+        k, q = (part.view(tokens, groups, key_dim).repeat_interleave(per_group, 1) for part in (k, q))
+        steps = functional.softplus(a + rate_bias)
+        state, answers = torch.zeros(heads, value_dim, key_dim, dtype=torch.float64), []
+        for at in range(tokens):
+            taken = (steps[at][:, None] * v[at])[..., None] * k[at][:, None]
+            state = state * torch.exp(rate * steps[at])[:, None, None] + taken
+            answers.append((state * q[at][:, None]).sum(-1) + skip[:, None] * v[at])
+        gated = (torch.stack(answers).flatten(1) * functional.silu(z)).view(tokens, groups, -1)
+        wanted = _rms(gated, out_norm.view(groups, -1)).flatten(1)
+    else:
+        before, after, v = parts.split(values, -1)
+        wanted = after * convolved(before * v)
+
+    turned, none = taps.t().contiguous(), MatrixStruct()
+    struct = DeltaStruct(
+        *(norm.data_ptr(), turned.data_ptr(), rate.data_ptr(), rate_bias.data_ptr(), out_norm.data_ptr()),
+        *(linear_struct(mixed), *(none,) * 5, linear_struct(o), None, none, none),
+        *(_EPSILON, _EPSILON, 0.0, hidden, groups if sums else heads, heads, key_dim, value_dim, kernel, 0, 0),
+        *(1 if sums else 2, 0.5, taps_bias.data_ptr() if has_bias else None, skip.data_ptr()),
+    )
+    pages = StatePages(channels, kernel, (heads, value_dim, key_dim) if sums else (0,), 4)
+    pages.clear(3)
+    of_pages = pages.held()
+
+    def going_on(tokens: int, *to: int) -> Pieces:
+        return Pieces([Piece(torch.empty(0, dtype=torch.int32), 0, tokens, 3, page) for page in to])
+
+    places, out = (ctypes.c_void_p * 6)(given_floats.data_ptr()), torch.empty(tokens, values)
+    layer = kernels.pool, ctypes.addressof(struct), ctypes.addressof(of_pages)
+    assert not kernels.delta_rows(*layer, going_on(tokens, 1).address, ctypes.addressof(places), out.data_ptr())
+    assert float((out - wanted).norm()) <= 1e-3 * float(wanted.norm()) + 1e-6
+
+    few = min(tokens, 4)
+    twice, both = x[:few].repeat(2, 1), going_on(few, 0, 2)
+    stepped = torch.empty(2 * few, hidden)
+    assert not kernels.delta_step(*layer, both.address, 2, twice.data_ptr(), stepped.data_ptr())
+    added = 0.5 * _by(o, wanted[:few])
+    assert float((stepped[:few] - x[:few] - added).norm()) <= 2e-2 * float(added.norm()) + 1e-6
+    assert torch.equal(stepped[:few], stepped[few:])
+    assert torch.equal(pages.states[0], pages.states[2])
+    assert not pages.recent[3].any()
+
+
+@_FEW
+@given(
     heads=st.integers(1, 5),
     index_heads=st.integers(1, 20),
     half=st.integers(1, 8),

@@ -57,18 +57,22 @@ pytestmark = [
     pytest.mark.takes_turns(3),
 ]
 
-NATIVE = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear")
+NATIVE = (
+    *("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear"),
+    *("lfm2_moe", "granitemoehybrid", "nemotron_h"),
+)
 FAMILIES = [
     "qwen3_next",
     "qwen3_5_moe_text",
     pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive),
     "kimi_linear",  # decays for each key, beside latents
-    "lfm2_moe",  # from here on by the library: short convolutions alone
-    "nemotron_h",  # Mamba 2, and layers that keep nothing
-    "minimax",  # linear attention without convolutions
+    "lfm2_moe",  # short convolutions alone
+    "granitemoehybrid",  # Mamba 2
+    "nemotron_h",  # and layers that keep nothing
+    "minimax",  # from here on by the library: linear attention without convolutions
     *(
         pytest.param(family, marks=pytest.mark.exhaustive)
-        for family in ("jamba", "granitemoehybrid", "bailing_hybrid", "lara_mini", "glm5_next_text")
+        for family in ("jamba", "bailing_hybrid", "lara_mini", "glm5_next_text")
     ),
 ]
 

@@ -37,6 +37,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
     ("deepseek_v2", {}),
     ("deepseek_v3", {}),
+    ("granitemoeshared", {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 1.5}),
 ]
 LARGER = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
 """Enough for a head of the kernels' own."""
@@ -54,7 +55,9 @@ def _fill_pages(cache: Any, caches: PagedCaches, pages: torch.Tensor, state: int
     places, rows = pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
     for states, paged in zip(cache.layers, caches.layers, strict=True):
         if isinstance(paged, StatePages):
-            paged.recent[state], paged.states[state] = states.conv_states[0][0], states.recurrent_states[0][0]
+            paged.recent[state] = states.conv_states[0][0]
+            if paged.states.numel():
+                paged.states[state] = states.recurrent_states[0][0]
             continue
         for target, source in zip(parts_of_pages(paged), held_parts(states), strict=True):
             target[places, :, rows] = source[:, :tokens].transpose(0, 1)
@@ -137,6 +140,7 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
     [
         *FAMILIES[:4],
         *FAMILIES[5:8],
+        FAMILIES[-1],
         ("gpt_oss", {"sliding_window": 64}),
         ("deepseek_v2", {}),
         ("deepseek_v3", {}),
@@ -144,6 +148,8 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
         ("qwen3_next", {"linear_key_head_dim": 32, "linear_value_head_dim": 64}),
         ("qwen3_5_moe_text", {}),
         ("kimi_linear", {"q_lora_rank": None}),
+        ("lfm2_moe", {}),
+        ("granitemoehybrid", {"mamba_d_state": 40, "mamba_n_groups": 2, "residual_multiplier": 0.5}),
     ],
 )
 def test_rows_over_pages_are_as_each_alone(

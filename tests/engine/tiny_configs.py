@@ -120,6 +120,9 @@ _INDEXED_AND_SLIDING = {
 
 DENSE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+    "granite": {},
+    "granite_swa": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama": {},
     "ministral": {"layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {},

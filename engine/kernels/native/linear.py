@@ -11,7 +11,7 @@ from typing import TypeGuard
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.formats import BF16, ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
+from engine.formats import BF16, SMALLEST, TiledFormat, head_format, is_router, tiled_format
 from engine.formats.ggml import BlockType
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
@@ -73,7 +73,7 @@ def large_linears(
     """
     found: dict[str, torch.nn.Linear] = {}
     for name, module in model.named_modules():
-        if _is_large(module) and name.rpartition(".")[2] not in ROUTERS:
+        if _is_large(module) and not is_router(name):
             own = module.named_parameters(recurse=False)
             if all(dtype_of(f"{name}.{key}", each) == torch.bfloat16 for key, each in own):
                 found[name] = module

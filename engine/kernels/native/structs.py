@@ -70,6 +70,7 @@ class RouterStruct(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("is_exact", ctypes.c_int32),
         ("least", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("norm", "multiples")),
     )
 
 
@@ -106,7 +107,8 @@ class SparseBlockStruct(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("norm_offset", ctypes.c_float),
         ("shared_activation", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("shared_limit", "shared_alpha")),
+        *((name, ctypes.c_float) for name in ("shared_limit", "shared_alpha", "multiple", "whole_multiple")),
+        *((name, ctypes.c_void_p) for name in ("experts_norm", "experts_after", "shared_after")),
     )
 
 
@@ -124,6 +126,8 @@ class AttentionStruct(ctypes.Structure):
         ("norm_offset", ctypes.c_float),
         ("is_gated", ctypes.c_int32),
         ("index", ctypes.c_void_p),
+        ("multiple", ctypes.c_float),
+        ("norms_values", ctypes.c_int32),
     )
 
 
@@ -170,7 +174,9 @@ class DeltaStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("z_first", "a_first")),
         *((name, ctypes.c_float) for name in ("epsilon", "out_epsilon", "norm_offset")),
         *((name, ctypes.c_int32) for name in ("hidden", "key_heads", "value_heads", "key_dim", "value_dim", "kernel")),
-        *((name, ctypes.c_int32) for name in ("decays_keys", "gates_once")),
+        *((name, ctypes.c_int32) for name in ("decays_keys", "gates_once", "rule")),
+        ("multiple", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("tap_bias", "skip")),
     )
 
 

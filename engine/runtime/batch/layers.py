@@ -19,7 +19,7 @@ import torch
 
 from engine.common import clock
 from engine.experts.dispatch import experts_forward
-from engine.experts.layer_stream import STANDS_IN
+from engine.experts.whole_layer import STANDS_IN
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces, StatePages
@@ -33,7 +33,7 @@ from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
 from engine.runtime.fast_path.latent_attention import LatentAttention
-from engine.runtime.fast_path.norms import LayerNorms, add_mlp
+from engine.runtime.fast_path.norms import LayerNorms, add_mlp, mlp_of, multiple_of
 from engine.runtime.fast_path.sparse_block import SparseBlock, shared_expert_of
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.telemetry import lanes
@@ -140,7 +140,7 @@ class DecoderLayers:
 
     def without_experts(self) -> AbstractContextManager[None]:
         """Inside, layers of the common kind compute little more than attention, for who wants to see that."""
-        mlps = [layer.mlp for layer in self._layers if knows_layer(layer)]
+        mlps = [part for layer in self._layers if knows_layer(layer) for part in mlp_of(layer) if part is not None]
         return replaced((getattr(mlp, "experts", mlp), _nothing) for mlp in mlps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,9 @@ class NativeRows:
             for index in range(len(layers) if not apart else 0)
             if knows_layer(layers[index]) and GroupedAttention.can_step(layers[index])
         }
-        self._attention = {index: struct for index, struct in grouped.items() if not struct.is_gated}
+        self._attention = {
+            index: struct for index, struct in grouped.items() if not (struct.is_gated or struct.norms_values)
+        }
         self._delta = {} if apart else _delta_nets(layers)
         self._latent = {} if apart else _latent_rows(layers, states, len(self._delta))
         self._states_of: dict[int, StatePages] = {}
@@ -282,30 +284,31 @@ class NativeRows:
             else:
                 assert struct is not None
                 paged = self._states.layer_of(layer.self_attn)[1]
-                cos, sin = positions
+                cos, sin = (hidden.new_empty(1, hidden.shape[1], 0),) * 2 if positions is None else positions
                 out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
             if RECORDER.on:
                 RECORDER.layer, RECORDER.layer_since_ns = index, clock.now_ns()
                 RECORDER.dense(lanes.ATTENTION, begun_ns, RECORDER.layer_since_ns, index)
             sparse = self._sparse.get(index)
             if sparse is not None:
-                return self._add_experts(layer.mlp, sparse.struct, out[0])[None]
+                return self._add_experts(layer, sparse.struct, out[0])[None]
             return add_mlp(layer, LayerNorms.of(layer), out)
 
     def linears(self, layers: Iterable[int]) -> AbstractContextManager[None]:
         """Inside this context the kernels compute these layers' linear layers, for every caller."""
         return replaced([pair for index in layers for pair in self._linears[index]])
 
-    def _add_experts(self, block: Any, struct: SparseBlockStruct, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] plus the output of a sparse block."""
+    def _add_experts(self, layer: Any, struct: SparseBlockStruct, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H] plus the output of a layer's sparse block."""
+        block, beside = mlp_of(layer)
         normed, chosen, shares = route_rows(self._kernels, struct, hidden)
         mixed = experts_forward(block.experts, normed, chosen, shares)
-        shared = shared_expert_of(block)
+        shared = shared_expert_of(block) if beside is None else beside
         if shared is not None:
             of_all = shared(normed)
             gate = getattr(block, "shared_expert_gate", None)
             mixed = mixed + (of_all if gate is None else torch.sigmoid(gate(normed)) * of_all)
-        return hidden + mixed
+        return torch.add(hidden, mixed, alpha=multiple_of(layer))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, R, H] after the last layer -> [R, V]."""

@@ -21,6 +21,7 @@ from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, index_of
 from engine.runtime.kv.reuse import exact_tokens
@@ -43,6 +44,7 @@ def packs_mixers(loaded: LoadedModel) -> bool:
     return any(map(_has_state, steps)) and all(
         isinstance(step, SingleTokenLayer)
         and step.is_native
+        and not isinstance(step.attention, NoAttention)
         and (isinstance(step.attention, DeltaNet) or not step.attention.has_index)
         for step in steps
     )
@@ -212,6 +214,7 @@ def _can_attend(layer: Any, kv_type: KvType | None) -> bool:
     """Whether native attention over pages holds of a decoder layer's tokens what the library does."""
     return (
         _has_state(layer.__dict__.get("forward"))
+        or NoAttention.can_step(layer)
         or GroupedAttention.can_step(layer)
         or (kv_type is None and LatentAttention.can_step(layer))
     )

@@ -26,8 +26,8 @@ from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.angles import Rotations
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.dense_rows import one_by_one, product
+from engine.runtime.fast_path.native_attention import NativeAttention
 from engine.runtime.fast_path.whole_model import WholeModel
 from engine.runtime.kv.reuse import kinds_by_length
 
@@ -187,7 +187,7 @@ class StepModel:
     def _last_row_only(self) -> Iterator[None]:
         """While in use, the last layer leaves out what only the logits of other positions need."""
         last = self._last_layer
-        if last is None or self._model.model.norm._forward_hooks:  # somebody listens to all hidden states
+        if last is None or _last_norm(self._model)._forward_hooks:  # somebody listens to all hidden states
             yield
             return
         last.wants_last = True
@@ -202,25 +202,42 @@ def _last_layer(model: Any) -> SingleTokenLayer | None:
     if fast_path_of(model, "model") is None:
         return None
     layer = model.model.layers[-1].__dict__.get("forward")
-    is_attention = isinstance(layer, SingleTokenLayer) and not isinstance(layer.attention, DeltaNet)
+    is_attention = isinstance(layer, SingleTokenLayer) and isinstance(layer.attention, NativeAttention)
     return layer if is_attention else None
+
+
+def _embedding(model: Any) -> Any:
+    path = fast_path_of(model, "model")
+    assert path is not None
+    return getattr(model.model, path.embedding)
+
+
+def _last_norm(model: Any) -> Any:
+    path = fast_path_of(model, "model")
+    assert path is not None
+    return getattr(model.model, path.last_norm)
 
 
 class TokenStep:
     """Steps of single tokens, of a few that are tried together, or of a few sequences, through one model."""
 
     def __init__(self, model: Any) -> None:
-        inner = model.model
-        self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, model.lm_head
+        inner, path = model.model, fast_path_of(model, "model")
+        assert path is not None
+        self._embed, self._norm, self._head = _embedding(model), _last_norm(model), model.lm_head
+        self._multiple: float = inner.embedding_multiplier if path.has_multiples else 1.0
+        self._divisor: float = model.config.logits_scaling if path.has_multiples else 1.0
+        self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-        self._angles = Rotations(getattr(inner, "rotary_emb", None), {layer.attention.type for layer in self._layers})
+        rotary = getattr(inner, "rotary_emb", getattr(inner, "pos_emb", None))
+        self._angles = Rotations(rotary, {layer.attention.type for layer in self._layers})
         self._whole = WholeModel.of(self._layers, self._norm, self._head)
 
     @classmethod
     def of(cls, model: Any) -> TokenStep | None:
         """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
-        if fast_path_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
+        if fast_path_of(model, "model") is None or _embedding(model).weight.dtype != torch.bfloat16:
             return None
         layers = model.model.layers
         if not all(isinstance(layer.__dict__.get("forward"), SingleTokenLayer) for layer in layers):
@@ -259,7 +276,7 @@ class TokenStep:
                 return None
         rows = self._embed(tokens)
         angles = self._angles.at(start, rows, position_ids)
-        hidden = rows.float()
+        hidden = self._begun(rows)
         card = self.card
         if card is None:
             return self._through_layers(hidden, angles, position_ids, cache)
@@ -288,14 +305,24 @@ class TokenStep:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         embedded = self._embed(torch.tensor([ids]))
-        hidden, angles = embedded.float(), self._angles.at_each(positions, embedded)
+        hidden, angles = self._begun(embedded), self._angles.at_each(positions, embedded)
         whole = None if self._norm._forward_hooks else self._whole
         logits = whole.rows(hidden, held, pieces, angles) if whole is not None else None
         if logits is not None:
-            return logits
+            return self._ended(logits)
         for layer, pages in zip(self._layers, held, strict=True):
             hidden = layer.rows(hidden, pages, pieces, angles[layer.attention.type])
-        return product(self._head, one_by_one(self._norm, hidden))[0]
+        return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])
+
+    def _begun(self, rows: torch.Tensor) -> torch.Tensor:
+        """An embedding's rows as what layers take."""
+        hidden = rows.float()
+        return hidden if self._multiple == 1 else hidden * self._multiple
+
+    def _ended(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model makes of its head's."""
+        logits = logits if self._divisor == 1 else logits / self._divisor
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
     def _through_layers(
         self, hidden: torch.Tensor, angles: dict[str, Any], position_ids: torch.Tensor, cache: Cache
@@ -303,7 +330,7 @@ class TokenStep:
         whole = None if self._norm._forward_hooks else self._whole  # somebody may listen to the last hidden states
         logits = whole.step(hidden, cache, angles) if whole is not None else None
         if logits is not None:
-            return logits
+            return self._ended(logits)
         first = True
         for layer in self._layers:
             its = angles[layer.attention.type]
@@ -322,4 +349,4 @@ class TokenStep:
                     position_embeddings=its,
                 )
             hidden, first = out, False
-        return product(self._head, one_by_one(self._norm, hidden))[0]
+        return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])

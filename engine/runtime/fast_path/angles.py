@@ -9,7 +9,7 @@ import torch
 
 from engine.families import fast_path_of
 
-_FIXED = ("default", "linear", "llama3", "yarn")
+_FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""
 
 _PAGE = 256

@@ -22,12 +22,13 @@ from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
 from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp
 from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
-Attention = GroupedAttention | LatentAttention | DeltaNet
+Attention = GroupedAttention | LatentAttention | DeltaNet | NoAttention
 
 
 def knows_layer(layer: Any) -> bool:
@@ -61,7 +62,7 @@ def route_in_library(model: Any) -> None:
 
 
 def _attention_of(layer: Any) -> type[Attention] | None:
-    for kind in (GroupedAttention, LatentAttention, DeltaNet):
+    for kind in (GroupedAttention, LatentAttention, DeltaNet, NoAttention):
         if kind.can_step(layer):
             return kind
     return None
@@ -83,7 +84,7 @@ class SingleTokenLayer:
     def __init__(
         self,
         layer: Any,
-        attention: GroupedAttention | LatentAttention | DeltaNet,
+        attention: Attention,
         sparse: SparseBlock | None,
         number: int,
     ) -> None:
@@ -98,7 +99,7 @@ class SingleTokenLayer:
         self._routes_apart = False
         path = fast_path_of(layer, "layer")
         assert path is not None
-        self._passes_choice, self._is_given_angles = path.passes_choice, path.angles != "none"
+        self._passes_choice, self._is_given_angles = path.passes_choice, path.angles != "none" and attention.rotated > 0
         RECORDER.layers.name(attention.address, number, lanes.ATTENTION)
         if sparse is not None and sparse.tokens is None:
             RECORDER.layers.name(sparse.address, number, lanes.EXPERTS if sparse.has_experts else lanes.DENSE)

@@ -1,7 +1,8 @@
-"""A gated delta net (Yang et al. 2024, "Gated Delta Networks") of a few tokens of some sequences in one native call.
+"""What some layers have in place of attention, of a few tokens of some sequences in one native call: a gated delta net
+(Yang et al. 2024, "Gated Delta Networks"), Mamba 2 (Dao and Gu 2024, "Transformers are SSMs") or a short convolution.
 
 Of a prompt, projections are the library's linear layers, as those of attention are; all between them is another call.
-Kimi Delta Attention (Kimi Team 2025, "Kimi Linear", section 3) is one whose states decay key by key.
+Kimi Delta Attention (Kimi Team 2025, "Kimi Linear", section 3) is a delta net whose states decay key by key.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from engine.kernels.native.paged_attention import KvType, Piece, Pieces, StatePa
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct, PagesStruct
 from engine.runtime.fast_path.angles import Angles
 from engine.runtime.fast_path.native_attention import Claim, ClaimedPage
-from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
+from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, multiple_of, offset_of
 from engine.runtime.kv.layers import StateLayer
 
 _MOST_TAPS = 8
 """Of a convolution, for the kernel."""
+_DELTA_RULE, _STATE_SPACE, _CONVOLUTION = range(3)
+"""As switchyard_kernels.h numbers them."""
+_CHANNELS = 64
+"""Of a convolution, for one thread at a time."""
 _NO_PAGES = torch.empty(0, dtype=torch.int32)
 
 
 class _Parts(NamedTuple):
-    """What a net consists of, by the kernel's names; matrices that it has not are `None`."""
+    """What a net consists of, by the kernel's names; what it has not is `None`."""
 
     mixed: Any
     k: Any
@@ -50,11 +55,13 @@ class _Parts(NamedTuple):
     a_first: Any
     norm: Any
     rates: Any
+    convolution: Any
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    decays_keys: bool
+    decays_keys: bool = False
+    rule: int = _DELTA_RULE
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -70,29 +77,51 @@ class _Parts(NamedTuple):
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Shape of a sequence's; (0,) if nothing is kept but what the convolution read last."""
+        if self.rule == _CONVOLUTION:
+            return (0,)
+        own = (self.value_dim, self.key_dim) if self.rule == _STATE_SPACE else (self.key_dim, self.value_dim)
+        return self.value_heads, *own
+
     @classmethod
     def of(cls, net: Any) -> _Parts:
         if hasattr(net, "forget_gate"):
             gate, dim = net.forget_gate, net.head_dim
             return cls(
                 *(net.q_proj, net.k_proj, net.v_proj, net.g_b_proj, net.b_proj, gate.f_b_proj, net.o_proj),
-                *(net.g_a_proj, gate.f_a_proj, net.o_norm, gate, net.num_heads, net.num_heads, dim, dim, True),
+                *(net.g_a_proj, gate.f_a_proj, net.o_norm, gate, net.conv1d),
+                *(net.num_heads, net.num_heads, dim, dim, True),
             )
+        if hasattr(net, "in_proj"):
+            matrices = net.in_proj, *(None,) * 5, net.out_proj, None, None
+            if not hasattr(net, "A_log"):
+                width = net.out_proj.in_features
+                heads = width // _CHANNELS if width % _CHANNELS == 0 else 1
+                return cls(*matrices, None, None, net.conv, heads, heads, 0, width // heads, rule=_CONVOLUTION)
+            heads = net.n_groups, net.num_heads, net.ssm_state_size, net.head_dim
+            return cls(*matrices, net.norm, net, net.conv1d, *heads, rule=_STATE_SPACE)
         if hasattr(net, "in_proj_qkv"):
             inputs = net.in_proj_qkv, None, None, net.in_proj_z, net.in_proj_b, net.in_proj_a
         else:
             inputs = net.in_proj_qkvz, None, None, None, net.in_proj_ba, None
         heads = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
-        return cls(*inputs, net.out_proj, None, None, net.norm, net, *heads, False)
+        return cls(*inputs, net.out_proj, None, None, net.norm, net, net.conv1d, *heads)
 
 
 def _net_of(layer: Any) -> Any:
     """The net of a decoder layer, of any kind; `None` if it has none."""
-    return next((net for name in ("linear_attn", "self_attn") if (net := getattr(layer, name, None)) is not None), None)
+    names = ("linear_attn", "mamba", "conv", "mixer", "self_attn")
+    return next((net for name in names if (net := getattr(layer, name, None)) is not None), None)
 
 
 def _struct_of(linear: Any) -> MatrixStruct | None:
     return MatrixStruct() if linear is None else linear_struct(linear)
+
+
+def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
 
 
 def _turned(parts: _Parts) -> TurnedLinear | None:
@@ -113,7 +142,7 @@ def _heads_of(turned: TurnedLinear, parts: _Parts) -> torch.Tensor | None:
 
 
 class DeltaNet:
-    """The linear attention of one decoder layer.  It rotates nothing.
+    """That of one decoder layer.  It rotates nothing.
 
     Attributes: as of `GroupedAttention`.
     """
@@ -125,19 +154,21 @@ class DeltaNet:
         net, norm = _net_of(layer), LayerNorms.of(layer).before_attention
         self._net, self._norm, self._parts, self._page = net, norm, _Parts.of(net), ClaimedPage.apart()
         parts = self._parts
-        _compute_in_floats(net, parts)
+        _compute_in_floats(parts, norm.weight.dtype)
+        rates = parts.rates
         self._held = (
-            net.conv1d.weight.detach().squeeze(1).t().contiguous(),
-            parts.rates.A_log.detach().float().exp().neg().contiguous(),
-            parts.rates.dt_bias.detach().float().contiguous(),
+            parts.convolution.weight.detach().squeeze(1).t().contiguous(),
+            None if rates is None else _floats(rates.A_log.detach().float().exp().neg()),
+            None if rates is None else _floats(rates.dt_bias),
         )
+        self._more_held = _floats(parts.convolution.bias), _floats(getattr(rates, "D", None))
         turned = _turned(parts)
         self._output: Callable[[torch.Tensor], torch.Tensor] = parts.o if turned is None else turned.stored
         self._o_heads = None if turned is None else _heads_of(turned, parts)
         self._struct = DeltaStruct(
             norm.weight.data_ptr(),
-            *(tensor.data_ptr() for tensor in self._held),
-            parts.norm.weight.data_ptr(),
+            *map(address_of, self._held),
+            address_of(parts.norm.weight) if parts.norm is not None else None,
             *map(_struct_of, parts.given),
             linear_struct(parts.o) if turned is None else turned.stored.struct,
             address_of(self._o_heads),
@@ -146,13 +177,16 @@ class DeltaNet:
                 for linear in (parts.z_first, parts.a_first)
             ),
             epsilon_of(norm),
-            epsilon_of(parts.norm),
+            epsilon_of(parts.norm) if parts.norm is not None else 0.0,
             offset_of(norm),
             norm.weight.numel(),
             *(parts.key_heads, parts.value_heads, parts.key_dim, parts.value_dim),
             net.conv_kernel_size,
             parts.decays_keys,
             getattr(parts.norm, "activation", "silu") == "sigmoid",
+            parts.rule,
+            multiple_of(layer),
+            *map(address_of, self._more_held),
         )
         self._in_library = net.forward
         net.forward = self._forward
@@ -177,9 +211,11 @@ class DeltaNet:
             and (is_readable(parts.o) if turned is None else _heads_of(turned, parts) is not None)
             and reads_together((mixed, k, v, z_first or z))
             and reads_together((b, a_first or a))
-            and all(map(is_plain, (net.conv1d.weight, parts.norm.weight, LayerNorms.of(layer).before_attention.weight)))
-            and net.conv1d.bias is None
-            and net.activation == "silu"
+            and is_plain(parts.convolution.weight)
+            and is_plain(LayerNorms.of(layer).before_attention.weight)
+            and (parts.norm is None or is_plain(parts.norm.weight))
+            and (parts.rule == _CONVOLUTION or net.activation == "silu")
+            and (parts.rule != _STATE_SPACE or _is_usual_space(net))
             and getattr(parts.norm, "activation", "silu") in ("silu", "swish", "sigmoid")
             and net.conv_kernel_size <= _MOST_TAPS
         )
@@ -199,22 +235,18 @@ class DeltaNet:
 
     def read(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
         """The same of any number of tokens, projections by the net's own layers."""
-        return hidden_states + self._output(self._answer(self._norm(hidden_states), held, pieces))
+        added = self._output(self._answer(self._norm(hidden_states), held, pieces))
+        return torch.add(hidden_states, added, alpha=self._struct.multiple)
 
     @property
     def page_bytes(self) -> int:
         """Of a sequence's state."""
         recent: int = self._parts.channels * self._struct.kernel
-        return 4 * (recent + math.prod(self._state_shape))
+        return 4 * (recent + math.prod(self._parts.state))
 
     def pages(self, count: int) -> StatePages:
         """Room for so many sequences' states."""
-        return StatePages(self._parts.channels, self._struct.kernel, self._state_shape, count)
-
-    @property
-    def _state_shape(self) -> tuple[int, ...]:
-        parts = self._parts
-        return parts.value_heads, parts.key_dim, parts.value_dim
+        return StatePages(self._parts.channels, self._struct.kernel, self._parts.state, count)
 
     def _compute(self, hidden_states: torch.Tensor, where: tuple[int, int, int]) -> torch.Tensor:
         assert hidden_states.dtype == torch.float32
@@ -232,14 +264,17 @@ class DeltaNet:
         held = cache.layers[self._index]
         if not isinstance(held, StateLayer) or held.record_past or not held.has_previous_state[0]:
             return False
-        recent, states = held.conv_states[0], held.recurrent_states[0]
+        has_state = self._parts.rule != _CONVOLUTION
+        if has_state and not held.is_recurrent_states_initialized[0]:
+            return False
+        recent = held.conv_states[0]
         return (
-            held.is_recurrent_states_initialized[0]
-            and recent.shape[0] == 1
+            recent.shape[0] == 1
             and recent.shape[-1] == self._struct.kernel
-            and all((of.dtype, of.device.type) == (torch.float32, "cpu") for of in (recent, states))
-            and recent.is_contiguous()
-            and states.is_contiguous()
+            and all(
+                (of.dtype, of.device.type) == (torch.float32, "cpu") and of.is_contiguous()
+                for of in ((recent, held.recurrent_states[0]) if has_state else (recent,))
+            )
         )
 
     def claim(self, tokens: int, cache: Any) -> Claim | None:
@@ -247,9 +282,9 @@ class DeltaNet:
         if not self.can_claim(tokens, cache):
             return None
         recent, states = self._states(cache)
-        return (recent.data_ptr(), states.data_ptr(), None, None, 0, int(KvType.BF16), None), 0
+        return (recent.data_ptr(), address_of(states) or 0, None, None, 0, int(KvType.BF16), None), 0
 
-    def _states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         held = cache.layers[self._index]
         return held.conv_states[0], held.recurrent_states[0]
 
@@ -260,7 +295,7 @@ class DeltaNet:
         is_one = hidden_states.shape[0] == 1 and attention_mask is None and options.get("cu_seq_lens_q") is None
         answer: torch.Tensor
         if is_one and cache is not None and self._begin(cache):
-            held = PagesStruct(*(each.data_ptr() for each in self._states(cache)))
+            held = PagesStruct(*map(address_of, self._states(cache)))
             pieces = Pieces([Piece(_NO_PAGES, 0, hidden_states.shape[1])])
             answer = self._output(self._answer(hidden_states, held, pieces))
         else:
@@ -287,7 +322,7 @@ class DeltaNet:
             where = kernels.pool, self.address, ctypes.addressof(held), ctypes.addressof(piece)
             if kernels.delta_rows(*where, ctypes.addressof(places), out[piece.first].data_ptr()):
                 raise out_of_memory()
-        return out[None].to(parts.norm.weight.dtype)
+        return out[None].to(self._norm.weight.dtype)
 
     def _begin(self, cache: Any) -> bool:
         """Whether a cache holds states that a prompt can bring up to date, of nothing if it is the first one."""
@@ -295,16 +330,30 @@ class DeltaNet:
         if isinstance(held, StateLayer) and not held.record_past and not held.is_conv_states_initialized[0]:
             kernel = self._struct.kernel
             held.lazy_initialization(torch.zeros(1, parts.channels, kernel), conv_kernel_size=kernel)
-            held.lazy_initialization(recurrent_states=torch.zeros(1, *self._state_shape))
+            if parts.rule != _CONVOLUTION:
+                held.lazy_initialization(recurrent_states=torch.zeros(1, *parts.state))
             held.has_previous_state[0] = True
         return self.can_claim(1, cache)
 
 
-def _compute_in_floats(net: Any, parts: _Parts) -> None:
+def _compute_in_floats(parts: _Parts, dtype: torch.dtype) -> None:
     """Lets the library, which computes several sequences together, round only what it multiplies with matrices, too: a
     state keeps what it has taken in."""
-    net.conv1d.weight = torch.nn.Parameter(net.conv1d.weight.detach().float(), requires_grad=False)
+    for name, parameter in list(parts.convolution.named_parameters()):
+        setattr(parts.convolution, name, torch.nn.Parameter(parameter.detach().float(), requires_grad=False))
     for projection in parts.given:
         if projection is not None:
             projection.register_forward_hook(lambda _module, _inputs, out: out.float())
-    parts.norm.register_forward_hook(lambda norm, _inputs, out: out.to(norm.weight.dtype))
+    if parts.norm is not None:
+        parts.norm.register_forward_hook(lambda norm, _inputs, out: out.to(norm.weight.dtype))
+    else:
+        parts.o.register_forward_pre_hook(lambda _module, inputs: (inputs[0].to(dtype),))
+
+
+def _is_usual_space(net: Any) -> bool:
+    """Whether steps of any length are taken, and norms are of a key head's values.
+
+    Nemotron-H's are to be of 0.001 at least: the library sees to that in prompts alone, the model's makers do not.
+    """
+    least, most = getattr(net, "time_step_limit", (0.0, math.inf))
+    return least <= 0.001 and most == math.inf and net.norm.group_size * net.n_groups == net.num_heads * net.head_dim

@@ -7,6 +7,7 @@ model then makes its angles in float32, too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.families import fast_path_of
 from engine.families.library import code_of
 from engine.kernels.gpu.rotations import forward_with
 from engine.kernels.native.linear import BlockEmbedding
-from engine.runtime.fast_path.norms import LayerNorms
+from engine.runtime.fast_path.norms import LayerNorms, has_experts_beside, mixer_of
 
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 """The functions in the library's files that rotate queries and keys by cosines and sines.  DeepSeek-V2's takes complex
@@ -32,18 +33,24 @@ def keep_in_floats(model: Any, layers: Sequence[Any], *, all_native: bool) -> No
     """
     kinds = {type(LayerNorms.of(layer).before_attention) for layer in layers}
     for norm in model.modules():
-        if type(norm) in kinds and norm.weight.dtype == torch.bfloat16 and "forward" not in norm.__dict__:
+        weight = getattr(norm, "weight", None) if type(norm) in kinds else None
+        if weight is not None and weight.dtype == torch.bfloat16 and "forward" not in norm.__dict__:
             norm.forward = _NormOfSums(norm)
+    for layer in filter(has_experts_beside, layers):  # a router with a norm that has no weight
+        layer.router.proj.register_forward_pre_hook(lambda proj, inputs: (inputs[0].to(proj.weight.dtype),))
     if not all_native or fast_path_of(model, "model") is None:
         return  # something else may read the embedding's rows; layers widen what they are given
-    parts = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
-    attentions = [part for part in parts if (path := fast_path_of(part, "attention")) and path.angles != "none"]
+    attentions = [
+        part for part in map(mixer_of, layers) if (path := fast_path_of(part, "attention")) and path.angles != "none"
+    ]
     rotating = [_rotating_in_floats(attention) for attention in attentions]
     if not all(rotating):
         return  # keys would be in float32 as well
     for attention, forward in zip(attentions, rotating, strict=True):
         attention.forward = forward
-    table = model.model.embed_tokens
+    path = fast_path_of(model, "model")
+    assert path is not None
+    table = getattr(model.model, path.embedding)
     rows = table.__dict__.get("forward")
     if isinstance(rows, BlockEmbedding):
         rows.dtype = torch.float32
@@ -87,6 +94,9 @@ def _rotating_in_floats(attention: Any) -> Any:
 
 
 def _in_floats(rotate: Any) -> Any:
+    if "k" not in inspect.signature(rotate).parameters:
+        return lambda x, *angles, **options: rotate(x.float(), *angles, **options).to(x.dtype)
+
     def rotated(q: torch.Tensor, k: torch.Tensor, *angles: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         turned_q, turned_k = rotate(q.float(), k.float(), *angles, **options)
         return turned_q.to(q.dtype), turned_k.to(k.dtype)

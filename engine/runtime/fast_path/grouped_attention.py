@@ -10,10 +10,10 @@ from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, read_alike, reads_together
 from engine.kernels.native.paged_attention import KvType
-from engine.kernels.native.structs import AttentionStruct, BlockIndexStruct
+from engine.kernels.native.structs import AttentionStruct, BlockIndexStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles, type_of
 from engine.runtime.fast_path.native_attention import Claim, NativeAttention, holds_index
-from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
+from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, mixer_of, multiple_of, offset_of
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
@@ -24,11 +24,11 @@ _HALVES, _NEIGHBOURS = 0, 2
 
 
 class GroupedAttention(NativeAttention):
-    """Of the Llama kind."""
+    """Of the Llama kind; one without a projection of values takes that of keys."""
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         super().__init__(kernels, kernels.attention_step)
-        attention = layer.self_attn
+        attention = mixer_of(layer)
         path = _fast_path(attention)
         self._struct = attention_struct(layer)
         index = _index(attention)
@@ -45,17 +45,23 @@ class GroupedAttention(NativeAttention):
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
-        attention: Any = getattr(layer, "self_attn", None)
+        attention = mixer_of(layer)
         path = fast_path_of(attention, "attention")
-        if path is None or path.is_latent or any(getattr(attention.config, name, None) for name in path.unless):
+        if (
+            path is None
+            or path.is_latent
+            or any(getattr(attention.config, name, None) for name in path.unless)
+            or not getattr(attention, "is_causal", True)
+        ):
             return False
         of_layer = LayerNorms.of(layer)
         first = of_layer.before_attention
         norms = [norm for norm in (*_head_norms(attention), of_layer.after_attention) if norm is not None]
-        inputs = [linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        projections = [projection for projection in _projections(attention) if projection is not None]
+        inputs = [linear_struct(projection) for projection in projections[:-1]]
         return (
             read_alike(inputs)  # the same vector
-            and all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+            and all(map(is_readable, projections))
             and all(is_plain(norm.weight) for norm in (*norms, first))
             and all(epsilon_of(norm) == epsilon_of(first) for norm in norms)
             and (getattr(attention, "sinks", None) is None or is_plain(attention.sinks))
@@ -65,6 +71,8 @@ class GroupedAttention(NativeAttention):
 
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
         """The cosines and sines of so many tokens; `None` if they are of another number."""
+        if positions is None and not self.rotated:
+            return Angles.none()
         cos, sin = positions
         if self._angles and cos.numel() != tokens * self._angles:
             return None
@@ -102,6 +110,10 @@ def _fast_path(attention: Any) -> FastPath:
     return path
 
 
+def _projections(attention: Any) -> tuple[Any, ...]:
+    return attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, _fast_path(attention).output)
+
+
 def _head_norms(attention: Any) -> tuple[Any, ...]:
     return tuple(getattr(attention, name, None) for name in _fast_path(attention).head_norms)
 
@@ -114,6 +126,8 @@ def _rotated(attention: Any) -> int:
     rope = getattr(attention.config, "rope_parameters", None) or {}
     if path.angles_by_type:
         rope = rope[type_of(attention)]
+    if rope.get("rope_type") == "proportional":  # the others by an angle of 0
+        return int(attention.head_dim)
     return int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))
 
 
@@ -154,16 +168,16 @@ def _index_struct(index: Any) -> BlockIndexStruct:
 
 def attention_struct(layer: Any) -> AttentionStruct:
     """The weights of a decoder layer's attention, of a kind that `GroupedAttention` knows; it points into them."""
-    attention = layer.self_attn
+    attention = mixer_of(layer)
     path, norms = _fast_path(attention), LayerNorms.of(layer)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    projections = _projections(attention)
     return AttentionStruct(
         norms.before_attention.weight.data_ptr(),
         *(norm.weight.data_ptr() if norm is not None else None for norm in _head_norms(attention)),
-        *(address_of(p.bias) for p in projections),
+        *(address_of(p.bias) if p is not None else None for p in projections),
         address_of(getattr(attention, "sinks", None)),
         address_of(norms.after_attention.weight) if norms.after_attention is not None else None,
-        *(linear_struct(p) for p in projections),
+        *(linear_struct(p) if p is not None else MatrixStruct() for p in projections),
         epsilon_of(norms.before_attention),
         attention.scaling,
         attention.q_proj.in_features,
@@ -176,4 +190,7 @@ def attention_struct(layer: Any) -> AttentionStruct:
         _NEIGHBOURS if path.rotates_neighbours else _HALVES,
         offset_of(norms.before_attention),
         path.gates_heads,
+        None,
+        multiple_of(layer),
+        getattr(attention, "v_norm", None) is not None,
     )

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.runtime.fast_path.norms import LayerNorms
-
-_OF_ONE_ROW = ("q_proj", "o_proj")
-"""Projections of an attention module whose other rows nobody reads: a token's query serves that token alone."""
+from engine.families import fast_path_of
+from engine.runtime.fast_path.norms import LayerNorms, mixer_of, multiple_of
 
 
 def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -26,16 +24,21 @@ def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]
         options: what the layer is given besides; its cache takes the keys and values of all tokens.
     """
     norms = LayerNorms.of(layer)
-    with _only_last_rows(layer.self_attn):
-        attended: torch.Tensor = layer.self_attn(hidden_states=norms.before_attention(hidden_states), **options)[0]
+    attention = mixer_of(layer)
+    with _only_last_rows(attention):
+        attended: torch.Tensor = attention(hidden_states=norms.before_attention(hidden_states), **options)[0]
     last = attended[:, -1:]
-    return hidden_states[:, -1:] + (last if norms.after_attention is None else norms.after_attention(last))
+    last = last if norms.after_attention is None else norms.after_attention(last)
+    return torch.add(hidden_states[:, -1:], last, alpha=multiple_of(layer))
 
 
 @contextmanager
 def _only_last_rows(attention: Any) -> Iterator[None]:
-    """While in use, some projections give the last row's result to all rows."""
-    modules = [module for name in _OF_ONE_ROW if (module := getattr(attention, name, None)) is not None]
+    """While in use, projections whose other rows nobody reads give the last row's result to all: a token's query serves
+    that token alone."""
+    path = fast_path_of(attention, "attention")
+    assert path is not None
+    modules = [module for name in ("q_proj", path.output) if (module := getattr(attention, name, None)) is not None]
     before = [module.__dict__.get("forward") for module in modules]
     for module in modules:
         module.forward = _LastRow(module.forward)

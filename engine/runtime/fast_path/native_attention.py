@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import out_of_memory
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct, PieceStruct
 from engine.runtime.fast_path.angles import Angles
+from engine.runtime.fast_path.norms import mixer_of
 from engine.runtime.kv.growing import GrowingIndexedLayer
 from engine.runtime.kv.paged_cache import PagedCacheLayer
 
@@ -61,6 +63,46 @@ class ClaimedPage:
                 page
             )
         return self.address, self.piece_address, 1
+
+
+class NoAttention:
+    """In place of the attention of a layer that is an MLP alone.
+
+    Attributes: as of `NativeAttention`.
+    """
+
+    type = ""
+    rotated = address = 0
+    has_index = False
+
+    def __init__(self, _layer: Any, kernels: NativeKernels) -> None:
+        self.kernels = kernels
+
+    @staticmethod
+    def can_step(layer: Any) -> bool:
+        """Whether this decoder layer is one."""
+        path = fast_path_of(layer, "layer")
+        return path is not None and path.of_one_part and mixer_of(layer) is None
+
+    def step(self, hidden_states: torch.Tensor, _cache: Any, _positions: Any) -> torch.Tensor:
+        """What it is given."""
+        return hidden_states
+
+    def rows(self, hidden_states: torch.Tensor, *_where: Any) -> torch.Tensor:
+        """What it is given."""
+        return hidden_states
+
+    def angles_of(self, _positions: Any, _tokens: int) -> Angles | None:
+        """None at all."""
+        return Angles.none()
+
+    def can_claim(self, _tokens: int, _cache: Any) -> bool:
+        """It keeps nothing."""
+        return True
+
+    def claim(self, _tokens: int, _cache: Any) -> Claim | None:
+        """Room for nothing."""
+        return (0, 0, None, None, 0, 0, None), 0
 
 
 class NativeAttention(ABC):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.families import fast_path_of
-from engine.families.family import Router
+from engine.families.family import FastPath, Router
 from engine.formats.tiles import Pairing
 from engine.kernels.activation import Activation, ActivationKind, activation_of_mlp
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
@@ -36,9 +36,15 @@ from engine.kernels.native.structs import (
     RouterStruct,
     SparseBlockStruct,
 )
-from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
+from engine.runtime.fast_path.norms import (
+    LayerNorms,
+    epsilon_of,
+    has_experts_beside,
+    mlp_of,
+    multiple_of,
+    offset_of,
+)
 
-_PARTS = ("gate_proj", "up_proj", "down_proj")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 _SCORING = {"softmax": 0, "sigmoid": 1}
 """As switchyard_kernels.h numbers them."""
@@ -54,7 +60,7 @@ class SparseBlock:
     """
 
     def __init__(
-        self, struct: SparseBlockStruct, kernels: NativeKernels, experts: Any = None, held: torch.Tensor | None = None
+        self, struct: SparseBlockStruct, kernels: NativeKernels, experts: Any = None, held: tuple[Any, ...] = ()
     ) -> None:
         self.struct, self._experts, self._held = struct, experts, held
         self._bound = getattr(experts, BANK_LAYER, None)
@@ -69,17 +75,28 @@ class SparseBlock:
     @classmethod
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
         """That of `layer`, of a known kind; `None` if its MLP is of none, or its experts are not computed natively."""
-        block, norms = layer.mlp, LayerNorms.of(layer)
+        (block, beside), norms = mlp_of(layer), LayerNorms.of(layer)
+        if block is None and beside is None:
+            return cls(SparseBlockStruct(), kernels)  # the layer is attention alone
+        apart = _NormsBeside.of(layer) if has_experts_beside(layer) else None
+        if apart is not None:
+            block, beside = layer, block
         path = fast_path_of(block, "block")
         if path is None:
-            return cls._of_dense(layer, norms, kernels)
+            dense = beside if block is None else block
+            return cls._of_dense(layer, dense, norms, kernels) if block is None or beside is None else None
         router = block.router if hasattr(block, "router") else block.gate
         bound = getattr(block.experts, BANK_LAYER, None)
-        shared = shared_expert_of(block)
+        shared = beside if beside is not None else shared_expert_of(block)
         if (
-            not (_are_plain(norms) and _is_readable_router(attrgetter(path.router.weight)(router)))
-            or not (shared is None or _is_plain_mlp(shared))
+            not (
+                _are_plain(norms)
+                and (apart is None or apart.are_plain)
+                and _is_readable_router(attrgetter(path.router.weight)(router))
+            )
+            or not (shared is None or _is_plain_mlp(shared, path))
             or bound is None
+            or not isinstance(getattr(block, "fc1_latent_proj", None), torch.nn.Identity | None)
             or (experts := _experts(bound[1])) is None
         ):
             return None
@@ -90,30 +107,39 @@ class SparseBlock:
         correction = _correction(router, block, path.router)
         struct = SparseBlockStruct(
             norms.before_mlp.weight.data_ptr(),
-            _router(router, block, path.router, correction),
+            _router(router, block, path.router, correction, apart),
             of_experts,
-            *(_matrices(shared) if shared is not None else (MatrixStruct(),) * 3),
+            *(_matrices(shared, path) if shared is not None else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
             ctypes.addressof(card) if card is not None else None,
-            *_rest(norms, shared),
+            *_rest(norms, shared, path),
+            *_multiples(layer),
+            *(apart.addresses if apart is not None else ()),
         )
-        return cls(struct, kernels, block.experts, correction)
+        return cls(struct, kernels, block.experts, (correction, apart))
 
     @classmethod
-    def _of_dense(cls, layer: Any, norms: LayerNorms, kernels: NativeKernels) -> SparseBlock | None:
-        mlp, weight = layer.mlp, norms.before_mlp.weight
-        if not (_are_plain(norms) and _is_plain_mlp(mlp)):
+    def _of_dense(cls, layer: Any, mlp: Any, norms: LayerNorms, kernels: NativeKernels) -> SparseBlock | None:
+        weight, path = norms.before_mlp.weight, fast_path_of(layer, "layer")
+        assert path is not None
+        if not (_are_plain(norms) and _is_plain_mlp(mlp, path)):
             return None
         struct = SparseBlockStruct(
             weight.data_ptr(),
             RouterStruct(),
             ExpertsStruct(hidden=weight.numel()),
-            *_matrices(mlp),
+            *_matrices(mlp, path),
             None,
             None,
-            *_rest(norms, mlp),
+            *_rest(norms, mlp, path),
+            *_multiples(layer),
         )
         return cls(struct, kernels)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the layer has one at all."""
+        return bool(self.struct.norm)
 
     @property
     def has_experts(self) -> bool:
@@ -132,6 +158,8 @@ class SparseBlock:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         assert hidden_states.dtype == torch.float32
+        if not self.is_there:
+            return hidden_states
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         tokens, start = hidden_states.shape[1], hidden_states.data_ptr()
@@ -152,9 +180,44 @@ def _are_plain(norms: LayerNorms) -> bool:
     return after is None or (is_plain(after.weight) and epsilon_of(after) == epsilon_of(before))
 
 
-def _rest(norms: LayerNorms, shared: Any) -> tuple[Any, ...]:
-    """The end of a struct: what the norms are, and the shared expert's or the dense MLP's activation."""
-    activation = Activation(ActivationKind.SILU, Pairing.HALVES) if shared is None else activation_of_mlp(shared)
+class _NormsBeside(NamedTuple):
+    """Of experts beside an MLP: theirs and the router's, and what their shares are multiplied by."""
+
+    before: Any
+    after: Any
+    after_mlp: Any
+    of_router: torch.Tensor
+    multiples: torch.Tensor
+
+    @classmethod
+    def of(cls, layer: Any) -> _NormsBeside:
+        router = layer.router
+        norms = (
+            layer.pre_feedforward_layernorm_2,
+            layer.post_feedforward_layernorm_2,
+            layer.post_feedforward_layernorm_1,
+        )
+        scales = router.scale.detach().float() * router.scalar_root_size, router.per_expert_scale.detach().float()
+        return cls(*norms, *(scale.contiguous() for scale in scales))
+
+    @property
+    def are_plain(self) -> bool:
+        return all(is_plain(norm.weight) for norm in self[:3])
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(norm.weight.data_ptr() for norm in self[:3])
+
+
+def _multiples(layer: Any) -> tuple[float, float]:
+    """Of what a layer's MLP adds, and of what the layer gives."""
+    return multiple_of(layer), float(getattr(layer, "layer_scalar", 0.0))
+
+
+def _rest(norms: LayerNorms, shared: Any, path: FastPath) -> tuple[Any, ...]:
+    """Of a struct: what the norms are, and the shared expert's or the dense MLP's activation."""
+    usual = Activation(ActivationKind.SILU, Pairing.HALVES)
+    activation = usual if shared is None else activation_of_mlp(shared, path.mlp_activation)
     assert activation is not None
     return (
         address_of(norms.after_mlp.weight) if norms.after_mlp is not None else None,
@@ -175,38 +238,47 @@ def _experts(kernel: Any) -> tuple[ExpertsStruct, CardExpertsStruct | None] | No
     return None
 
 
-def _matrices(mlp: Any) -> list[MatrixStruct | None]:
-    if not hasattr(mlp, "gate_up_proj"):
-        return [linear_struct(getattr(mlp, part)) for part in _PARTS]
-    both = linear_struct(mlp.gate_up_proj)
-    halves = halves_of(both) if both is not None else None
-    return [*(halves or (None, None)), linear_struct(mlp.down_proj)]
+def _mlp_parts(mlp: Any, path: FastPath) -> list[Any]:
+    names = ("gate_up_proj", "down_proj") if hasattr(mlp, "gate_up_proj") else path.mlp_parts
+    return [getattr(mlp, name, None) for name in names if name]
 
 
-def _is_plain_mlp(mlp: Any) -> bool:
-    names = (*(("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else _PARTS[:2]), _PARTS[2])
-    if not all(hasattr(mlp, name) for name in names):
+def _matrices(mlp: Any, path: FastPath) -> list[MatrixStruct | None]:
+    *first, down = map(linear_struct, _mlp_parts(mlp, path))
+    if "" in path.mlp_parts:
+        first = [MatrixStruct(), *first]
+    elif len(first) == 1:
+        halves = halves_of(first[0]) if first[0] is not None else None
+        first = list(halves or (None, None))
+    return [*first, down]
+
+
+def _is_plain_mlp(mlp: Any, path: FastPath) -> bool:
+    parts = _mlp_parts(mlp, path)
+    if None in parts:
         return False
-    parts = [getattr(mlp, name) for name in names]
-    structs = _matrices(mlp)
+    structs = _matrices(mlp, path)
     return (
-        activation_of_mlp(mlp) is not None
+        activation_of_mlp(mlp, path.mlp_activation) is not None
         and None not in structs
         and all(part.bias is None and is_readable(part) for part in parts)
-        and read_alike(structs[:2])  # the same vector
+        and read_alike(each for each in structs[:2] if each is None or each.rows)  # the same vector
     )
 
 
 def _correction(router: Any, block: Any, how: Router) -> torch.Tensor | None:
-    """What is added to scores for the choice, in float32."""
-    if not how.correction:
+    """What is added to scores for the choice, in float32; LFM2-MoE may have it or not."""
+    name = how.correction.partition(".")[0]
+    holder = next((each for each in (router, block) if name and hasattr(each, name)), None)
+    if holder is None:
         return None
-    holder = router if hasattr(router, how.correction.partition(".")[0]) else block
     correction: torch.Tensor = attrgetter(how.correction)(holder)
     return correction.detach().float().contiguous()
 
 
-def _router(router: Any, block: Any, how: Router, correction: torch.Tensor | None) -> RouterStruct:
+def _router(
+    router: Any, block: Any, how: Router, correction: torch.Tensor | None, apart: _NormsBeside | None
+) -> RouterStruct:
     groups = (1, 1)
     if how.groups is not None and (how.groups_if is None or getattr(router, how.groups_if[0]) == how.groups_if[1]):
         groups = (getattr(router, how.groups[0]), getattr(router, how.groups[1]))
@@ -216,7 +288,7 @@ def _router(router: Any, block: Any, how: Router, correction: torch.Tensor | Non
         weight.data_ptr(),
         address_of(getattr(router, how.bias)) if how.bias else None,
         address_of(correction),
-        router.top_k,
+        router.top_k if hasattr(router, "top_k") else router.config.top_k_experts,
         _SCORING[how.scoring],
         *groups,
         how.bf16_logits,
@@ -225,6 +297,7 @@ def _router(router: Any, block: Any, how: Router, correction: torch.Tensor | Non
         getattr(router if hasattr(router, how.scale) else block, how.scale) if how.scale else 1.0,
         weight.dtype == torch.float32,
         getattr(router, how.least) if how.least else 0.0,
+        *((apart.of_router.data_ptr(), apart.multiples.data_ptr()) if apart is not None else ()),
     )
 
 

@@ -25,6 +25,7 @@ from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import AnglesStruct, LayerStruct, ModelStruct, PagesStruct, PieceStruct
 from engine.runtime.fast_path.angles import Angles
 from engine.runtime.fast_path.delta_net import DeltaNet
+from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import ClaimedPage
 from engine.runtime.fast_path.norms import epsilon_of, offset_of
@@ -59,9 +60,9 @@ class WholeModel:
                 struct.latent = layer.attention.address
             elif isinstance(layer.attention, DeltaNet):
                 struct.delta = layer.attention.address
-            else:
+            elif isinstance(layer.attention, GroupedAttention):
                 struct.attention = layer.attention.address
-            struct.block = layer.sparse.address
+            struct.block = layer.sparse.address if layer.sparse.is_there else None
             struct.chosen, struct.shares = layer.sparse.routing
             struct.angles = types.index(layer.attention.type)
         self._model = ModelStruct(

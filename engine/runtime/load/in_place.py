@@ -19,7 +19,7 @@ from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_g
 from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.record import HugePages
 from engine.experts.sites import ExpertsSite
-from engine.formats import BF16, ROUTERS, STORED
+from engine.formats import BF16, STORED, is_router
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.layouts import PartSpec, RecordLayout
 from engine.formats.tiles import Pairing
@@ -215,7 +215,9 @@ def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[s
         entry = opened.weight_of(name)
         if entry is None or not _is_used(entry, types):
             continue
-        is_linear = type(module) is torch.nn.Linear and name.rpartition(".")[2] not in (*ROUTERS, *_USED_OTHERWISE)
+        is_linear = (
+            type(module) is torch.nn.Linear and not is_router(name) and name.rpartition(".")[2] not in _USED_OTHERWISE
+        )
         is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
         if is_plain or looks_rows_up(module):
             found[f"{name}.weight"] = entry

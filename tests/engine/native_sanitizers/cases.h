@@ -100,12 +100,19 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     block.router.bf16_shares = coin(random);
     block.router.scale = 1.5f;
     if (coin(random)) block.router.least = 1e-12f;
+    const std::vector<float> router_norm = draw_floats(random, hidden), multiples(static_cast<size_t>(experts), 0.75f);
+    const auto before = draw_row(random, hidden);
     if (coin(random)) block.after_norm = after.data(), block.norm_offset = 1.0f;
+    block.multiple = coin(random) ? 0.25f : 0.0f, block.whole_multiple = coin(random) ? 1.5f : 0.0f;
+    if (coin(random)) block.router.norm = router_norm.data(), block.router.multiples = multiples.data();
+    if (coin(random)) block.experts_norm = before.data();
     block.shared_activation = static_cast<int32_t>(draw(random, 0, 5));
     block.shared_limit = coin(random) ? 0.25f : std::numeric_limits<float>::infinity(), block.shared_alpha = 1.5f;
     if (coin(random)) {
         block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
         if (coin(random)) block.shared_gate = shared_gate.data();
+        if (block.after_norm && coin(random)) block.experts_after = after.data(), block.shared_after = before.data();
+        if (block.shared_activation != 5 && coin(random)) block.shared_gate_proj = {};
     }
     const auto top_k = static_cast<size_t>(block.router.top_k);
     std::vector<int64_t> chosen(static_cast<size_t>(few) * top_k);
@@ -235,6 +242,9 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     if (coin(random)) layer.q_bias = q_bias.data(), layer.k_bias = k_bias.data(), layer.v_bias = v_bias.data();
     if (coin(random)) layer.o_bias = o_bias.data();
     if (coin(random)) layer.sinks = sinks.data();
+    layer.multiple = coin(random) ? 0.25f : 0.0f;
+    layer.norms_values = coin(random);
+    if (coin(random)) layer.v = {};  // values are what keys are of
     // Sometimes long enough for threads to share a head's tokens.
     const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
     const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
@@ -280,7 +290,7 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     require(same(out, again), "attention depends on the number of threads, or on what is computed together");
     record("attention", in_bf16(out));
-    if (!layer.is_gated) try_attention_rows(pool, random, layer);
+    if (!layer.is_gated && !layer.norms_values && layer.v.rows) try_attention_rows(pool, random, layer);
 }
 
 void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
@@ -415,21 +425,27 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.kernel = static_cast<int32_t>(draw(random, 1, 5));
     layer.epsilon = layer.out_epsilon = 1e-6f;
     layer.norm_offset = static_cast<float>(coin(random));
-    const int64_t hidden = layer.hidden, heads = layer.value_heads, values = heads * layer.value_dim;
-    const int32_t kind = static_cast<int32_t>(draw(random, 0, 2));  // 2: decays of each key, matrices of each part
+    layer.multiple = coin(random) ? 0.5f : 0.0f;
+    // 2: decays of each key, matrices of each part; 3: a state space; 4: a convolution
+    const int32_t kind = static_cast<int32_t>(draw(random, 0, 4));
     const bool together = kind == 0;
     if (kind == 2) layer.key_heads = layer.value_heads, layer.decays_keys = layer.gates_once = 1;
+    if (kind == 3) layer.rule = SWITCHYARD_STATE_SPACE;
+    if (kind == 4) layer.rule = SWITCHYARD_CONVOLUTION, layer.key_heads = layer.value_heads, layer.key_dim = 0;
+    const int64_t hidden = layer.hidden, heads = layer.value_heads, values = heads * layer.value_dim;
     const int64_t keys = int64_t{layer.key_heads} * layer.key_dim, channels = 2 * keys + values, inner = draw(random, 1, 50);
-    const OwnMatrix mixed(pool, random, together ? channels + values : kind == 1 ? channels : keys, hidden, format, SWITCHYARD_PLAIN);
-    const OwnMatrix k(pool, random, keys, hidden, format, SWITCHYARD_PLAIN), v(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
+    const int64_t mixed_rows[] = {channels + values, channels, keys, channels + values + heads, 3 * values};
+    const OwnMatrix mixed(pool, random, mixed_rows[kind], hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, std::max<int64_t>(keys, 1), hidden, format, SWITCHYARD_PLAIN), v(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix first(pool, random, inner, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix later_z(pool, random, values, inner, format, SWITCHYARD_PLAIN);
-    const OwnMatrix later_a(pool, random, keys, inner, format, SWITCHYARD_PLAIN);
+    const OwnMatrix later_a(pool, random, std::max<int64_t>(keys, 1), inner, format, SWITCHYARD_PLAIN);
     const OwnMatrix z(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix b(pool, random, together ? 2 * heads : heads, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix a(pool, random, heads, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix o(pool, random, hidden, values, format, SWITCHYARD_PLAIN);
-    layer.mixed = mixed.matrix, layer.b = b.matrix, layer.o = o.matrix;
+    layer.mixed = mixed.matrix, layer.o = o.matrix;
+    if (kind < 3) layer.b = b.matrix;
     if (kind == 1) layer.z = z.matrix, layer.a = a.matrix;
     if (kind == 2) {
         layer.k = k.matrix, layer.v = v.matrix, layer.z_first = layer.a_first = first.matrix;
@@ -437,7 +453,10 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     const auto norm = draw_row(random, hidden);
     const auto taps = draw_floats(random, channels * layer.kernel);
-    const auto out_norm = draw_row(random, layer.value_dim);
+    const auto out_norm = draw_row(random, values);
+    const auto tap_bias = draw_floats(random, channels), skip = draw_floats(random, heads);
+    if (coin(random)) layer.tap_bias = tap_bias.data();
+    layer.skip = skip.data();
     auto rate = draw_floats(random, heads);
     const auto rate_bias = draw_floats(random, std::max(heads, keys));
     for (float &each : rate) each = -std::fabs(each);

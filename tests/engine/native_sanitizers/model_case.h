@@ -61,7 +61,8 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
         its.shares.resize(its.chosen.size());
         const SwitchyardPages pages = {its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
                                        scaled ? its.value_scales.data() : nullptr, capacity, type, 0, 0};
-        layers.push_back({&attention, nullptr, nullptr, &block, pages, &piece, its.chosen.data(), its.shares.data(), coin(random)});
+        const int64_t part = draw(random, 0, 3);  // some layers are attention or experts alone
+        layers.push_back({part ? &attention : nullptr, nullptr, nullptr, part != 1 ? &block : nullptr, pages, &piece, its.chosen.data(), its.shares.data(), coin(random)});
     }
     const int64_t words = draw(random, 1, 90);
     const OwnMatrix head(pool, random, words, hidden, format, SWITCHYARD_PLAIN);
@@ -78,10 +79,16 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     auto now = x, next = x;
     for (const SwitchyardLayer &layer : layers) {
         const SwitchyardAngles &its = angles[layer.angles];
-        require(switchyard_attention_step(pool, layer.attention, &layer.held, layer.pieces, 1, now.data(), its.cos, its.sin, 1,
-                                          its.token_step, next.data()) == 0, "no attention");
-        require(switchyard_sparse_step(pool, layer.block, tokens, next.data(), layer.chosen, layer.shares,
-                                       now.data()) == 0, "no sparse step");
+        if (layer.attention) {
+            require(switchyard_attention_step(pool, layer.attention, &layer.held, layer.pieces, 1, now.data(), its.cos, its.sin, 1,
+                                              its.token_step, next.data()) == 0, "no attention");
+            now.swap(next);
+        }
+        if (layer.block) {
+            require(switchyard_sparse_step(pool, layer.block, tokens, now.data(), layer.chosen, layer.shares,
+                                           next.data()) == 0, "no sparse step");
+            now.swap(next);
+        }
     }
     std::vector<uint16_t> again(logits.size());
     model.count = 0;

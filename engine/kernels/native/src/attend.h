@@ -70,6 +70,8 @@ struct Convolution {
     int64_t x_step;
     float *out;            // [tokens, count]
     int64_t out_step;
+    const float *bias;     // [count], or null
+    bool is_linear;        // no silu
 };
 
 // Queries of an index, which meet the keys alone.
@@ -82,6 +84,8 @@ struct IndexQueries {
 struct AttendKernels {
     Attend of_type[4];  // of keys and values, SWITCHYARD_KV_*
     void (*delta)(const DeltaHead &head);
+    // The same through Mamba 2's rule: states are [value_dim, key_dim], decays [tokens], and beta how much of a value is taken in.
+    void (*space)(const DeltaHead &head);
     void (*convolve)(const Convolution &convolution);
     // out = x * sigmoid(gate), or x * gate * sigmoid(gate) if `twice`; [n].
     void (*gate)(const float *x, const float *gate, int64_t n, bool twice, float *out);

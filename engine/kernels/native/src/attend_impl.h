@@ -299,5 +299,5 @@ void index_scores(const HeldRows &rows, int64_t begin, int64_t end, const IndexQ
 #define ATTEND_KERNELS                                                         \
     {                                                                          \
         {attend<Bf16>, attend<Fp16>, attend<Int8>, attend<Fp32>}, delta_rule, \
-            convolve_all, gate_all, decay_all, index_scores                   \
+            state_space, convolve_all, gate_all, decay_all, index_scores                   \
     }

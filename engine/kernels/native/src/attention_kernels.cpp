@@ -93,6 +93,7 @@ void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
             float *to = &step.projected[token * width + place + row];
             const float *from = dots + token * kTileRows;
             for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
+            if (weight == &layer.k && layer.v.rows == 0) std::copy_n(to, rows, to + layer.k.rows);
         }
     }
 }
@@ -122,6 +123,7 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
         write_row(step.held->type, x, dim, row, rows, scales);
     };
     if (head >= layer.heads + layer.kv_heads) {
+        if (layer.norms_values) rms_norm(x, static_cast<const float *>(nullptr), layer.epsilon, dim, x);
         keep(head - layer.heads - layer.kv_heads, step.held->values, step.held->value_scales);
         return;
     }
@@ -150,6 +152,7 @@ void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &weight = step.layer->o;
     const uint16_t *bias = step.layer->o_bias;
     const bool is_normed = step.layer->after_norm != nullptr;
+    const float multiple = step.layer->multiple != 0 ? step.layer->multiple : 1.0f;
     for (int64_t block = begin; block < end; ++block) {
         float dots[kDecodeTokens * kTileRows];
         block_dot(step.kernels, weight, block, step.attended_x, step.all.data(), step.tokens, dots);
@@ -162,7 +165,7 @@ void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
                 if (is_normed)
                     step.joined[at + i] = value;
                 else
-                    step.out[at + i] = step.hidden[at + i] + value;
+                    step.out[at + i] = step.hidden[at + i] + multiple * value;
             }
         }
     }
@@ -246,7 +249,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
         step.x.resize({&attention->q, &attention->k, &attention->v, &attention->index->q, &attention->index->k}, tokens,
                       attention->hidden);
     else
-        step.x.resize({&attention->q, &attention->k, &attention->v}, tokens, attention->hidden);
+        step.x.resize({&attention->q, &attention->k, attention->v.rows ? &attention->v : &attention->k}, tokens, attention->hidden);
     step.attended_x.resize({&attention->o}, tokens, heads * dim);
     step.projected.resize(static_cast<size_t>(tokens * step.width()));
     step.attended.resize(static_cast<size_t>(tokens * heads * dim));

@@ -1,4 +1,4 @@
-// A few tokens of some sequences through a gated delta net, and prompts as far as no matrix is: norm, projections, short convolutions, the delta rule, output and residual.
+// A few tokens of some sequences through a gated delta net, Mamba 2 or a short convolution, and prompts as far as no matrix is: norm, projections, convolutions, the rule, output and residual.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -53,21 +53,31 @@ struct DeltaTokens {
         states = static_cast<float *>(held.values) + after * all;
     }
 
-    // A key head's queries (0), keys (1), values (2) and z (3).
+    // Where a key head's queries (0), keys (1) and values (2) begin among the channels.
+    int64_t channel_of(int64_t key_head, int which) const {
+        const int64_t dim = layer->key_dim, many = per_key() * layer->value_dim;
+        if (layer->rule == SWITCHYARD_STATE_SPACE)
+            return which == 2 ? key_head * many : values() + (which ? 0 : keys()) + key_head * dim;
+        return which == 2 ? 2 * keys() + key_head * many : which * keys() + key_head * dim;
+    }
+    // A key head's queries (0), keys (1), values (2) and z (3); of a convolution the gates before (0) and after it (1).
     Projected of(int64_t key_head, int which) const {
         const int64_t dim = layer->key_dim, many = per_key() * layer->value_dim;
+        if (layer->rule == SWITCHYARD_CONVOLUTION) return {mixed.x + which * values() + key_head * many, mixed.step};
+        if (layer->rule == SWITCHYARD_STATE_SPACE)
+            return {mixed.x + (which == 3 ? key_head * many : values() + channel_of(key_head, which)), mixed.step};
         if (layer->z.rows == 0) {
             const int64_t begins[] = {0, dim, 2 * dim, 2 * dim + many};
             return {mixed.x + key_head * (2 * dim + 2 * many) + begins[which], mixed.step};
         }
         if (which == 3) return {z.x + key_head * many, z.step};
         if (which && layer->k.rows) return which == 1 ? Projected{k.x + key_head * dim, k.step} : Projected{v.x + key_head * many, v.step};
-        const int64_t begins[] = {0, keys(), 2 * keys()};
-        return {mixed.x + begins[which] + key_head * (which < 2 ? dim : many), mixed.step};
+        return {mixed.x + channel_of(key_head, which), mixed.step};
     }
     // The b (0) and a (1) of a value head.
     float rate(int64_t token, int64_t head, int which) const {
         const int64_t many = per_key();
+        if (layer->rule == SWITCHYARD_STATE_SPACE) return mixed.x[token * mixed.step + values() + channels() + head];
         if (layer->a.rows == 0) return b.x[token * b.step + head / many * 2 * many + which * many + head % many];
         return which ? a.x[token * a.step + head] : b.x[token * b.step + head];
     }
@@ -79,25 +89,87 @@ void scale_to_length(float *x, int64_t n, float length) {
     for (int64_t i = 0; i < n; ++i) x[i] *= scale;
 }
 
+// A key head's values times the gates before a convolution.
+Projected gated_values(const DeltaTokens &now, int64_t head) {
+    static thread_local std::vector<float> gated;
+    const int64_t many = now.per_key() * now.layer->value_dim;
+    const Projected gates = now.of(head, 0), values = now.of(head, 2);
+    gated.resize(static_cast<size_t>(now.tokens * many));
+    for (int64_t token = 0; token < now.tokens; ++token)
+        for (int64_t i = 0; i < many; ++i)
+            gated[token * many + i] = gates.x[token * gates.step + i] * values.x[token * values.step + i];
+    return {gated.data(), many};
+}
+
 void convolve_key_head(DeltaTokens &now, int64_t head) {
     const auto &layer = *now.layer;
-    const int64_t dim = layer.key_dim, many = now.per_key() * layer.value_dim, keys = now.keys(), channels = now.channels();
-    const int64_t begins[] = {head * dim, keys + head * dim, 2 * keys + head * many};
-    for (int which = 0; which < 3; ++which) {
-        const int64_t at = begins[which];
-        const Projected from = now.of(head, which);
+    const int64_t dim = layer.key_dim, many = now.per_key() * layer.value_dim, channels = now.channels();
+    const bool is_linear = layer.rule == SWITCHYARD_CONVOLUTION;
+    for (int which = is_linear ? 2 : 0; which < 3; ++which) {
+        const int64_t at = now.channel_of(head, which);
+        const Projected from = is_linear ? gated_values(now, head) : now.of(head, which);
         now.kernels.attention->convolve({now.recent_before + at * layer.kernel, now.recent + at * layer.kernel, layer.taps + at,
-                                         which < 2 ? dim : many, layer.kernel, channels, now.tokens, from.x, from.step, &now.convolved[at], channels});
+                                         which < 2 ? dim : many, layer.kernel, channels, now.tokens, from.x, from.step, &now.convolved[at], channels,
+                                         layer.tap_bias ? layer.tap_bias + at : nullptr, is_linear});
     }
+    if (layer.rule != SWITCHYARD_DELTA_RULE) return;
     for (int64_t token = 0; token < now.tokens; ++token) {
         float *of = &now.convolved[token * channels];
-        scale_to_length(of + begins[0], dim, 1.0f / std::sqrt(static_cast<float>(dim)));
-        scale_to_length(of + begins[1], dim, 1.0f);
+        scale_to_length(of + now.channel_of(head, 0), dim, 1.0f / std::sqrt(static_cast<float>(dim)));
+        scale_to_length(of + now.channel_of(head, 1), dim, 1.0f);
+    }
+}
+
+// A convolution's values times the gates after it.
+void gate_convolved(DeltaTokens &now, int64_t head) {
+    const int64_t dim = now.layer->value_dim;
+    const Projected gates = now.of(head, 1);
+    for (int64_t token = 0; token < now.tokens; ++token) {
+        const float *of = &now.convolved[token * now.channels() + head * dim], *gate = gates.x + token * gates.step;
+        float *out = now.answers + token * now.values() + head * dim;
+        for (int64_t i = 0; i < dim; ++i) out[i] = of[i] * gate[i];
+    }
+}
+
+void answer_of_space(DeltaTokens &now, int64_t head) {
+    const auto &layer = *now.layer;
+    const int64_t dim = layer.key_dim, value_dim = layer.value_dim, key_head = head / now.per_key(), channels = now.channels();
+    float decays[kDecayTokens], betas[kDecayTokens];
+    for (int64_t begin = 0; begin < now.tokens; begin += kDecayTokens) {
+        const int64_t tokens = std::min(kDecayTokens, now.tokens - begin);
+        for (int64_t i = 0; i < tokens; ++i) {
+            betas[i] = softplus(now.rate(begin + i, head, 1) + layer.rate_bias[head]);
+            decays[i] = std::exp(layer.rate[head] * betas[i]);
+        }
+        const float *of = &now.convolved[begin * channels], *values = of + head * value_dim;
+        float *out = now.answers + begin * now.values() + head * value_dim;
+        const int64_t state = head * dim * value_dim;
+        now.kernels.attention->space({(begin ? now.states : now.states_before) + state, now.states + state, tokens, dim, value_dim,
+                                      of + now.channel_of(key_head, 1), of + now.channel_of(key_head, 0), values, channels,
+                                      decays, betas, out, now.values()});
+        for (int64_t i = 0; i < tokens; ++i)
+            for (int64_t at = 0; at < value_dim; ++at)
+                out[i * now.values() + at] += layer.skip[head] * values[i * channels + at];
+    }
+}
+
+// The gates and norms of a token's answers that are of several heads together.
+void finish_token(DeltaTokens &now, int64_t token) {
+    const auto &layer = *now.layer;
+    if (layer.rule != SWITCHYARD_STATE_SPACE) return;
+    const int64_t many = now.per_key() * layer.value_dim;
+    for (int64_t head = 0; head < layer.key_heads; ++head) {
+        float *out = now.answers + token * now.values() + head * many;
+        const Projected z = now.of(head, 3);
+        now.kernels.attention->gate(out, z.x + token * z.step, many, true, out);
+        rms_norm(out, layer.out_norm + head * many, layer.out_epsilon, many, out);
     }
 }
 
 void answer_value_head(DeltaTokens &now, int64_t head) {
     const auto &layer = *now.layer;
+    if (layer.rule == SWITCHYARD_CONVOLUTION) return gate_convolved(now, head);
+    if (layer.rule == SWITCHYARD_STATE_SPACE) return answer_of_space(now, head);
     const AttendKernels &kernels = *now.kernels.attention;
     const int64_t dim = layer.key_dim, value_dim = layer.value_dim, key_head = head / now.per_key(), channels = now.channels();
     static thread_local std::vector<float> decays;
@@ -221,6 +293,7 @@ void prepare_later(DeltaStep &step, int64_t token) {
 
 void put_out(DeltaStep &step, int64_t begin, int64_t end) {
     const auto &weight = step.layer->o;
+    const float multiple = step.layer->multiple != 0 ? step.layer->multiple : 1.0f;
     for (int64_t block = begin; block < end; ++block) {
         float dots[kDecodeTokens * kTileRows];
         block_dot(step.kernels, weight, block, step.answers_x, step.all.data(), step.tokens, dots);
@@ -228,7 +301,7 @@ void put_out(DeltaStep &step, int64_t begin, int64_t end) {
         for (int64_t token = 0; token < step.tokens; ++token)
             for (int64_t i = 0; i < rows; ++i) {
                 const int64_t at = token * weight.rows + row + i;
-                step.out[at] = step.hidden[at] + dots[token * kTileRows + i];
+                step.out[at] = step.hidden[at] + multiple * dots[token * kTileRows + i];
             }
     }
 }
@@ -259,15 +332,17 @@ void delta_work(void *argument) {
             answer_value_head(step.sequences[item / layer.value_heads], item % layer.value_heads);
     });
     run.spreading.run([&](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; ++token)
+        for (int64_t token = begin; token < end; ++token) {
+            finish_token(step, token);
             step.answers_x.set(step.kernels, token, &step.answers[token * step.values()]);
+        }
     });
     run.output.run([&](int64_t begin, int64_t end) { put_out(step, begin, end); });
 }
 
 struct PieceRun {
     DeltaTokens &now;
-    Phase convolutions, heads;
+    Phase convolutions, heads, finishing;
 };
 
 void piece_work(void *argument) {
@@ -277,6 +352,9 @@ void piece_work(void *argument) {
     });
     run.heads.run([&](int64_t begin, int64_t end) {
         for (int64_t head = begin; head < end; ++head) answer_value_head(run.now, head);
+    });
+    run.finishing.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) finish_token(run.now, token);
     });
 }
 
@@ -344,7 +422,8 @@ SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const Switchy
         convolved.resize(static_cast<size_t>(now.tokens * now.channels()));
         now.convolved = convolved.data();
         now.answers = out + begin * now.values();
-        PieceRun run = {now, Phase(delta->key_heads, pool->threads(), 1), Phase(delta->value_heads, pool->threads(), 1)};
+        PieceRun run = {now, Phase(delta->key_heads, pool->threads(), 1), Phase(delta->value_heads, pool->threads(), 1),
+                        Phase(delta->rule == SWITCHYARD_STATE_SPACE ? now.tokens : 0, pool->threads(), 4)};
         pool->run_long(piece_work, &run, now.tokens * states_bytes);
     }
     return 0;

@@ -93,6 +93,48 @@ void delta_rule(const DeltaHead &head) {
         for (int64_t token = 0; token < head.tokens; ++token) delta_column(head, token, at);
 }
 
+// What tokens make of rows [at, at + count) of a state of Mamba 2: each decays, and takes in the key times the row's value.
+template <int count> void space_rows(const DeltaHead &head, int64_t at) {
+    const int64_t dim = head.key_dim, whole = dim / kWidth * kWidth;
+    float *const to = head.state + at * dim;
+    for (int64_t token = 0; token < head.tokens; ++token) {
+        const int64_t place = token * head.step;
+        const float *key = head.key + place, *query = head.query + place, decay = head.decay[token];
+        const float *from = token ? to : head.before + at * dim;
+        float *out = head.out + token * head.out_step + at;
+        float taken[count];
+        V sums[count];
+        repeat<count>([&](auto i) {
+            taken[i] = head.value[place + at + i] * head.beta[token];
+            sums[i] = all(0.0f);
+        });
+        for (int64_t k = 0; k < whole; k += kWidth) {
+            const V keys = load(key + k), queries = load(query + k);
+            repeat<count>([&](auto i) {
+                const V now = fma(all(taken[i]), keys, multiply(load(from + i * dim + k), all(decay)));
+                store(to + i * dim + k, now);
+                sums[i] = fma(now, queries, sums[i]);
+            });
+        }
+        repeat<count>([&](auto i) {
+            float sum = sum_of(sums[i]);
+            for (int64_t k = whole; k < dim; ++k) {
+                const float now = from[i * dim + k] * decay + taken[i] * key[k];
+                to[i * dim + k] = now;
+                sum += now * query[k];
+            }
+            out[i] = sum;
+        });
+    }
+}
+
+void state_space(const DeltaHead &head) {
+    constexpr int together = 4;
+    int64_t at = 0;
+    for (; at + together <= head.value_dim; at += together) space_rows<together>(head, at);
+    for (; at < head.value_dim; ++at) space_rows<1>(head, at);
+}
+
 constexpr int64_t kMostTaps = 8;
 constexpr int kChannels = 8;  // vectors of channels that go through tokens together: a token's lie side by side
 
@@ -100,25 +142,26 @@ constexpr int kChannels = 8;  // vectors of channels that go through tokens toge
 template <int known> void convolve_channels(const Convolution &c, int64_t at) {
     constexpr int64_t room = kChannels * kWidth;
     const int64_t kernel = known ? known : c.kernel, width = c.count - at < room ? c.count - at : room;
-    alignas(64) float lines[kMostTaps][room] = {}, weights[kMostTaps][room] = {}, few[room] = {};
+    alignas(64) float lines[kMostTaps][room] = {}, weights[kMostTaps][room] = {}, few[room] = {}, biases[room] = {};
     for (int64_t i = 0; i < kernel; ++i)
         for (int64_t lane = 0; lane < width; ++lane) {
             lines[i][lane] = c.before[(at + lane) * kernel + i];
             weights[i][lane] = c.taps[i * c.taps_step + at + lane];
         }
     const auto bytes = static_cast<size_t>(width) * sizeof(float);
+    if (c.bias) std::memcpy(biases, c.bias + at, bytes);
     const int64_t vectors = (width + kWidth - 1) / kWidth;
     for (int64_t token = 0; token < c.tokens; ++token) {
         // The line that went in first gives its place to the newest.
         float *const newest = lines[token % kernel];
         std::memcpy(newest, c.x + token * c.x_step + at, bytes);
         for (int64_t v = 0; v < vectors; ++v) {
-            V sum = all(0.0f);
+            V sum = load(biases + v * kWidth);
             for (int64_t i = 0; i < kernel; ++i) {
                 const int64_t line = token + 1 + i;
                 sum = fma(load(weights[i] + v * kWidth), load(lines[line % kernel] + v * kWidth), sum);
             }
-            store(few + v * kWidth, multiply(sum, sigmoid(sum)));
+            store(few + v * kWidth, c.is_linear ? sum : multiply(sum, sigmoid(sum)));
         }
         std::memcpy(c.out + token * c.out_step + at, few, bytes);
     }

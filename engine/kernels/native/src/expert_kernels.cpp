@@ -104,7 +104,7 @@ void sum_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
             if (call.out)
                 call.out[at] = to_bf16(whole);
             else
-                call.sums[at] = call.apart ? whole : call.residual[at] + whole;
+                call.sums[at] = call.apart ? whole : call.residual[at] + call.multiple * whole;
         }
 }
 
@@ -124,6 +124,7 @@ void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, c
     residual = add_to;
     addend = nullptr;
     sums = result;
+    multiple = 1.0f;
     apart = false;
     out = nullptr;
     const SwitchyardMatrix first = first_matrix(0);

@@ -23,6 +23,7 @@ struct ExpertsCall {
     const float *residual;           // [tokens, hidden] to add to the result, or null
     const float *addend;             // [tokens, hidden] to add to the result as well, or null
     float *sums;                     // [tokens, hidden]: where the result goes if there is something to add it to
+    float multiple;                  // of the result before `residual` is added
     bool apart;                      // whether it is not added to `residual` yet
     uint16_t *out;                   // [tokens, hidden]: where it goes if there is not
 

@@ -14,21 +14,28 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
     const int64_t width = model->head.columns;
     for (auto &state : states) state.resize(static_cast<size_t>(tokens * width));
     normed.resize(static_cast<size_t>(tokens * width));
-    float *now = states[0].data(), *next = states[1].data();
+    size_t at = 0;
     for (int32_t i = 0; i < model->count; ++i) {
         const SwitchyardLayer &layer = model->layers[i];
         const SwitchyardAngles &its = angles[layer.angles];
-        const int32_t failed =
-            layer.attention
-                ? switchyard_attention_step(pool, layer.attention, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
-                                            its.angle_step, its.token_step, next)
-            : layer.latent
-                ? switchyard_latent_step(pool, layer.latent, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
-                                         its.angle_step, its.token_step, next)
-                : switchyard_delta_step(pool, layer.delta, &layer.held, layer.pieces, count, hidden, next);
-        if (failed) return 1;
-        if (switchyard_sparse_step(pool, layer.block, tokens, next, layer.chosen, layer.shares, now)) return 1;
-        hidden = now;
+        if (layer.attention || layer.latent || layer.delta) {
+            float *next = states[at ^= 1].data();
+            const int32_t failed =
+                layer.attention
+                    ? switchyard_attention_step(pool, layer.attention, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
+                                                its.angle_step, its.token_step, next)
+                : layer.latent
+                    ? switchyard_latent_step(pool, layer.latent, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
+                                             its.angle_step, its.token_step, next)
+                    : switchyard_delta_step(pool, layer.delta, &layer.held, layer.pieces, count, hidden, next);
+            if (failed) return 1;
+            hidden = next;
+        }
+        if (layer.block) {
+            float *next = states[at ^= 1].data();
+            if (switchyard_sparse_step(pool, layer.block, tokens, hidden, layer.chosen, layer.shares, next)) return 1;
+            hidden = next;
+        }
     }
     for (int32_t token = 0; token < tokens; ++token)
         rms_norm(hidden + token * width, model->norm, model->epsilon, width, &normed[token * width], model->norm_offset);

@@ -45,6 +45,7 @@ void Routing::choose(const SwitchyardRouter &router, int64_t *chosen, float *sha
         const float share = logits[order_[i]] / (router.normalise ? kept : 1.0f) * router.scale;
         chosen[i] = order_[i];
         shares[i] = router.bf16_shares ? round_bf16(share) : share;
+        if (router.multiples) shares[i] *= router.multiples[order_[i]];
     }
 }
 

@@ -33,6 +33,12 @@ void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, 
     for (int64_t i = 0; i < n; ++i) put((offset + from_bf16(weight[i])) * (x[i] * scale), &out[i]);
 }
 
+// The same with weights of another type, or without any.
+inline void rms_norm(const float *x, const float *weight, float epsilon, int64_t n, float *out) {
+    const float scale = 1.0f / std::sqrt(squares_of(x, n) / static_cast<float>(n) + epsilon);
+    for (int64_t i = 0; i < n; ++i) out[i] = (weight ? weight[i] : 1.0f) * (x[i] * scale);
+}
+
 // hidden + the norm of x, [n].
 inline void add_normed(const float *hidden, const float *x, const uint16_t *weight, float epsilon, int64_t n, float *out,
                        float offset) {

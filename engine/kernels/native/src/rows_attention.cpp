@@ -94,6 +94,7 @@ struct AttentionRows {
     void put_out(int64_t block) {
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, layer.o.rows - row);
         const uint16_t *bias = layer.o_bias;
+        const float multiple = layer.multiple != 0 ? layer.multiple : 1.0f;
         own.attended_x.block(layer.o, block, [&](int64_t first, int64_t some, const float *dots) {
             for (int64_t v = 0; v < some; ++v) {
                 const int64_t at = (first + v) * layer.hidden + row;
@@ -102,7 +103,7 @@ struct AttentionRows {
                     if (layer.after_norm)
                         own.joined[at + i] = value;
                     else
-                        out[at + i] = hidden[at + i] + value;
+                        out[at + i] = hidden[at + i] + multiple * value;
                 }
             }
         });

@@ -261,6 +261,32 @@ int32_t test_delta(const AttendKernels &kernels) {
     return 0;
 }
 
+int32_t test_space(const AttendKernels &kernels) {
+    for (int64_t keys : {3, 24, 70}) {
+        const int64_t values = 7, tokens = 3, step = 2 * keys + values;
+        std::vector<float> before(keys * values), state(before.size()), x(tokens * step), out(tokens * values);
+        for (size_t i = 0; i < before.size(); ++i) before[i] = 0.01f * static_cast<float>(i * 7 % 31) - 0.1f;
+        for (size_t i = 0; i < x.size(); ++i) x[i] = 0.1f * static_cast<float>(i * 5 % 19) - 0.8f;
+        const float decays[] = {0.5f, 0.875f, 0.25f}, betas[] = {0.75f, 1.5f, 0.125f};
+        kernels.space({before.data(), state.data(), tokens, keys, values, x.data(), x.data() + keys, x.data() + 2 * keys, step, decays, betas, out.data(), values});
+        std::vector<double> wanted(before.begin(), before.end());
+        for (int64_t token = 0; token < tokens; ++token)
+            for (int64_t i = 0; i < values; ++i) {
+                const float *of = &x[token * step];
+                double answer = 0;
+                for (int64_t k = 0; k < keys; ++k) {
+                    double &now = wanted[i * keys + k];
+                    now = now * decays[token] + double{betas[token]} * of[2 * keys + i] * of[k];
+                    answer += now * of[keys + k];
+                }
+                if (!near(out[token * values + i], answer, 1e-4)) return 22;
+            }
+        for (size_t i = 0; i < state.size(); ++i)
+            if (!near(state[i], wanted[i], 1e-5)) return 23;
+    }
+    return 0;
+}
+
 double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
 int32_t test_convolve(const AttendKernels &kernels) {
@@ -272,16 +298,18 @@ int32_t test_convolve(const AttendKernels &kernels) {
             taps[i] = 0.2f * static_cast<float>(i * 5 % 17) - 1.5f;
         }
         for (size_t i = 0; i < x.size(); ++i) x[i] = 0.3f * static_cast<float>(i * 11 % 29) - 4.0f;
-        const std::vector<float> before(recent);
-        kernels.convolve({recent.data(), recent.data(), taps.data(), count, kernel, count, tokens, x.data(), count, out.data(), count});
+        const std::vector<float> before(recent), bias(count, kernel == 4 ? 0.0f : 0.375f);
+        const bool is_linear = kernel == 5;
+        kernels.convolve({recent.data(), recent.data(), taps.data(), count, kernel, count, tokens, x.data(), count, out.data(), count,
+                          kernel == 4 ? nullptr : bias.data(), is_linear});
         const auto at = [&](int64_t token, int64_t channel) {
             return token < 0 ? before[channel * kernel + kernel + token] : x[token * count + channel];
         };
         for (int64_t channel = 0; channel < count; ++channel)
             for (int64_t token = 0; token < tokens; ++token) {
-                double sum = 0;
+                double sum = bias[channel];
                 for (int64_t i = 0; i < kernel; ++i) sum += taps[i * count + channel] * at(token - kernel + 1 + i, channel);
-                if (!near(out[token * count + channel], silu(sum), 1e-4)) return 16;
+                if (!near(out[token * count + channel], is_linear ? sum : silu(sum), 1e-4)) return 16;
                 if (token < kernel && recent[channel * kernel + kernel - 1 - token] != at(tokens - 1 - token, channel)) return 17;
             }
         for (const bool twice : {false, true}) {
@@ -375,6 +403,7 @@ int32_t test_attend(const AttendKernels &kernels) {
             }
         }
     if (const int32_t wrong = test_delta(kernels)) return wrong;
+    if (const int32_t wrong = test_space(kernels)) return wrong;
     if (const int32_t wrong = test_convolve(kernels)) return wrong;
     return test_index(kernels);
 }

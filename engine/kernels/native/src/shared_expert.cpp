@@ -23,8 +23,9 @@ void SharedExpert::begin(const SwitchyardSparseBlock *sparse_block, int32_t toke
     if (!exists()) return;
     all.resize(static_cast<size_t>(tokens));
     std::iota(all.begin(), all.end(), 0);
-    x.resize({&block->shared_gate_proj, &block->shared_up_proj}, tokens, block->shared_gate_proj.columns);
-    inner.resize(static_cast<size_t>(tokens * block->shared_gate_proj.rows));
+    const auto &up = block->shared_up_proj;
+    x.resize({is_gated() ? &block->shared_gate_proj : &up, &up}, tokens, up.columns);
+    inner.resize(static_cast<size_t>(tokens * up.rows));
     activated.resize({&block->shared_down_proj}, tokens, block->shared_down_proj.columns);
     out.resize(static_cast<size_t>(tokens * block->shared_down_proj.rows));
 }
@@ -38,21 +39,27 @@ void SharedExpertRun::work(const uint16_t *normed) {
     const auto &block = *expert.block;
     SwitchyardExperts as_expert = {};
     as_expert.first.format = SWITCHYARD_BF16;  // rounds as torch would
-    as_expert.pairing = SWITCHYARD_HALVES;
+    as_expert.pairing = expert.is_gated() ? SWITCHYARD_HALVES : SWITCHYARD_PLAIN;
     as_expert.activation = block.shared_activation;
     as_expert.limit = block.shared_limit;
     as_expert.alpha = block.shared_alpha;
     const auto activate = expert.kernels.many[SWITCHYARD_BF16]->activate;
-    const int64_t tokens = expert.tokens, inner = block.shared_gate_proj.rows, hidden = block.shared_down_proj.rows;
+    const int64_t tokens = expert.tokens, inner = block.shared_up_proj.rows, hidden = block.shared_down_proj.rows;
     first.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) {
+            constexpr float no_bias[kTileRows] = {};
             float gate[kDecodeTokens * kTileRows], up[kDecodeTokens * kTileRows];
-            block_dot(expert.kernels, block.shared_gate_proj, at, expert.x, expert.all.data(), tokens, gate);
             block_dot(expert.kernels, block.shared_up_proj, at, expert.x, expert.all.data(), tokens, up);
             const int64_t row = at * kTileRows, rows = std::min(kTileRows, inner - row);
+            if (!expert.is_gated()) {
+                activate(as_expert, no_bias, tokens, up);
+                for (int64_t token = 0; token < tokens; ++token)
+                    std::copy_n(&up[token * kTileRows], rows, &expert.inner[token * inner + row]);
+                continue;
+            }
+            block_dot(expert.kernels, block.shared_gate_proj, at, expert.x, expert.all.data(), tokens, gate);
             for (int64_t from = 0; from < rows; from += kHalfRows)
                 for (int64_t token = 0; token < tokens; ++token) {
-                    constexpr float no_bias[kTileRows] = {};
                     float pairs[kTileRows];
                     std::copy_n(&gate[token * kTileRows + from], kHalfRows, pairs);
                     std::copy_n(&up[token * kTileRows + from], kHalfRows, pairs + kHalfRows);

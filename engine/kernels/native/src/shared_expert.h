@@ -18,6 +18,7 @@ struct SharedExpert {
     std::vector<float> out;     // [tokens, hidden]
 
     bool exists() const { return block->shared_down_proj.rows > 0; }
+    bool is_gated() const { return block->shared_gate_proj.rows > 0; }
     void begin(const SwitchyardSparseBlock *sparse_block, int32_t token_count, const Kernels &in_use);
     int64_t bytes() const;
 };
@@ -28,7 +29,7 @@ struct SharedExpertRun {
 
     SharedExpertRun(SharedExpert &expert, int threads)
         : expert(expert),
-          first(expert.exists() ? blocks_of(expert.block->shared_gate_proj) : 0, threads, 1),
+          first(expert.exists() ? blocks_of(expert.block->shared_up_proj) : 0, threads, 1),
           spreading(expert.exists() ? expert.tokens : 0, threads, 1),
           down(expert.exists() ? blocks_of(expert.block->shared_down_proj) : 0, threads, 1) {}
 

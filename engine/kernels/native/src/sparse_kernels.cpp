@@ -22,6 +22,8 @@ struct SparseStep {
     int32_t tokens;
     std::vector<int32_t> all;      // 0, 1, ..., tokens - 1
     std::vector<uint16_t> normed;  // [tokens, hidden]
+    std::vector<uint16_t> others;  // [tokens, hidden]: the experts' norm, or the router's
+    std::vector<float> exact;      // the router's
     Vectors normed_bf16;           // for the router, which is never quantised
     Routing routing[kDecodeTokens];
     SharedExpert shared;
@@ -78,6 +80,24 @@ void choose_experts(SparseStep &step) {
     step.call.visits.group(step.block->experts.count, step.tokens, router.top_k, step.chosen, step.shares);
 }
 
+const uint16_t *norm_for_router(SparseStep &step, int64_t token) {
+    const auto &block = *step.block;
+    const int64_t hidden = block.experts.hidden;
+    uint16_t *normed = &step.others[token * hidden];
+    float *exact = &step.exact[token * hidden];
+    rms_norm(step.call.residual + token * hidden, block.router.norm, block.epsilon, hidden, exact);
+    for (int64_t i = 0; i < hidden; ++i) normed[i] = to_bf16(exact[i]);
+    return normed;
+}
+
+const uint16_t *norm_for_experts(SparseStep &step, int64_t token) {
+    const auto &block = *step.block;
+    const int64_t hidden = block.experts.hidden;
+    uint16_t *normed = &step.others[token * hidden];
+    rms_norm(step.call.residual + token * hidden, block.experts_norm, block.epsilon, hidden, normed, block.norm_offset);
+    return normed;
+}
+
 void route_work(void *argument) {
     auto &run = *static_cast<SparseRun *>(argument);
     auto &step = run.step;
@@ -88,8 +108,8 @@ void route_work(void *argument) {
             uint16_t *normed = &step.normed[token * hidden];
             rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed, block.norm_offset);
             if (step.routes()) {
-                step.normed_bf16.set(step.call.kernels, token, normed);
-                step.call.x.set(step.call.kernels, token, normed);
+                step.normed_bf16.set(step.call.kernels, token, block.router.norm ? norm_for_router(step, token) : normed);
+                step.call.x.set(step.call.kernels, token, block.experts_norm ? norm_for_experts(step, token) : normed);
             }
             if (step.shared.exists()) step.shared.x.set(step.call.kernels, token, normed);
         }
@@ -101,9 +121,17 @@ void route_work(void *argument) {
 void add_joined(SparseStep &step, int64_t begin, int64_t end) {
     const auto &block = *step.block;
     const int64_t hidden = block.experts.hidden;
-    for (int64_t at = begin * hidden; at < end * hidden; at += hidden)
-        add_normed(step.call.residual + at, &step.joined[at], block.after_norm, block.epsilon, hidden, step.out + at,
-                   block.norm_offset);
+    for (int64_t at = begin * hidden; at < end * hidden; at += hidden) {
+        float *joined = &step.joined[at], *out = step.out + at;
+        if (block.experts_after) {
+            rms_norm(joined, block.experts_after, block.epsilon, hidden, joined, block.norm_offset);
+            rms_norm(&step.shared.out[at], block.shared_after, block.epsilon, hidden, &step.shared.out[at], block.norm_offset);
+            for (int64_t i = 0; i < hidden; ++i) joined[i] += step.shared.out[at + i];
+        }
+        add_normed(step.call.residual + at, joined, block.after_norm, block.epsilon, hidden, out, block.norm_offset);
+        if (block.whole_multiple != 0)
+            for (int64_t i = 0; i < hidden; ++i) out[i] *= block.whole_multiple;
+    }
 }
 
 void sparse_work(void *argument) {
@@ -136,8 +164,9 @@ void compute_on_card(SparseStep &step) {
     const int32_t layer = block.card->layer, top_k = block.router.top_k;
     SwitchyardExchange &exchange = *block.card->exchange;
     ExchangeCard &card = *exchange.card;
+    const uint16_t *given = block.experts_norm ? step.others.data() : step.normed.data();
     const bool asks = card.look_up(layer, top_k, step.chosen) > 0;
-    if (asks && !exchange.in_turn) card.post(layer, step.normed.data());
+    if (asks && !exchange.in_turn) card.post(layer, given);
     SwitchyardCardLayer &record = card.record(layer);
 
     int64_t found[SWITCHYARD_MOST_CHOSEN];
@@ -159,7 +188,7 @@ void compute_on_card(SparseStep &step) {
     OnCardRun run(step, hits);
     exchange.thread.beside.run([](void *argument) { static_cast<OnCardRun *>(argument)->work(); }, &run, [] {});
     record.computed_ns = clock_ns();
-    if (asks && exchange.in_turn) card.post(layer, step.normed.data());
+    if (asks && exchange.in_turn) card.post(layer, given);
 
     float *answer = nullptr;
     const auto help = [&, pause = Pause{64}, seen = uint64_t{0}]() mutable {
@@ -202,9 +231,12 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     std::iota(step.all.begin(), step.all.end(), 0);
     step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
     step.normed_bf16.resize({&step.router}, tokens, layer.hidden);
+    if (block->router.norm || block->experts_norm) step.others.resize(step.normed.size());
+    if (block->router.norm) step.exact.resize(step.normed.size());
     for (int32_t token = 0; token < tokens; ++token) step.routing[token].resize(layer.count);
     step.out = out;
     step.call.begin(&layer, tokens, hidden, out);
+    if (block->multiple != 0) step.call.multiple = block->multiple;
     if (block->after_norm) {
         step.joined.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
         step.call.sums = step.joined.data();
@@ -213,7 +245,7 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     step.call.reserve(tokens * int64_t{block->router.top_k});
     if (!step.routes()) step.call.visits.group(0, 0, 0, nullptr, nullptr);
     step.shared.begin(block, tokens, step.call.kernels);
-    if (step.shared.exists()) step.call.addend = step.shared.out.data();
+    if (step.shared.exists() && !block->experts_after) step.call.addend = step.shared.out.data();
     SparseRun run(step, pool->threads());
     if (block->card) {
         pool->run(route_work, &run, bytes_of(step.router));

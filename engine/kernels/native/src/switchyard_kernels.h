@@ -89,6 +89,8 @@ typedef struct {
     float scale;                  // applied to the shares last
     int32_t is_exact;
     float least;                  // of what the chosen shares are divided by if they are made to sum to 1
+    const float *norm;            // [hidden] of an RMS norm of hidden states, which logits are of; null: of the block's norm
+    const float *multiples;       // [experts]: of the shares, last of all; or null
 } SwitchyardRouter;
 
 // Of a layer whose experts are on an emulated card as far as they have slots there; see switchyard_exchange.h.
@@ -104,7 +106,8 @@ typedef struct {
     const uint16_t *norm;  // bf16 [hidden]
     SwitchyardRouter router;
     SwitchyardExperts experts;
-    // down(activation(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.
+    // down(activation(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.  A gate without
+    // rows: down(activation(up(x))).
     SwitchyardMatrix shared_gate_proj, shared_up_proj, shared_down_proj;
     const uint16_t *shared_gate;  // bf16 [hidden], or null
     const SwitchyardCardExperts *card;  // or null; single tokens, between switchyard_exchange_start and _end
@@ -113,6 +116,11 @@ typedef struct {
     float norm_offset;           // added to the weights of its norms
     int32_t shared_activation;   // as of SwitchyardExperts, and its limit and alpha
     float shared_limit, shared_alpha;
+    float multiple;              // of what is added to hidden, where it has no norm; 0: as it is
+    float whole_multiple;        // of the whole result, where what is added has a norm; 0: as it is
+    // bf16 [hidden], or null: the experts' own norm of hidden states, and those of what they and the shared one give, which are
+    // there where `after_norm` is (Gemma 4).
+    const uint16_t *experts_norm, *experts_after, *shared_after;
 } SwitchyardSparseBlock;
 
 // Chooses the blocks of tokens that each key-value head of grouped attention sees, where a sequence has more of them: the last
@@ -133,7 +141,8 @@ typedef struct {
     const uint16_t *q_bias, *k_bias, *v_bias, *o_bias;  // bf16, or null
     const uint16_t *sinks;                              // bf16 [heads]: logits of attending to nothing, or null
     const uint16_t *after_norm;                         // bf16 [hidden], or null
-    SwitchyardMatrix q, k, v, o;                        // plain; where it is gated, q has each head's queries and then its gates
+    SwitchyardMatrix q, k, v, o;                        // plain; where it is gated, q has each head's queries and then its gates;
+                                                        // v without rows: values are what k gives
     float epsilon;
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
@@ -144,6 +153,8 @@ typedef struct {
     float norm_offset;         // added to the weights of its norms
     int32_t is_gated;          // whether what a head gives is multiplied by the sigmoid of its gates
     const SwitchyardBlockIndex *index;  // or null
+    float multiple;            // of what is added to hidden, where it has no norm; 0: as it is
+    int32_t norms_values;      // whether each head's values go through an RMS norm without weights
 } SwitchyardAttention;
 
 // Chooses the tokens that latent attention sees, where a sequence has more of them: those with the highest scores.  A key's score
@@ -178,6 +189,9 @@ typedef struct {
     const SwitchyardIndex *index;  // or null; needs q_a
 } SwitchyardLatentAttention;
 
+// What becomes of short convolutions of hidden states: see SwitchyardDelta.
+enum { SWITCHYARD_DELTA_RULE = 0, SWITCHYARD_STATE_SPACE = 1, SWITCHYARD_CONVOLUTION = 2 };
+
 // A gated delta net of the Qwen3-Next kind: hidden + o(norm(delta rule of short convolutions) * gate(z)) of norm(hidden).  All
 // matrices are plain; those of hidden states read alike, and so do z and a where they are of something else.  A key head serves
 // `value_heads / key_heads` value heads in a row.
@@ -202,6 +216,16 @@ typedef struct {
     int32_t decays_keys;       // whether each of a state's rows decays by itself: a has [key_heads * key_dim], and as many heads
                                // are of values (Kimi Team 2025, "Kimi Linear", section 3)
     int32_t gates_once;        // whether gate(z) is sigmoid(z), and not z * sigmoid(z)
+    // SWITCHYARD_STATE_SPACE: Mamba 2 (Dao and Gu 2024, "Transformers are SSMs", section 7).  mixed, the only matrix beside o, has
+    // z, values, keys, queries and a; channels are values, keys and queries.  A state of [value_dim, key_dim] takes in
+    // softplus(a + rate_bias) of value times key.  out_norm [value_heads * value_dim] is one of each key head's values together,
+    // and comes after the gate.
+    // SWITCHYARD_CONVOLUTION: LFM2's.  mixed has gates before and after the convolution, and values: those of as many heads are all
+    // channels, and no state is held but what the convolution read last.
+    int32_t rule;
+    float multiple;            // of what is added to hidden; 0: as it is
+    const float *tap_bias;     // [channels], or null
+    const float *skip;         // of a state space: [value_heads], what is added of each value
 } SwitchyardDelta;
 
 // Incremented whenever a signature or a struct above changes: a library with another number is not used.
@@ -307,10 +331,10 @@ SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const Switchy
 // A decoder layer of attention and a sparse block, where its keys and values, or its states, are, and the next tokens as it
 // holds them.
 typedef struct {
-    const SwitchyardAttention *attention;  // one of the three, the others null
+    const SwitchyardAttention *attention;  // at most one of the three, the others null
     const SwitchyardLatentAttention *latent;
     const SwitchyardDelta *delta;
-    const SwitchyardSparseBlock *block;
+    const SwitchyardSparseBlock *block;  // or null
     SwitchyardPages held;
     const SwitchyardPiece *pieces;  // as many in all layers, each of the same tokens
     int64_t *chosen;
