@@ -13,9 +13,17 @@ from engine.hardware.measured import machine_profile, save_measurements
 from engine.hardware.probe import probe
 from engine.planner.plan_parts import Limits
 from engine.runtime.engine import Engine
-from engine.tuning.contestants import Situation, choose_contestants, every_config, predicted
 from engine.tuning.measuring import measured_machine
-from engine.tuning.race import RacePace, RaceWatcher, race, winner_of
+from engine.tuning.race import (
+    RacePace,
+    RaceWatcher,
+    Situation,
+    choose_contestants,
+    every_config,
+    predicted,
+    race,
+    winner_of,
+)
 from engine.tuning.result import Contestant, Timed
 
 

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.bench.models import resolve_model, without_file_type
+from engine.bench.opened import resolve_model, without_file_type
 from engine.bench.report import Report
-from engine.checkpoint.synthetic import is_synthetic, parse
-from engine.checkpoint.synthetic_shapes import SHAPES
+from engine.checkpoint.synthetic import SHAPES, is_synthetic, parse
 
 if TYPE_CHECKING:
     from engine.bench.decode import Found

@@ -27,7 +27,7 @@ from engine.common.paths import python_module
 from engine.experts.disk_tier import DiskTier, Read
 from engine.experts.record import ExpertBank
 from engine.kernels.native.library import load_kernels
-from engine.measure.disk import forget_cached, read_rate, write_rate
+from engine.measure.link import forget_cached, read_rate, write_rate
 from engine.runtime.load.checkpoint import read_headers
 from engine.runtime.load.conversion import Conversion, Converted, convert
 from engine.runtime.load.forms import Forms

@@ -288,7 +288,7 @@ def _run_machines(args: argparse.Namespace) -> int:
 
 
 def _run_papers(args: argparse.Namespace) -> int:
-    from engine.bench.models import resolve_model
+    from engine.bench.opened import resolve_model
     from engine.verbs.simulate import emit_cells
 
     model = resolve_model(args.model, note)
@@ -361,7 +361,7 @@ def _run_loops(args: argparse.Namespace) -> int:
 def _run_serve(args: argparse.Namespace) -> int:
     from benchmarks.serving import ServingPlan, bench_serving
     from benchmarks.serving_load import QUESTIONS, read_questions
-    from engine.bench.models import resolve_model
+    from engine.bench.opened import resolve_model
 
     questions = read_questions(args.questions) if args.questions else QUESTIONS
     model, report = resolve_model(args.model, note), new_report()
@@ -446,7 +446,7 @@ def _file_of_library(*, wanted: bool) -> str | None:
     """The user's GGUF file that was used last: what peers are best compared with, as both read it as it is."""
     if not wanted:
         return None
-    from engine.checkpoint.gguf.names import gguf_at
+    from engine.checkpoint.gguf.arrangements import gguf_at
     from engine.checkpoint.library import list_models
 
     files = [entry for entry in list_models() if not entry.problem and gguf_at(entry.path) is not None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.bench.report import Report, ReportRow
-from engine.checkpoint.suggested_sampling import suggested_sampling
+from engine.checkpoint.profile import suggested_sampling
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import never_cancelled

@@ -26,7 +26,7 @@ from engine.common.config import EngineConfig
 from engine.experts.dispatch import BANK_LAYER
 from engine.kernels import choose_kernel
 from engine.kernels.interface import LayerRecords
-from engine.measure.disk import forget_cached
+from engine.measure.link import forget_cached
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel

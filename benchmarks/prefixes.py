@@ -18,7 +18,7 @@ from engine.bench.report import Report, in_turn
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.kept_context import keep_chat, kept_context_dir, kept_files
-from engine.measure.disk import forget_cached
+from engine.measure.link import forget_cached
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.bench.batch import batch_rate, prompts_of
 from engine.bench.opened import opened
 from engine.bench.report import Report, in_turn
+from engine.common import clock
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord, Device, Direction
@@ -109,9 +109,9 @@ def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Seque
         batch_rate(executor, prompts, _WARM_UP_TOKENS)
         timer.sweeps.clear()
         timer.inside_s = 0.0
-        begun_s = time.perf_counter()
+        begun_s = clock.now()
         batch_rate(executor, prompts, plan.tokens)
-        outside_s = max(0.0, time.perf_counter() - begun_s - timer.inside_s) / len(timer.sweeps)
+        outside_s = max(0.0, clock.now() - begun_s - timer.inside_s) / len(timer.sweeps)
     finally:
         executor.close()
     sweeps = [replace(parts, outside_s=outside_s) for parts in timer.sweeps]

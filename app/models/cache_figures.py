@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.services.history.history import EXPERT_KINDS, History, experts_met, of_last_kind
-from engine.telemetry.advice import predicted_rate
-from engine.telemetry.analysis import joules_per_token
+from engine.telemetry.analysis import joules_per_token, predicted_rate
 from engine.telemetry.lanes import BATCH_STEP, DECODE
 from engine.telemetry.messages import CacheReport, MemoryPart, PolicyRate, TierReport
 
@@ -45,12 +44,12 @@ class TokenFigures:
         return sum(self.experts.values())
 
 
-def token_figures(history: History, until_ns: int | None = None, last: int = LAST_STEPS) -> TokenFigures | None:
+def token_figures(history: History, until_ns: int | None = None) -> TokenFigures | None:
     """Means over the last steps that began before a moment; None if nothing has been decoded.
 
     A chat's steps or a batch's, whichever ran last: a mean of both would describe neither.
     """
-    steps = history.last_steps(last) if until_ns is None else history.steps_between(0, until_ns)[-last:]
+    steps = history.last_steps(LAST_STEPS) if until_ns is None else history.steps_between(0, until_ns)[-LAST_STEPS:]
     steps = of_last_kind(steps)
     tokens = int(steps["tokens"].sum())
     if not tokens:

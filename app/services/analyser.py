@@ -20,8 +20,7 @@ from engine.telemetry.messages import CacheReport
 if TYPE_CHECKING:
     from app.services.history.history import History
     from engine.hardware.sensors import SensorSample
-    from engine.telemetry.advice import Advice, PlannedSpeed
-    from engine.telemetry.analysis import Waiting
+    from engine.telemetry.analysis import Advice, PlannedSpeed, Waiting
     from engine.telemetry.records import Records
 
 WAITING_TOKENS = 200
@@ -174,7 +173,7 @@ def _waiting_in(stretch: Stretch) -> Waiting:
 
 def _advice(waited: Waiting, machine: Machine) -> Advice | None:
     from engine.planner.predict import running_config
-    from engine.telemetry.advice import Running, advise
+    from engine.telemetry.analysis import Running, advise
 
     model, sample, asked = machine.model, machine.sample, machine.config
     if model is None:
@@ -196,7 +195,7 @@ def _planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
         name: of the model, in case its folder has been moved.
     """
     from app.services.predicted_timeline import shape_of
-    from engine.telemetry.advice import PlannedSpeed
+    from engine.telemetry.analysis import PlannedSpeed
     from engine.tuning.machine_state import machine_for
 
     try:

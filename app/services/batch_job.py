@@ -12,9 +12,8 @@ from typing import Any
 
 from PySide6.QtCore import QCoreApplication
 
-from engine.batch_files.job_list import Ended, KnownJob, known_jobs, read_answers
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.journal import journal_path
+from engine.batch_files.journal import Ended, KnownJob, journal_path, known_jobs, read_answers
 from engine.batch_files.messages import BatchRow
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest

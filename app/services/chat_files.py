@@ -24,8 +24,7 @@ from PySide6.QtCore import QCoreApplication, QObject, Qt, Signal
 from app.services.background import TaskQueue, sentence_of
 from app.services.chat_store import ChatStore, Conversation, Folder, Message, MessageTree
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import Merged, Whole, merge, to_export, to_json
-from app.services.chat_store.markdown_format import to_markdown
+from app.services.chat_store.json_format import Merged, Whole, merge, to_export, to_json, to_markdown
 from app.services.chat_store.reading import Unread, read_chats
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import NewFile, write_whole

@@ -180,7 +180,7 @@ class Downloads(QObject):
         """`then` gets whether there is a token for a hub, for the latest question only: a keyring may be slow."""
 
         def doing() -> bool:
-            from engine.checkpoint.hub.token import read_token
+            from engine.checkpoint.hub.http import read_token
 
             return bool(read_token(host))
 
@@ -188,7 +188,7 @@ class Downloads(QObject):
 
     def save_token(self, host: str, token: str, then: Callable[[bool], object]) -> None:
         def doing() -> bool:
-            from engine.checkpoint.hub.token import save_token
+            from engine.checkpoint.hub.http import save_token
 
             return save_token(host, token)
 
@@ -266,7 +266,7 @@ class Downloads(QObject):
             return
         if self._starts >= MOST_STARTS:
             return
-        from engine.checkpoint.hub.token import for_child
+        from engine.checkpoint.hub.http import for_child
 
         self._starts += 1
         variables = self._variables | for_child()

@@ -7,6 +7,7 @@ itself.  A dead worker is never restarted automatically, so there is no crash lo
 
 from __future__ import annotations
 
+import importlib.util
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -16,10 +17,9 @@ from typing import TypeVar
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.background import LatestTask
-from app.services.batch_places import keys_for, on_each_node
 from app.services.engine_request import BatchRun, ChatAnswer, LoadingPace, Request, TuningRun
 from app.services.worker_process import WorkerProcess, engine_damage, is_packaged
-from engine.batch_files.messages import SampleBatch, StartBatch
+from engine.batch_files.messages import EndpointKey, SampleBatch, StartBatch
 from engine.common.chat import Tool
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -46,7 +46,8 @@ from engine.protocol import (
     TerminalEvent,
     UnloadModel,
 )
-from engine.remote.endpoint import RemoteModel
+from engine.remote.endpoint import Endpoint, RemoteModel, saved_endpoints
+from engine.remote.trust import key_of_this_run
 from engine.telemetry.messages import (
     CacheReport,
     CacheTier,
@@ -61,6 +62,34 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, Until
 from engine.tuning.result import TuningKind
+
+
+def has_ray() -> bool:
+    return importlib.util.find_spec("ray") is not None
+
+
+def on_each_node(config: EngineConfig | None, job: BatchJob) -> EngineConfig | None:
+    """How a cluster runs a job's model; limits of this PC are not those of its nodes."""
+    if config is None or not job.ray:
+        return None
+    return EngineConfig(config.model, precision=config.precision, kv_precision=config.kv_precision)
+
+
+def offered_endpoints() -> tuple[Endpoint, ...]:
+    """Those that people added; none if the list cannot be read, which Settings explains."""
+    try:
+        return saved_endpoints()
+    except EngineError:
+        return ()
+
+
+def keys_for(job: BatchJob) -> tuple[EndpointKey, ...]:
+    """Keys that were given to this window and are kept nowhere, of the endpoints that a job names."""
+    if not job.is_remote:
+        return ()
+    named = [endpoint for endpoint in offered_endpoints() if endpoint.name in job.endpoints]
+    return tuple(EndpointKey(each.name, key) for each in named if (key := key_of_this_run(each)))
+
 
 NOT_RESPONDING_S = 10.0
 RECORDED = (TelemetrySpans, TelemetryCounters, TelemetryRequest, RequestPlace, ExpertMap, CacheReport)

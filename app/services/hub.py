@@ -16,8 +16,8 @@ from engine.common.errors import CancelCheck, EngineError
 
 if TYPE_CHECKING:
     from engine.checkpoint.hub import Candidate, Found
+    from engine.checkpoint.model_directories import Room
     from engine.checkpoint.model_shape import ModelShape
-    from engine.checkpoint.mounts import Room
     from engine.planner.plan_parts import Limits
     from engine.tuning.fit import FitCard, Recommendation
     from engine.tuning.machine_state import MachineLook

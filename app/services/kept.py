@@ -18,7 +18,7 @@ from PySide6.QtCore import QCoreApplication, QObject, Signal
 
 from app.services.background import TaskQueue
 from app.services.chat_store.records import clean_text, sampling_from_dict
-from engine.checkpoint.suggested_sampling import suggested_sampling
+from engine.checkpoint.profile import suggested_sampling
 from engine.common.config import SamplingParams
 from engine.common.files import write_private
 from engine.common.model_info import ModelInfo

@@ -13,7 +13,7 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.planner.plan_parts import Plan
-from engine.planner.what_helps import Change
+from engine.planner.plan_words import Change
 from engine.tuning.machine_state import MachineLook, plan_here
 
 _DEBOUNCE_MS = 150

@@ -60,7 +60,7 @@ from engine.common.paths import models_dir
 if TYPE_CHECKING:
     from app.services.downloads import Downloads
     from engine.checkpoint.downloads.queue import Download
-    from engine.checkpoint.mounts import Room
+    from engine.checkpoint.model_directories import Room
 
 
 LONGEST_NAME = 24
@@ -130,8 +130,7 @@ def _cut(name: str) -> str:
 
 
 def _rooms() -> tuple[Room, ...]:
-    from engine.checkpoint.model_directories import model_folders
-    from engine.checkpoint.mounts import rooms_of
+    from engine.checkpoint.model_directories import model_folders, rooms_of
 
     return rooms_of(model_folders())
 

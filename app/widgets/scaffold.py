@@ -132,7 +132,7 @@ def text_label(
     return label
 
 
-def set_words(label: QLabel, role: str, tone: str) -> None:
+def set_words(label: QLabel, role: str, tone: str = "") -> None:
     if role:
         label.setProperty("role", role)
     if tone:
@@ -146,7 +146,6 @@ def line_edit(
     hint: str = "",
     hints: bool = False,
     clears: bool = False,
-    read_only: bool = False,
     secret: bool = False,
 ) -> QLineEdit:
     """A field of one line.  `hint` stands in it while it is empty; `hints`: its name does."""
@@ -154,7 +153,6 @@ def line_edit(
     field.setAccessibleName(name)
     field.setPlaceholderText(name if hints else hint)
     field.setClearButtonEnabled(clears)
-    field.setReadOnly(read_only)
     if secret:
         field.setEchoMode(QLineEdit.EchoMode.Password)
     return field
@@ -200,9 +198,9 @@ def without_commands(text: str) -> str:
 class WrappedLabel(QLabel):
     """Selectable plain text; where a word is elided, the tooltip has the full text."""
 
-    def __init__(self, text: str = "", parent: QWidget | None = None, *, role: str = "", tone: str = "") -> None:
+    def __init__(self, text: str = "", parent: QWidget | None = None, *, role: str = "") -> None:
         super().__init__(parent)
-        set_words(self, role, tone)
+        set_words(self, role)
         self._whole = ""
         self._is_short = False
         self.setWordWrap(True)

@@ -282,7 +282,7 @@ def _text_in(path: Path) -> str:
 
 def _decoded(content: bytes, named: str = "") -> str:
     """By its mark, as UTF-8 or UTF-16, by the name of an encoding, or else as Windows writes Western text."""
-    from engine.batch_files.text_rows import marked_encoding
+    from engine.batch_files.rows import marked_encoding
 
     sure = marked_encoding(content[:4096])
     for encoding in filter(None, (sure, named, "cp1252")):

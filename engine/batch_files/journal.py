@@ -9,25 +9,322 @@ loses none.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import xxhash
 
-from engine.batch_files.own_files import WrittenFile
+from engine.batch_files.fingerprint import file_digest
 from engine.batch_files.rows import CUT_OFF, Answer
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import is_full, private_file, private_folder, restrict_files, take_lock
+from engine.common.files import NewFile, is_full, is_locked, private_file, private_folder, restrict_files, take_lock
 from engine.common.paths import jobs_dir
 
 if TYPE_CHECKING:
     from filelock import FileLock
+
+_MOST_NAMES = 1000
+
+WrittenKind = Literal["result", "errors", "replaceable"]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file as a job left it, or one that the user allowed it to replace.
+
+    Attributes:
+        path: absolute.
+        kind: `replaceable` existed before the job, and the user asked to replace it.
+        size, time_ns: bytes and modification time; of the link itself, if it is one.
+        digest: of its content; empty if unread.
+    """
+
+    path: str
+    kind: WrittenKind
+    size: int
+    time_ns: int
+    digest: str = ""
+
+    @classmethod
+    def as_it_is(cls, path: Path) -> WrittenFile:
+        """The file at this path, which may be replaced; its content is not read."""
+        status = os.lstat(path)
+        return cls(absolute(path), "replaceable", status.st_size, status.st_mtime_ns)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file at `path` is this one; an identical copy counts, as replacing it loses nothing."""
+        if self.path != absolute(path):
+            return False
+        try:
+            status = os.lstat(path)
+            if status.st_size != self.size:
+                return False
+            return status.st_mtime_ns == self.time_ns or (bool(self.digest) and file_digest(path) == self.digest)
+        except OSError:
+            return False
+
+
+class Ledger(Protocol):
+    """Records what a job wrote; implemented by `engine.batch_files.journal.Journal`."""
+
+    def written(self) -> Sequence[WrittenFile]:
+        """All files that the job may replace."""
+
+    def remember(self, file: WrittenFile) -> None:
+        """Records a file before it is renamed into place, so that it is known even after a kill in between."""
+
+    def keep_only(self, files: Sequence[WrittenFile]) -> None:
+        """Removes all other records."""
+
+
+class NothingWritten:
+    """A ledger without records, which ignores new ones."""
+
+    def written(self) -> Sequence[WrittenFile]:
+        return ()
+
+    def remember(self, file: WrittenFile) -> None:
+        pass
+
+    def keep_only(self, files: Sequence[WrittenFile]) -> None:
+        pass
+
+
+def absolute(path: Path) -> str:
+    """The canonical path of a file; a link in its last component is not resolved."""
+    return str(path.parent.resolve() / path.name)
+
+
+def is_there(path: Path) -> bool:
+    """Whether the name is taken: by a file, a folder, or a possibly dangling link.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`: the name is invalid or its folder unreadable.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"{path} cannot be written ({why}): choose another output."
+        ) from None
+    return True
+
+
+def is_own(path: Path, written: Sequence[WrittenFile]) -> bool:
+    """Whether the file at `path` is one of `written`."""
+    return any(file.is_at(path) for file in written)
+
+
+def put_in_place(new: NewFile, path: Path, kind: WrittenKind, ledger: Ledger) -> WrittenFile:
+    """Renames a completely written file into place, and records it.
+
+    That is `path`, if it is free or the ledger knows its file; otherwise `path` with a number: files that others wrote
+    or changed are never touched.
+
+    Raises:
+        OSError, EngineError: it failed; the old file is unchanged.
+    """
+    new.finish()
+    status, digest = new.path.stat(), file_digest(new.path)
+    for candidate in itertools.islice(_names(path), _MOST_NAMES):
+        own = is_own(candidate, ledger.written())
+        if not own and is_there(candidate):
+            continue
+        file = WrittenFile(absolute(candidate), kind, status.st_size, status.st_mtime_ns, digest)
+        ledger.remember(file)
+        try:
+            if own:
+                new.path.replace(candidate)
+            else:
+                new.take_free_name(candidate)
+        except FileExistsError:
+            continue
+        except PermissionError:  # a program has it open, on Windows
+            if not own:
+                raise
+            continue
+        return file
+    raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} and its numbered variants all exist: move some of them away.")
+
+
+def _names(path: Path) -> Iterator[Path]:
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+_LOOK_S = 0.5
+
+
+def stop_path(journal: Path) -> Path:
+    """The file whose existence requests the stop."""
+    return journal.with_name(journal.name + ".stop")
+
+
+def ask_to_stop(journal: Path) -> None:
+    """Asks the process running this journal's job to stop; it does within a second, and all answers are kept."""
+    stop_path(journal).touch(0o600)
+
+
+class StopRequest:
+    """The stop request of the job that this process runs; earlier requests are deleted."""
+
+    def __init__(self, journal: Path) -> None:
+        self._path = stop_path(journal)
+        self._path.unlink(missing_ok=True)
+        self._looked_s = time.monotonic()
+        self._is_made = False
+
+    def is_made(self) -> bool:
+        """Whether a stop was requested; cheap enough to call for every layer."""
+        now = time.monotonic()
+        if not self._is_made and now - self._looked_s >= _LOOK_S:
+            self._looked_s = now
+            self._is_made = self._path.exists()
+        return self._is_made
+
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownJob:
+    """A job, read from its journal.
+
+    Attributes:
+        journal: the file.
+        settings: `BatchJob` and the model, from JSON.
+        begun_s, finished_s: seconds since 1970; None while rows are missing.
+        done, failed, cut_off: rows completed, those of them that failed, and those that ended at their limit of tokens.
+        generated_tokens: of all of them.
+        kept: answers, including those whose rows are to be answered again.
+        running: whether a process is working on it.
+        digest, precision: of the model that it started with, and of its weights; see `JobManifest`.
+        endpoints: rows and generated tokens of each endpoint that answered any; empty for this machine.
+        output, errors: files of its result and of failed OpenAI requests; empty while nothing is written.
+    """
+
+    journal: Path
+    settings: dict[str, Any]
+    begun_s: float
+    finished_s: float | None
+    done: int
+    failed: int
+    generated_tokens: int
+    running: bool
+    precision: str = ""
+    output: str = ""
+    errors: str = ""
+    digest: str = ""
+    endpoints: tuple[tuple[str, int, int], ...] = ()
+    cut_off: int = 0
+    kept: int = 0
+
+
+def known_jobs() -> list[KnownJob]:
+    """All jobs, the newest first; unreadable journals are left out."""
+    jobs = [job for path in jobs_dir().glob("*.sqlite") if (job := read_job(path)) is not None]
+    return sorted(jobs, key=lambda job: -job.begun_s)
+
+
+def read_job(journal: Path) -> KnownJob | None:
+    """One job; None if it does not exist or is unreadable."""
+    try:
+        with _read_only(journal) as connection:
+            manifest, settings, begun, finished = connection.execute(
+                "SELECT content, settings, begun_s, finished_s FROM manifest"
+            ).fetchone()
+            has_again = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'again'").fetchone()
+            chosen = f"WHERE {NOT_AGAIN}" if has_again else ""  # as jobs of earlier versions lack it
+            done, failed, tokens, cut_off = connection.execute(f"{COUNTS} {chosen}").fetchone()
+            (kept,) = connection.execute("SELECT COUNT(*) FROM answers").fetchone()
+            content = json.loads(settings)
+            began_as = parse_manifest(manifest)
+            by = _there(connection)[LATER_COLUMNS.index("answered_by")]
+            each = f"SELECT {by} AS name, COUNT(*), SUM(generated_tokens) FROM answers GROUP BY name ORDER BY name"
+            endpoints = tuple((str(name), int(rows), int(sum_)) for name, rows, sum_ in connection.execute(each))
+            files = {file.kind: file.path for file in written_files(connection)}
+    except (sqlite3.Error, ValueError, TypeError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    return KnownJob(
+        journal,
+        content,
+        begun,
+        finished,
+        int(done),
+        int(failed),
+        int(tokens),
+        _is_running(journal),
+        precision=began_as.precision if began_as is not None else "",
+        output=files.get("result", ""),
+        errors=files.get("errors", ""),
+        digest=began_as.model if began_as is not None else "",
+        endpoints=endpoints if any(name for name, *_ in endpoints) else (),
+        cut_off=int(cut_off),
+        kept=int(kept),
+    )
+
+
+def read_written(journal: Path) -> list[WrittenFile]:
+    """The files that a job owns; none if there is no such job."""
+    try:
+        with _read_only(journal) as connection:
+            return written_files(connection)
+    except (sqlite3.Error, ValueError, TypeError):
+        return []
+
+
+Ended = Literal["any", "failed", "cut_off"]
+"""How rows ended: `cut_off` at their limit of tokens, among them those that failed for that."""
+_ENDED: dict[Ended, str] = {"any": "", "failed": "AND problem != ''", "cut_off": f"AND finish_reason = '{CUT_OFF}'"}
+
+
+def read_answers(journal: Path, *, after: int = -1, limit: int = 200, ended: Ended = "any") -> list[Answer]:
+    """Some outcomes of a job in row order; none if it cannot be read."""
+    try:
+        with _read_only(journal) as connection:
+            later = ", ".join(_there(connection))
+            query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem, {later}
+                FROM answers WHERE row > ? {_ENDED[ended]} ORDER BY row LIMIT ?"""
+            return [Answer(*values) for values in connection.execute(query, (after, limit))]
+    except sqlite3.Error:
+        return []
+
+
+def _there(connection: sqlite3.Connection) -> list[str]:
+    """The columns of answers that jobs of earlier versions lack, or nothing in their place."""
+    known = {name for _, name, *_ in connection.execute("PRAGMA table_info(answers)")}
+    return [name if name in known else "''" for name in LATER_COLUMNS]
+
+
+def _is_running(journal: Path) -> bool:
+    return is_locked(journal.with_name(journal.name + ".lock"))
+
+
+@contextmanager
+def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
 
 VERSION = 1
 
@@ -248,7 +545,7 @@ class Journal:
         return written_files(self._connection)
 
     def remember(self, file: WrittenFile) -> None:
-        """See `engine.batch_files.own_files.Ledger`.
+        """See `engine.batch_files.journal.Ledger`.
 
         Raises:
             EngineError: `DISK_FULL`; the file is not recorded.
@@ -257,7 +554,7 @@ class Journal:
             self._connection.execute("INSERT INTO written VALUES (?, ?, ?, ?, ?)", _values(file))
 
     def keep_only(self, files: Sequence[WrittenFile]) -> None:
-        """See `engine.batch_files.own_files.Ledger`.
+        """See `engine.batch_files.journal.Ledger`.
 
         Raises:
             EngineError: `DISK_FULL`; the others stay recorded.

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from engine.batch_files.documents import DOCUMENTS
-from engine.batch_files.rows import FileRows, Row, RowSource, SeenColumns, unique_names
+from engine.batch_files.rows import (
+    DelimitedRows,
+    FileRows,
+    JsonLines,
+    Row,
+    RowSource,
+    SeenColumns,
+    TextLines,
+    WholeText,
+    unique_names,
+)
 from engine.batch_files.tables import ParquetRows, SpreadsheetRows
-from engine.batch_files.text_rows import DelimitedRows, JsonLines, TextLines, WholeText
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line, quoted
 from engine.common.untrusted import reason

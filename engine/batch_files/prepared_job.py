@@ -11,12 +11,19 @@ from typing import Any
 import xxhash
 
 from engine.batch_files.fingerprint import content_hash
-from engine.batch_files.job_list import read_written
 from engine.batch_files.job_watcher import Between, noop
-from engine.batch_files.journal import JobManifest, Journal, discard, journal_path
+from engine.batch_files.journal import (
+    JobManifest,
+    Journal,
+    WrittenFile,
+    discard,
+    is_own,
+    is_there,
+    journal_path,
+    read_written,
+)
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
-from engine.batch_files.own_files import WrittenFile, is_own, is_there
 from engine.batch_files.prompts import (
     OpenAiPrompts,
     PictureColumn,

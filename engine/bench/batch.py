@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.bench.opened import opened, random_text, vocabulary_of
 from engine.bench.report import Report, in_turn
+from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.schedule.executor import BatchExecutor
@@ -43,9 +43,9 @@ class BatchBenchPlan:
     repeats: int
 
 
-def prompt_lengths(rows: int, seed: int = 0) -> list[int]:
+def prompt_lengths(rows: int) -> list[int]:
     """Lengths with MTBench's mean and maximum: many short questions, a few long ones."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     lengths = [min(_LONGEST, max(8, round(draw.lognormvariate(3.95, 0.85)))) for _ in range(rows)]
     scale = _MEAN * rows / sum(lengths)
     return [min(_LONGEST, max(4, round(length * scale))) for length in lengths]
@@ -98,17 +98,17 @@ def batch_rate(executor: BatchExecutor, prompts: Sequence[Sequence[int]], tokens
         for number, prompt in enumerate(prompts)
     )
     executor.forget_prefixes()  # a second run must not reuse the first one's prompts
-    started = time.perf_counter()
+    started = clock.now()
     executor.run(requests, answers.append)
-    return sum(answer.generated_tokens for answer in answers) / (time.perf_counter() - started)
+    return sum(answer.generated_tokens for answer in answers) / (clock.now() - started)
 
 
 def _one_by_one_rate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     sampling, scheduler, generated = SamplingParams(max_tokens=tokens), Scheduler(loaded), 0
-    started = time.perf_counter()
+    started = clock.now()
     for prompt in prompts:
         request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=_NO_END)
         generated += scheduler.answer(request).generated_tokens
-    rate = generated / (time.perf_counter() - started)
+    rate = generated / (clock.now() - started)
     scheduler.close()
     return rate

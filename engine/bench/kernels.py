@@ -82,7 +82,6 @@ def bench_kernels(
     threads: int | None,
     repeats: int,
     *,
-    weights: tuple[Weights, ...] = WEIGHTS,
     shapes: tuple[KernelShape, ...] = SHAPES,
     tokens: int = 1,
     on_progress: Callable[[str], None] = lambda _what: None,
@@ -96,7 +95,7 @@ def bench_kernels(
     isas = proven(build())
     limits: list[float] = []
     for shape in shapes:
-        for each in weights:
+        for each in WEIGHTS:
             on_progress(f"{shape.name} {each.name}")
             limits += _bench_shape(report, shape, each, isas, count, repeats, tokens)
     report.machine["read_bandwidth_gb_per_s"] = statistics.median(limits)

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.bench.models import prepared_apart
+from engine.bench.opened import prepared_apart
 from engine.bench.report import Report, in_turn
 from engine.checkpoint.library import resolve
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
-from engine.measure.disk import forget_cached, read_rate
+from engine.measure.link import forget_cached, read_rate
 from engine.protocol import (
     ChatMessage,
     Failed,

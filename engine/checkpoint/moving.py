@@ -8,9 +8,20 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.checkpoint.gguf.names import SUFFIX
-from engine.checkpoint.importing import copy_file
-from engine.checkpoint.library import LibraryEntry, converted_of, describe, files_of, show, total_bytes
+from engine.checkpoint.gguf.arrangements import SUFFIX
+from engine.checkpoint.importing import copy_file, discard, staging_folder, sweep
+from engine.checkpoint.library import (
+    LibraryEntry,
+    converted_of,
+    describe,
+    exclusive_use,
+    files_of,
+    move_usage,
+    reading,
+    show,
+    total_bytes,
+    where,
+)
 from engine.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -23,8 +34,6 @@ from engine.checkpoint.manifest import (
 from engine.checkpoint.model_directories import OWN, Found, take_model_folder
 from engine.checkpoint.names import folder_name, starter_folder
 from engine.checkpoint.ownership import is_ours, named, others_beside, own_files, owner
-from engine.checkpoint.staging import discard, staging_folder, sweep
-from engine.checkpoint.usage import exclusive_use, move_usage, reading, where
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import models_dir

@@ -7,12 +7,11 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.library import converted_of, files_of, remove_converted, total_bytes
+from engine.checkpoint.gguf.arrangements import gguf_at
+from engine.checkpoint.importing import discard
+from engine.checkpoint.library import converted_of, exclusive_use, files_of, forget_usage, remove_converted, total_bytes
 from engine.checkpoint.model_directories import Found, model_folders
 from engine.checkpoint.ownership import is_ours, named, owner, to_remove
-from engine.checkpoint.staging import discard
-from engine.checkpoint.usage import exclusive_use, forget_usage
 from engine.common.errors import EngineError, ErrorCode
 
 

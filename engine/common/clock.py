@@ -1,7 +1,7 @@
 """The clock that the engine times itself by.
 
 Usually it is the system's, and reading it costs what reading that costs. While a card is open whose time is modelled
-(`engine.devices.clocked`), it is an `OwnClock`: it stands still while the processor does what the card would do, and
+(`engine.devices.emulated`), it is an `OwnClock`: it stands still while the processor does what the card would do, and
 jumps to the moment at which the card would be done where the engine waits for it.
 
 Read it as `clock.now()`, through the module: who imports the function itself keeps the system's.

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.card_stream import CardClock, CardStream
+from engine.devices.card_stream import CardClock, CardStream, RelayedStream
 from engine.devices.device import ROLES, Capture, CopyLog, Device
 from engine.devices.failures import is_out_of_memory
 from engine.devices.host_memory import HostMemory, aligned
-from engine.devices.memory_budget import MemoryBudget
-from engine.devices.memory_watch import MemoryWatch, Room
-from engine.devices.relayed_stream import RelayedStream
+from engine.devices.memory_budget import MemoryBudget, MemoryWatch, Room
 
 _log = logging.getLogger(__name__)
 

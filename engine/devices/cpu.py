@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError
 from engine.devices.device import ROLES, CopyLog, Device, Direction, Event, Stream
-from engine.devices.failures import as_engine_error
-from engine.devices.host_event import HostEvent
+from engine.devices.failures import as_engine_error, fresh
 from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
 from engine.devices.memory_budget import MemoryBudget
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEvent:
+    """See `engine.devices.device.Event`: the work has ended."""
+
+    started_s: float
+    ended_s: float
+    failure: EngineError | None = None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002
+        if self.failure is not None:
+            raise fresh(self.failure)
+        return True
+
+    def cancel(self) -> bool:
+        return False
 
 
 class InlineStream(Stream):
@@ -54,23 +74,16 @@ class InlineStream(Stream):
     def _run(self, work: Callable[[], object], copied: tuple[Direction, int] | None = None) -> Event:
         with self._turn:
             self._require_open()
-            event = HostEvent(self.name)
-            event.claim()
-            if self._failure is not None:
-                event.fail(self._failure)
-                return event
             started_s = clock.now()
-            try:
-                work()
-            except Exception as error:
-                self._failure = as_engine_error(error, self.name)
-                event.fail(self._failure)
-                return event
+            if self._failure is None:
+                try:
+                    work()
+                except Exception as error:
+                    self._failure = as_engine_error(error, self.name)
             ended_s = clock.now()
-            if copied is not None:
+            if self._failure is None and copied is not None:
                 self._copy_log.ended(self.name, *copied, started_s, ended_s)
-            event.finish(started_s, ended_s)
-            return event
+            return EndedEvent(started_s, ended_s, self._failure)
 
 
 def open_cpu(total: int | None = None) -> Device:

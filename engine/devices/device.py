@@ -24,13 +24,12 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.failures import closed_error
 from engine.devices.host_memory import HostMemory
-from engine.devices.memory_budget import MemoryBudget
-from engine.devices.memory_watch import MemoryWatch
+from engine.devices.memory_budget import MemoryBudget, MemoryWatch
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:
-    from engine.devices.clocked import Meter
+    from engine.devices.emulated import Meter
 
 _log = logging.getLogger(__name__)
 

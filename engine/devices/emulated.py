@@ -1,7 +1,16 @@
-"""An emulated graphics card: memory with the card's budget, streams, and a link as slow as the card's.
+"""An emulated graphics card: memory with the card's budget, streams, links, and a clock of its own.
 
-The CPU computes and stores everything, with a card's semantics: work is asynchronous, copies take as long as on the
-profile's link, and memory ends where the profile says.
+The processor that the card is compared with computes and stores everything; nothing runs beside the engine.  What the
+card does is done while the clock that times the engine stands still, and is charged on a timeline: a copy takes the
+link's latency and its bytes at the link's rate.  The host's own time is real, but for what the processor stands in for
+another one.  There are two kinds of cards, by their profiles:
+
+- Of one with a data sheet, a kernel takes its launch and the longer of its bytes and its arithmetic at the card's
+  rates.  The caller's own operators are the card's, in order with submitted work, so everything is done when it is
+  issued.  Times are those of data sheets: what kernels reach in truth is for a card to say.
+- Any other takes as long as the processor, or as many times as long as its profile says.  What is submitted is put off
+  until somebody asks for an event that needs it, and bytes move at the end of their copy: reading before the event is
+  done gives old bytes, as on a card.  The timeline can also be told to hurry, for tests that draw the order.
 
 A CUDA graph is emulated by recording torch operators with their tensors, and replaying them. Results go to the same
 memory as in the capture, as on a card, so code that forgets that numbers and addresses are baked into a graph fails
@@ -11,9 +20,11 @@ here too. Reading a number back during a capture is an error, as on a card.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,14 +32,409 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.devices.clocked import direction_between
-from engine.devices.device import CaptureError, CopyLog, Device, Direction, Graph
+from engine.common import clock as clocks
+from engine.common.clock import OwnClock
+from engine.common.errors import EngineError
+from engine.devices.device import CaptureError, CopyLog, Device, Direction, Event, Graph, Stream
+from engine.devices.failures import as_engine_error
 from engine.devices.host_memory import PageableMemory, allocate_host
-from engine.devices.link import Link
-from engine.devices.memory_budget import MemoryBudget
-from engine.devices.memory_watch import MemoryWatch, Room
-from engine.devices.threaded_stream import Carrier, Span, ThreadedStream
+from engine.devices.memory_budget import MemoryBudget, MemoryWatch, Room
+from engine.devices.timeline import TimedEvent, Timeline, Wire
 from engine.hardware.profiles import DeviceProfile
+
+
+class Meter:
+    """What work costs on a card whose time is modelled, and on the processor that belongs to it.
+
+    Attributes:
+        clock: that it is charged to.
+    """
+
+    def __init__(self, timeline: Timeline, profile: DeviceProfile) -> None:
+        self.clock, self._timeline, self._profile = timeline.clock, timeline, profile
+        self._seconds = 0.0
+        self._compute: EmulatedStream | None = None
+        self._beside: EmulatedStream | None = None
+        self._inside = False
+
+    def compute_on(self, stream: EmulatedStream, beside: EmulatedStream) -> None:
+        """The stream that the caller's own operators are queued on, and that of what the processor does meanwhile."""
+        self._compute, self._beside = stream, beside
+
+    @property
+    def launch_s(self) -> float:
+        """From one kernel to the next."""
+        return self._profile.launch_us / 1e6
+
+    def kernel(self, nbytes: float, flops: float, launches: int = 1) -> None:
+        """The work under way runs a kernel on the card.
+
+        Args:
+            nbytes: that it reads and writes.
+            flops: of its arithmetic.
+        """
+        self._seconds += self.kernel_s(nbytes, flops, launches)
+
+    def kernel_s(self, nbytes: float, flops: float, launches: int = 1) -> float:
+        """Seconds of a kernel."""
+        profile = self._profile
+        busy_s = max(nbytes / (profile.card_gbps * 1e9), flops / (profile.card_tflops * 1e12))
+        return launches * self.launch_s + busy_s
+
+    def link_s(self, nbytes: float) -> float:
+        """Seconds of a small copy, either way."""
+        profile = self._profile
+        return profile.link_latency_us / 1e6 + nbytes / (min(profile.link_h2d_gbps, profile.link_d2h_gbps) * 1e9)
+
+    def processor_s(self, nbytes: float, flops: float, took_s: float) -> float:
+        """Seconds of work on the processor that took so many on this one."""
+        profile = self._profile
+        if not self.clock.is_fixed:
+            return took_s * profile.cpu_slowdown
+        return profile.call_us / 1e6 + max(nbytes / (profile.cpu_gbps * 1e9), flops / (profile.cpu_tflops * 1e12))
+
+    def beside(self, after: Event, seconds: float) -> Event:
+        """When the processor has worked so long on a thread of its own, from `after` on."""
+        assert self._beside is not None
+        self._beside.wait(after)
+        return self._beside.charge(seconds)
+
+    def charge(self, seconds: float) -> None:
+        """The card has worked so long, and the host waits for it."""
+        assert self._compute is not None
+        self._compute.charge(seconds).wait()
+
+    def take(self) -> float:
+        """Seconds of the kernels since the last time."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def put_back(self, seconds: float) -> None:
+        """Of kernels that were taken too early."""
+        self._seconds += seconds
+
+    @contextmanager
+    def on_card(self) -> Iterator[None]:
+        """Within, the caller's operators are the card's; `kernel` says what they cost, and at the end the host waits.
+
+        Raises:
+            EngineError: the card was closed.
+        """
+        assert self._compute is not None
+        self._inside = True
+        try:
+            with self.clock.stopped():
+                yield
+        finally:
+            self._inside = False
+        self._compute.charge(self.take()).wait()
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Within, in `on_card`, the host goes on beside the card."""
+        assert self._compute is not None
+        if not self._inside:
+            yield
+            return
+        self._compute.charge(self.take())
+        self._inside = False
+        try:
+            with self.clock.going_on():
+                yield
+        finally:
+            self._inside = True
+
+    @contextmanager
+    def on_processor(self, nbytes: float, flops: float) -> Iterator[None]:
+        """Within, the processor computes: its time is that of the profile's."""
+        profile = self._profile
+        if self.clock.is_fixed:
+            yield
+            self.clock.advance(self.processor_s(nbytes, flops, 0.0))
+            return
+        with self.clock.paced(profile.cpu_slowdown):
+            yield
+
+
+class _Called:
+    """While a stream is called: the host's clock stands still, but for what the call takes."""
+
+    __slots__ = ("_call_s", "_timeline")
+
+    def __init__(self, timeline: Timeline, call_s: float) -> None:
+        self._timeline, self._call_s = timeline, call_s
+
+    def __enter__(self) -> None:
+        clock = self._timeline.clock
+        clock.stop(1)
+        self._timeline.lock.acquire()
+        clock.advance(self._call_s)
+
+    def __exit__(self, *_: object) -> None:
+        self._timeline.lock.release()
+        self._timeline.clock.stop(-1)
+
+
+class EmulatedStream(Stream):
+    """See `engine.devices.device.Stream`.  Work ends when the timeline says.
+
+    Args:
+        call_s: of the host's time for each call.
+        slowdown: factor on the duration of work that is put off; None: all is done when it is issued.
+        carries: the wire for a direction, and whether copies of this stream are urgent there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeline: Timeline,
+        meter: Meter,
+        copy_log: CopyLog,
+        carries: Callable[[torch.Tensor, torch.Tensor, Direction | None], tuple[Direction, Wire | None]],
+        *,
+        is_urgent: bool,
+        call_s: float,
+        slowdown: float | None,
+    ) -> None:
+        super().__init__(name, copy_log)
+        self._timeline, self._meter = timeline, meter
+        self._carries, self._is_urgent, self._call_s = carries, is_urgent, call_s
+        self._slowdown = slowdown
+        self._queue = timeline.new_queue(name)
+
+    @property
+    def failure(self) -> EngineError | None:
+        return self._queue.failure
+
+    def charge(self, seconds: float) -> TimedEvent:
+        """Work of so many seconds whose results are there already."""
+        self._require_open()
+        with self._called():
+            return self._timeline.issue(self._queue, seconds)
+
+    def wait(self, event: Event) -> None:
+        self._require_open()
+        with self._called():
+            try:
+                if self._slowdown is None and event.failure is not None:
+                    raise event.failure
+                self._timeline.wait(self._queue, event)
+            except EngineError as error:
+                self._queue.failure = self._queue.failure or error
+
+    def record(self) -> Event:
+        return self._issue(lambda: None, 0.0)
+
+    def recover(self) -> None:
+        self._require_open()
+        with self._called():
+            event = self._timeline.issue(self._queue)
+        event.wait()
+        self._queue.failure = None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._timeline.close(self._queue)
+
+    def _run(self, work: Callable[[], object]) -> Event:
+        return self._issue(work, self._meter.launch_s)
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
+        taken, wire = self._carries(destination, source, direction)
+        nbytes, name, log = source.nbytes, self.name, self._copy_log
+
+        def move() -> None:
+            with torch.inference_mode():
+                destination.copy_(source)
+            if wire is None and self._slowdown is None:
+                self._meter.kernel(2 * nbytes, 0)
+
+        seconds = 0.0 if wire is None else wire.needed_s(nbytes)
+        return self._issue(move, seconds, wire, lambda start_s, end_s: log.ended(name, taken, nbytes, start_s, end_s))
+
+    def _issue(
+        self,
+        work: Callable[[], object],
+        at_least_s: float,
+        wire: Wire | None = None,
+        on_end: Callable[[float, float], None] | None = None,
+    ) -> TimedEvent:
+        if self._slowdown is not None:
+            with self._called():
+                self._require_open()
+                event = self._timeline.issue(
+                    self._queue,
+                    0.0 if wire is None else at_least_s,
+                    wire=wire,
+                    is_urgent=self._is_urgent,
+                    work=self._put_off(work, self._slowdown),
+                    on_end=on_end,
+                )
+            if self._timeline.hurries():
+                self._timeline.play_until(event)
+            return event
+        with self._called():
+            self._require_open()
+            if self._queue.failure is None:
+                before_s = self._meter.take()
+                try:
+                    work()
+                except Exception as error:
+                    self._queue.failure = as_engine_error(error, self.name)
+                seconds = max(at_least_s, self._meter.take())
+                self._meter.put_back(before_s)
+            if self._queue.failure is not None:
+                return TimedEvent.failed(self._timeline, self._queue, self._queue.failure)
+            return self._timeline.issue(self._queue, seconds, wire=wire, is_urgent=self._is_urgent, on_end=on_end)
+
+    def _put_off(self, work: Callable[[], object], slowdown: float) -> Callable[[], float]:
+        """Does the work with the caller's gradient and inference mode, and says what it took."""
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def run() -> float:
+            with self._timeline.clock.stopped(), torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+                begun_s = perf_counter()
+                work()
+                return (perf_counter() - begun_s) * slowdown
+
+        return run
+
+    def _called(self) -> _Called:
+        return _Called(self._timeline, self._call_s)
+
+
+@dataclass
+class _Shared:
+    """The timeline of all cards that are open at once, and how many they are."""
+
+    timeline: Timeline
+    cards: int = 0
+
+
+_turn = threading.Lock()
+_shared: _Shared | None = None
+
+
+def _join(*, is_fixed: bool) -> Timeline:
+    global _shared
+    with _turn:
+        if _shared is None:
+            _shared = _Shared(Timeline(OwnClock(is_fixed=is_fixed)))
+            clocks.use(_shared.timeline.clock)
+        _shared.cards += 1
+        return _shared.timeline
+
+
+def _leave() -> None:
+    global _shared
+    with _turn:
+        assert _shared is not None
+        _shared.cards -= 1
+        if not _shared.cards:
+            _shared = None
+            clocks.use(None)
+
+
+OTHERS: dict[str, int] = {}
+"""Bytes that other programs hold of emulated devices, by their names: as a second program would take them."""
+
+
+def open_emulated(
+    profile: DeviceProfile, index: int = 0, vram_bytes: int | None = None, *, is_fixed: bool = False
+) -> Device:
+    """Opens an emulated card, whose clock the engine reads until it is closed.
+
+    Args:
+        index: distinguishes devices of one profile.
+        vram_bytes: a budget below the profile's.
+        is_fixed: the host's time beside a card with a data sheet is modelled, too: each call and each expert by the
+            profile, and nothing else.
+    """
+    name = f"emulated:{profile.name}#{index}"
+    total = profile.vram_bytes if vram_bytes is None else min(vram_bytes, profile.vram_bytes)
+    memory = MemoryBudget(name, total, allocate_host)
+    log = CopyLog()
+    timeline = _join(is_fixed=is_fixed and profile.has_clock)
+    meter = Meter(timeline, profile)
+    latency_s = profile.link_latency_us / 1e6
+    wires = {
+        Direction.H2D: Wire(profile.link_h2d_gbps * 1e9, latency_s),
+        Direction.D2H: Wire(profile.link_d2h_gbps * 1e9, latency_s),
+        Direction.P2P: Wire(*profile.from_peers),
+    }
+
+    def room() -> Room:
+        # A system that moves memory of its programs to RAM never says that less than nothing is free.
+        free = profile.vram_bytes - memory.use().used - OTHERS.get(name, 0)
+        return Room(max(0, free), max(0, -free))
+
+    def stream(
+        role: str, usual: Direction | None = None, *, is_urgent: bool = False, calls: bool = True, slowdown: float = 1.0
+    ) -> EmulatedStream:
+        def carries(
+            destination: torch.Tensor, source: torch.Tensor, asked: Direction | None
+        ) -> tuple[Direction, Wire | None]:
+            direction = asked or usual or _direction_between(memory, destination, source, crosses=is_urgent)
+            return direction, wires.get(direction)
+
+        return EmulatedStream(
+            f"{name} {role}",
+            timeline,
+            meter,
+            log,
+            carries,
+            is_urgent=is_urgent,
+            call_s=profile.call_us / 1e6 if calls and profile.has_clock else 0.0,
+            slowdown=None if profile.has_clock else slowdown,
+        )
+
+    streams = (
+        stream("compute", slowdown=profile.compute_slowdown),
+        stream("h2d", Direction.H2D),
+        stream("d2h", Direction.D2H),
+        stream("small copies", is_urgent=True),
+        stream("processor", calls=False),
+    )
+    meter.compute_on(streams[0], streams[4])
+    device = Device(
+        name=name,
+        torch_device=torch.device("cpu"),
+        memory=memory,
+        host_memory=PageableMemory(),
+        streams=streams[:4],
+        copy_log=log,
+        compute_follows_caller=profile.has_clock,
+        new_capture=None if profile.has_clock else RecordedCapture,
+        meter=meter if profile.has_clock else None,
+        watch=None if profile.has_clock else MemoryWatch(memory, room, 0),
+        on_close=lambda: closed(),
+    )
+    # In case it is never closed: its clock would stay in use.
+    closed = weakref.finalize(device, _close, streams)
+    return device
+
+
+def _close(streams: tuple[EmulatedStream, ...]) -> None:
+    for stream in streams:
+        stream.close()
+    _leave()
+
+
+def _direction_between(
+    memory: MemoryBudget, destination: torch.Tensor, source: torch.Tensor, *, crosses: bool
+) -> Direction:
+    """The direction of a copy by who owns its tensors.
+
+    Args:
+        memory: the device's own.
+        crosses: whether copies between tensors of torch, whose owners are unknown, are taken to cross the link.
+    """
+    into_ours, out_of_ours = memory.holds(destination), memory.holds(source)
+    if into_ours != out_of_ours:
+        return Direction.H2D if into_ours else Direction.D2H
+    return Direction.H2D if crosses and not into_ours else Direction.D2D
+
 
 _READS_BACK = frozenset(
     {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_consecutive"}
@@ -135,83 +541,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-OTHERS: dict[str, int] = {}
-"""Bytes that other programs hold of emulated devices, by their names: as a second program would take them."""
-
-
-def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None = None) -> Device:
-    """Opens an emulated device with its own links.
-
-    Args:
-        index: distinguishes devices of one profile.
-        vram_bytes: a budget below the profile's.
-    """
-    name = f"emulated:{profile.name}#{index}"
-    total = profile.vram_bytes if vram_bytes is None else min(vram_bytes, profile.vram_bytes)
-    memory = MemoryBudget(name, total, allocate_host)
-
-    def room() -> Room:
-        # A system that moves memory of its programs to RAM never says that less than nothing is free.
-        free = profile.vram_bytes - memory.use().used - OTHERS.get(name, 0)
-        return Room(max(0, free), max(0, -free))
-
-    log = CopyLog()
-    closing = threading.Event()
-    latency_s = profile.link_latency_us / 1e6
-    links = {
-        Direction.H2D: Link(profile.link_h2d_gbps * 1e9, latency_s, closing.is_set),
-        Direction.D2H: Link(profile.link_d2h_gbps * 1e9, latency_s, closing.is_set),
-        Direction.P2P: Link(*profile.from_peers, closing.is_set),
-    }
-
-    def stream(role: str, usual: Direction | None, *, is_urgent: bool = False, slowdown: float = 1.0) -> ThreadedStream:
-        carrier = _carrier(links, memory, usual, is_urgent=is_urgent)
-        return ThreadedStream(f"{name} {role}", log, carrier, closing=closing, slowdown=slowdown)
-
-    streams = (
-        stream("compute", None, slowdown=profile.compute_slowdown),
-        stream("h2d", Direction.H2D),
-        stream("d2h", Direction.D2H),
-        stream("small copies", None, is_urgent=True),
-    )
-    device = Device(
-        name=name,
-        torch_device=torch.device("cpu"),
-        memory=memory,
-        host_memory=PageableMemory(),
-        streams=streams,
-        copy_log=log,
-        on_close=closing.set,
-        new_capture=RecordedCapture,
-        watch=MemoryWatch(memory, room, 0),
-    )
-    # In case it is never closed: threads that compute during interpreter shutdown would crash it.
-    weakref.finalize(device, _close, closing, streams)
-    return device
-
-
-def _close(closing: threading.Event, streams: tuple[ThreadedStream, ...]) -> None:
-    closing.set()
-    for stream in streams:
-        stream.close()
-
-
-def _carrier(
-    links: dict[Direction, Link], memory: MemoryBudget, usual: Direction | None, *, is_urgent: bool
-) -> Carrier:
-    """The copy function of a stream: by explicit direction, the stream's, or the tensors' owners."""
-
-    def carry(
-        destination: torch.Tensor, source: torch.Tensor, asked: Direction | None, ready_s: float
-    ) -> tuple[Direction, Span]:
-        direction = asked or usual or direction_between(memory, destination, source, crosses=is_urgent)
-        link = links.get(direction)
-        if link is not None:
-            return direction, link.carry(destination, source, ready_s, is_urgent=is_urgent)
-        started_s = time.perf_counter()
-        destination.copy_(source)
-        return direction, (started_s, time.perf_counter())
-
-    return carry

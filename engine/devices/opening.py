@@ -13,7 +13,6 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.card import CardKind, open_card
-from engine.devices.clocked import open_clocked
 from engine.devices.cpu import open_cpu
 from engine.devices.cuda import CUDA
 from engine.devices.device import Device
@@ -45,7 +44,7 @@ XPU = CardKind(
 
 
 MOST_EMULATED = 8
-"""Most emulated devices: each has four threads and uses host memory."""
+"""Most emulated devices: each uses host memory."""
 
 
 CARD_KINDS: dict[str, CardKind] = {kind.name: kind for kind in (CUDA, XPU, MPS)}
@@ -104,9 +103,7 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
             if len({device.name for device in devices}) < len(devices):
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec} has a card twice: several alike are NAMEx2.")
             if len({device.meter is None for device in devices}) > 1:
-                raise EngineError(
-                    ErrorCode.INVALID_REQUEST, f"{spec}: cards with a clock of their own stand beside no others."
-                )
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec}: cards with a data sheet stand beside no others.")
             opened.pop_all()
         return devices
     kind, colon, which = spec.partition(":")
@@ -123,13 +120,10 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
         first = int(number) if number.isascii() and number.isdecimal() else 0
         if not 1 <= count <= MOST_EMULATED:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec} would be {count} devices: use 1 to {MOST_EMULATED}.")
-        profile = of_machine(spec)
-        if profile.has_clock:
-            is_fixed = has_fixed_host(spec)
-            return _open_all(
-                lambda index: open_clocked(profile, index, vram_bytes, is_fixed=is_fixed), range(first, first + count)
-            )
-        return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(first, first + count))
+        profile, is_fixed = of_machine(spec), has_fixed_host(spec)
+        return _open_all(
+            lambda index: open_emulated(profile, index, vram_bytes, is_fixed=is_fixed), range(first, first + count)
+        )
     raise EngineError(
         ErrorCode.INVALID_REQUEST,
         f"There is no device called {spec!r}: use cpu, cuda, cuda:NUMBER, xpu, xpu:NUMBER, mps or "

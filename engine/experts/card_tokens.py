@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 import numpy as np
@@ -270,9 +271,15 @@ class CardTokens:
         return self._card.join(number, ids, shares, outputs, x).to(hidden.dtype)
 
     def records(self) -> NDArray[np.void]:
-        """[layers] of `CARD_LAYER`: the last token's, which has ended, with times by the host's clock."""
+        """[layers] of `CARD_LAYER`: the last token's, which has ended, with times by the engine's clock."""
         records = self._exchange.records()
-        return self._times.on_host(records) if self.is_captured else records
+        if self.is_captured:
+            return self._times.on_host(records)
+        if clock.own is not None:
+            records, later_ns = records.copy(), clock.now_ns() - perf_counter_ns()
+            for name in ("begun_ns", "posted_ns", "computed_ns", "joined_ns", "taken_ns", "answered_ns"):
+                records[name] += later_ns
+        return records
 
     def give_up(self, why: str) -> None:
         """From now on the dispatcher computes all tokens."""

@@ -30,7 +30,7 @@ from engine.experts.recording import record_uses
 from engine.experts.shares import split_among
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
-from engine.hardware.other_programs import BusyLately, OtherPrograms
+from engine.hardware.probe import BusyLately, OtherPrograms
 from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.checkpoint.library import where
 from engine.checkpoint.names import resolve
-from engine.checkpoint.usage import where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.paths import cache_dir
@@ -253,7 +253,6 @@ class FileImage:
         return _identity(now) == _identity(self._status)
 
     def watch(self) -> None:
-        """See `MappedFile.watch`."""
         if self._mapped is not None:
             self._mapped.watch()
 

@@ -9,9 +9,8 @@ import torch
 
 from engine.common import clock
 from engine.kernels.interface import ExpertKernel, is_capturable
-from engine.telemetry.device_work import DeviceWork
 from engine.telemetry.lanes import CPU_EXPERTS, DENSE, EXPERTS
-from engine.telemetry.recorder import RECORDER
+from engine.telemetry.recorder import RECORDER, DeviceWork
 
 LAYER_NUMBER = "_switchyard_layer_number"
 """Attribute of an experts module: the number of its decoder layer, for the timeline."""

@@ -78,7 +78,6 @@ class SharedExperts:
             part.experts.is_part, part.experts.first = True, part.own.start
 
     def number_in_model(self, number: int) -> None:
-        """See `ExpertExecutor.number_in_model`."""
         for part in self.parts:
             part.experts.number_in_model(number)
 
@@ -196,7 +195,6 @@ class SharedPrefetch:
         return max(card.backlog_bytes for card in self._cards)
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """See `PrefetchTarget.absent`."""
         wanted, gone = list(experts), set[int]()
         for card, own in zip(self._cards, self._own, strict=True):
             first = own[layer].start
@@ -205,7 +203,6 @@ class SharedPrefetch:
         return [expert for expert in wanted if expert in gone]
 
     def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        """See `PrefetchTarget.prefetch`."""
         begun, given = 0, list(dead)
         for expert in self.absent(layer, dict.fromkeys(experts)):
             card, own = next(

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.hardware.surroundings import cpu_quota
-from engine.hardware.system_files import cpus_of, number_of, output_of, text_of
+from engine.hardware.surroundings import cpu_quota, cpus_of, number_of, output_of, text_of
 
 _ALL_RELATIONS = 0xFFFF
 _CORE, _CACHE = 0, 2

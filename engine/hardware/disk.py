@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.hardware.system_files import BoundedCalls, number_of, text_of
+from engine.hardware.surroundings import BoundedCalls, number_of, text_of
 
 SYS = Path("/sys")
 _NETWORK_SYSTEMS = frozenset(

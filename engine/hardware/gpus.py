@@ -19,7 +19,7 @@ import psutil
 
 from engine.hardware.gpu_info import GpuInfo, Vendor
 from engine.hardware.nvml import Nvml, nvidia_gpus
-from engine.hardware.system_files import number_of, output_of, text_of
+from engine.hardware.surroundings import number_of, output_of, text_of
 
 DRM = Path("/sys/class/drm")
 _VENDORS = {"0x1002": Vendor.AMD, "0x8086": Vendor.INTEL}

@@ -20,13 +20,6 @@ from typing import Any, TypeVar
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.paths import data_dir
-from engine.hardware.assumptions import (
-    assumed_card,
-    assumed_cpu_flops,
-    assumed_disk_bytes_per_s,
-    assumed_link,
-    assumed_ram_bytes_per_s,
-)
 from engine.hardware.gpu_info import GpuInfo
 from engine.hardware.machine import (
     CallProfile,
@@ -35,6 +28,11 @@ from engine.hardware.machine import (
     HardwareProfile,
     LinkProfile,
     Origin,
+    assumed_card,
+    assumed_cpu_flops,
+    assumed_disk_bytes_per_s,
+    assumed_link,
+    assumed_ram_bytes_per_s,
     usual_row_s,
 )
 from engine.hardware.probe import Probe

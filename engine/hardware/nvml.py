@@ -17,7 +17,7 @@ import psutil
 import pynvml
 
 from engine.hardware.gpu_info import GpuInfo, Vendor
-from engine.hardware.system_files import BoundedCalls
+from engine.hardware.surroundings import BoundedCalls
 
 T = TypeVar("T")
 

@@ -18,8 +18,7 @@ from engine.hardware.disk import SYS, block_device
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.gpus import DRM, SysfsCard, sysfs_cards
 from engine.hardware.nvml import Nvml, NvmlCard, NvmlUnavailableError, memory_of, own_processes
-from engine.hardware.surroundings import memory_limits
-from engine.hardware.system_files import number_of, text_of
+from engine.hardware.surroundings import memory_limits, number_of, text_of
 
 _TIMEOUT_S = 2.0
 _SLOWED_BY = (

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from engine.batch_files.fingerprint import RowCount, content_hash, counted_rows, stamp
-from engine.batch_files.job_list import StopRequest, read_job
 from engine.batch_files.job_watcher import (
     Between,
     ComputingClock,
@@ -23,7 +22,7 @@ from engine.batch_files.job_watcher import (
     StoppedError,
     run_in_background,
 )
-from engine.batch_files.journal import JobManifest, Journal, SafeKeeping, journal_path
+from engine.batch_files.journal import JobManifest, Journal, SafeKeeping, StopRequest, journal_path, read_job
 from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_result

@@ -83,7 +83,6 @@ class Blocks:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """See `TiledMatrix.parts`."""
         return {"": self.raw}
 
     @property

@@ -183,7 +183,6 @@ class TorchExperts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `engine.kernels.interface.ExpertKernel`."""
         hidden = hidden_states if hidden_states.dtype == self._dtype else hidden_states.to(self._dtype)
         if hidden.shape[0] == 1:
             if self._first_all is not None and 4 * top_k_index.shape[1] >= 3 * self._experts:
@@ -195,7 +194,6 @@ class TorchExperts:
         return result if result.dtype == hidden_states.dtype else result.to(hidden_states.dtype)
 
     def for_groups(self, experts: Sequence[int], counts: Sequence[int], upload: Upload) -> ByGroup:  # noqa: ARG002
-        """See `engine.kernels.interface.GroupedKernel`."""
         lengths = list(counts)
 
         def compute(rows: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,15 @@ from engine.hardware.measured import CallTime
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.measure.arithmetic import seconds_here, seconds_on, torch_threads
-from engine.measure.experts import ExpertShape, expert_layout, expert_module, layer_in
+from engine.measure.arithmetic import (
+    ExpertShape,
+    expert_layout,
+    expert_module,
+    layer_in,
+    seconds_here,
+    seconds_on,
+    torch_threads,
+)
 from engine.measure.run import NotMeasuredError, Run, counted
 
 _TINY = ExpertShape(64, 32)

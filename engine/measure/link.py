@@ -2,16 +2,183 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from engine.common.files import new_folder
 from engine.devices.device import Device, Direction, Event
 from engine.devices.host_memory import allocate_host, available_ram
 from engine.devices.memory_budget import MemoryCategory
 from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
-from engine.hardware.measured import CopyTime
+from engine.experts.direct_file import DirectFile, bytes_of
+from engine.experts.disk_tier import DEFAULT_READERS, PIECE_BYTES
+from engine.experts.record import allocate_records
+from engine.formats.layouts import RecordLayout
+from engine.hardware.measured import CopyTime, DiskRead
 from engine.measure.run import NotMeasuredError, Run
+
+
+def write_rate(path: Path, nbytes: int, check: Callable[[], None] = lambda: None) -> float:
+    """Bytes per second of writing a file of about `nbytes`, including the final sync.
+
+    Args:
+        check: called before each write; an exception from it stops writing.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    block = _block()
+    block.random_()
+    count = max(1, nbytes // PIECE_BYTES)
+    file = DirectFile(path, writable=True)
+    try:
+        begun_s = time.perf_counter()
+
+        def write(number: int) -> None:
+            check()
+            file.write(number * PIECE_BYTES, bytes_of(block))
+
+        _in_threads(write, count)
+        file.sync()
+        return count * PIECE_BYTES / (time.perf_counter() - begun_s)
+    finally:
+        file.close()
+
+
+def read_rate(
+    path: Path,
+    depth: int = DEFAULT_READERS,
+    block_bytes: int = PIECE_BYTES,
+    check: Callable[[], None] = lambda: None,
+) -> float:
+    """Bytes per second of reading a non-empty file.
+
+    Args:
+        depth: reads in flight.
+        block_bytes: of one read, at most `PIECE_BYTES`.
+        check: called before each read; an exception from it stops reading.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    forget_cached([path])
+    size = path.stat().st_size
+    block_bytes = min(block_bytes, size)
+    count = size // block_bytes
+    blocks = [_block()[:block_bytes] for _ in range(depth)]
+    file = DirectFile(path)
+    try:
+        begun_s = time.perf_counter()
+
+        def read(number: int) -> None:
+            check()
+            block = blocks.pop()
+            file.read_into(number * block_bytes, bytes_of(block))
+            blocks.append(block)
+
+        _in_threads(read, count, depth)
+        return count * block_bytes / (time.perf_counter() - begun_s)
+    finally:
+        file.close()
+
+
+def forget_cached(files: Iterable[Path]) -> None:
+    """Drops these files from the page cache, where the system allows it: later reads go to the disk."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def _block() -> torch.Tensor:
+    return allocate_records(1, RecordLayout((), PIECE_BYTES), torch.device("cpu"))[0]
+
+
+def _in_threads(work: Callable[[int], None], count: int, threads: int = DEFAULT_READERS) -> None:
+    with ThreadPoolExecutor(threads, "disk-rate") as pool:
+        submitted = [pool.submit(work, number) for number in range(count)]
+        try:
+            for done in submitted:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+_PREFIX = ".switchyard-measuring-"
+_STALE_S = 3600.0
+_ROOM = 4
+"""Free space required, in sizes of the file: measuring must not fill the disk."""
+
+
+@dataclass(frozen=True)
+class DiskReads:
+    """Every queue depth with every read size, up to the largest of `read_rate`."""
+
+    file_bytes: int
+    depths: tuple[int, ...]
+    sizes: tuple[int, ...]
+    repeats: int
+    estimated_s: float
+    name: str = "disk"
+
+    def __call__(self, run: Run) -> None:
+        with scratch_file(run.folder) as path:
+            free = shutil.disk_usage(path.parent).free
+            if free < _ROOM * self.file_bytes:
+                raise NotMeasuredError(f"the disk of {run.folder} is nearly full")
+            # On a very slow disk, write less of the file.
+            write_rate(path, self.file_bytes, run.check)
+            file = DirectFile(path)
+            is_direct = file.is_direct
+            file.close()
+            # Large reads come first: experts are read that way.
+            for size, depth in sorted(itertools.product(self.sizes, self.depths), key=lambda each: -each[0]):
+                rates = [read_rate(path, depth, size, run.check)]
+                while len(rates) < self.repeats and not run.is_late:
+                    rates.append(read_rate(path, depth, size, run.check))
+                run.found(DiskRead(depth, size, is_direct, statistics.median(rates)))
+
+
+@contextmanager
+def scratch_file(folder: Path) -> Iterator[Path]:
+    """An empty file in the folder, which is created if missing; leftovers of a killed process are removed.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folder(folder)
+    for old in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _STALE_S:
+                old.unlink()
+    handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 @dataclass(frozen=True)

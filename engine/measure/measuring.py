@@ -32,11 +32,18 @@ from engine.hardware.measured import (
     described,
 )
 from engine.hardware.probe import Probe
-from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, seconds_here, torch_threads
+from engine.measure.arithmetic import (
+    CardExpertTimes,
+    CpuArithmetic,
+    CpuExperts,
+    DeviceArithmetic,
+    ExpertShape,
+    RamBandwidth,
+    seconds_here,
+    torch_threads,
+)
 from engine.measure.calls import NativeCalls, SharedLayer
-from engine.measure.disk import DiskReads
-from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
-from engine.measure.link import Copies, PinnedLimit
+from engine.measure.link import Copies, DiskReads, PinnedLimit
 from engine.measure.run import (
     DRIFT,
     Measurement,

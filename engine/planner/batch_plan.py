@@ -29,14 +29,13 @@ from engine.planner.engine_memory import (
 )
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.memory import share_on_disk, with_all_visits
-from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
+from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
 from engine.planner.policy_search import PAGE, PerformanceModel
 from engine.planner.schedules import SCHEDULES
 from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSystem, run_batch, system_of
 from engine.planner.simulator.batch_costs import OffloadPolicy
-from engine.planner.simulator.outcome import Outcome
-from engine.planner.workload import Workload
+from engine.planner.simulator.request import Outcome
 
 GIVEN = "The policy that was given"
 _MOST_SEQUENCES = 512

@@ -151,7 +151,7 @@ def predicted_on_card(
     """The prediction of a simulated schedule.
 
     Args:
-        lane: the busiest of `engine.planner.simulator.timeline.LANES`.
+        lane: the busiest of `engine.planner.simulator.sweeps.LANES`.
     """
     by_lane = {
         "h2d": Bottleneck.LINK,

@@ -356,9 +356,9 @@ class Costs:
         """Fiddler's Algorithm 1, with these costs."""
         return prefers_cpu(self.by_kind, self.expert_bytes, rows, pinned=pinned)
 
-    def break_even_rows(self, *, at_most: int = 1 << 16) -> int:
+    def break_even_rows(self) -> int:
         """The most rows of an expert for which the CPU is still faster; 0 if it never is."""
-        return bisect_left(range(1, at_most + 1), True, key=lambda rows: not self.prefers_cpu(rows))
+        return bisect_left(range(1, (1 << 16) + 1), True, key=lambda rows: not self.prefers_cpu(rows))
 
     # On the card
 
@@ -552,8 +552,8 @@ class Costs:
             return self.d2h(2.0 * rows * self.model.hidden) - self.machine.link.latency_s
         return self.d2h(2.0 * rows * self.model.hidden) + 2 * self.efficiency.operator_s
 
-    def transfer_expert(self, *, pinned: bool = True) -> float:
-        return self.h2d(self.expert_bytes, pinned=pinned)
+    def transfer_expert(self) -> float:
+        return self.h2d(self.expert_bytes)
 
 
 @cache
@@ -642,12 +642,12 @@ _AMD, _WITHOUT_GRAPHS = ("amd", "radeon"), ("intel", "apple")
 DISPATCH_EMULATED = Dispatch(
     330e-6, 250e-6, 250e-6, host_expert_s=25e-6, host_rate=0.85, card_call_s=15e-6, seen_card_expert_s=250e-6
 )
-"""For an emulated card, whose streams are threads that have to be woken.  `benchmarks.strategies` on two cores of a
-Xeon, with the starter and two layers of Qwen3-30B-A3B's shape in bf16 and int4: 205 to 272, 185 to 330, 236 to 313
-microseconds, and about 90 for a router.  Next to a card, the CPU kernels get each expert as a separate row: that is the
-cost per expert, and why experts are read more slowly than in one call for all of them.  The engine times single experts
-on the card: 48 to 480 microseconds more than an expert takes in a group.  Where these calls have been timed, that
-decides."""
+"""For an emulated card without a data sheet, as measured when its streams were threads.  `benchmarks.strategies` on two
+cores of a Xeon, with the starter and two layers of Qwen3-30B-A3B's shape in bf16 and int4: 205 to 272, 185 to 330, 236
+to 313 microseconds, and about 90 for a router.  Next to a card, the CPU kernels get each expert as a separate row: that
+is the cost per expert, and why experts are read more slowly than in one call for all of them.  The engine times single
+experts on the card: 48 to 480 microseconds more than an expert takes in a group.  Where these calls have been timed,
+that decides."""
 
 
 CACHED_GAIN = 1.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.planner.costs import Costs
-from engine.planner.workload import Workload
+from engine.planner.plan_parts import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from engine.common import footprint
 from engine.common.config import CacheSettings, EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
-from engine.planner.precision import Reach, best_in_reach
+from engine.planner.plan_parts import Reach, best_in_reach
 
 _KEPT_FREE = 10
 """1/10 of the free RAM stays unused, for demands not yet known, if the user set no budget and experts are read from

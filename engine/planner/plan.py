@@ -21,6 +21,7 @@ from engine.planner.engine_memory import EngineMemory, dense_in_ram, engine_memo
 from engine.planner.memory import indexes
 from engine.planner.placement import least_ram
 from engine.planner.plan_parts import (
+    CHAT,
     Alternative,
     BatchPlan,
     CachePlan,
@@ -29,6 +30,7 @@ from engine.planner.plan_parts import (
     RooflinePicture,
     RooflinePoint,
     Speed,
+    Workload,
 )
 from engine.planner.plan_search import (
     ENGINE_SETTINGS,
@@ -41,10 +43,8 @@ from engine.planner.plan_search import (
     search,
     ways_to_share,
 )
-from engine.planner.plan_words import bottleneck_sentence, help_sentence, sharing_sentence
-from engine.planner.simulator.outcome import Outcome
-from engine.planner.what_helps import what_helps
-from engine.planner.workload import CHAT, Workload
+from engine.planner.plan_words import bottleneck_sentence, help_sentence, sharing_sentence, what_helps
+from engine.planner.simulator.request import Outcome
 
 
 @dataclass(frozen=True, slots=True)

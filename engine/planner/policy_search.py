@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from engine.checkpoint.model_shape import ModelShape
 from engine.planner.costs import Costs
 from engine.planner.memory import CHUNKS_TOGETHER, MemoryRule, usual_rule
+from engine.planner.plan_parts import Workload
 from engine.planner.simulator.batch_costs import OffloadPolicy
-from engine.planner.workload import Workload
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

@@ -14,7 +14,7 @@ The slow end has it all against it, the quick end for it:
 - hits of the expert cache: from routing as even as published of Mixtral to favourites as strong as recorded of
   gpt-oss-20b and Qwen3-30B-A3B.
 - other programs: the share of the processor that they use now is missing at the slow end; at the quick end they stop.
-- an emulated card: its streams are threads of the same processor, which wait for each other: calls by a factor of two.
+- an emulated card without a data sheet, which the same processor computes: calls by a factor of two.
   Three of them are busy at once (the kernels of CPU and card, and the copies), so that on fewer cores each may have to
   wait its turn.
 
@@ -40,8 +40,8 @@ from engine.planner.costs import Cards, Costs, engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, from_disk, memory_of, memory_rule, sizes_of
 from engine.planner.memory import share_on_disk
 from engine.planner.placement import NotEnoughRamError, resolve
-from engine.planner.plan_parts import Limits
-from engine.planner.simulator.outcome import Outcome
+from engine.planner.plan_parts import Limits, Workload
+from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import DECODE_STEPS, Setting, run_requests
 from engine.planner.simulator.strategy import (
     HOST_ONLY,
@@ -55,7 +55,6 @@ from engine.planner.simulator.strategy import (
     expected_statistics,
 )
 from engine.planner.step_time import StepTime
-from engine.planner.workload import Workload
 
 _MEASURED, _UNSTEADY, _LOOKED_UP, _IN_CACHE = 0.2, 0.35, 0.4, 0.1
 _EMULATED_THREADS = 3
@@ -205,23 +204,20 @@ def simulate_decode(
     *,
     prompt_tokens: int = 32,
     tokens: int = 128,
-    routing: NDArray[np.int16] | None = None,
-    limits: Limits | None = None,
     record: bool = False,
 ) -> tuple[Outcome, EngineMemory, str]:
     """(simulated outcome behind `predict_decode`, memory that will be held, precision of the experts).
 
     Args:
-        routing, limits: see `predict_decode`.
         record: keep the spans of the simulation.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
-    limits = limits or Limits.of(config)
+    limits = Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
     work = Workload("decode", prompt_tokens, tokens)
-    return _simulated(costs, memory, config, work, limits, routing=routing, record=record), memory, costs.precision
+    return _simulated(costs, memory, config, work, limits, record=record), memory, costs.precision
 
 
 def _placed(
@@ -254,7 +250,7 @@ def _simulated(
     work: Workload,
     limits: Limits,
     *,
-    routing: NDArray[np.int16] | None,
+    routing: NDArray[np.int16] | None = None,
     statistics: RoutingSkew | None = None,
     record: bool = False,
 ) -> Outcome:

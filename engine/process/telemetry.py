@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.common import clock
 from engine.protocol import Droppable, Sample
 from engine.telemetry.messages import (
     RequestPlace,
@@ -98,7 +99,7 @@ class TelemetryService:
     def request_begins(self, request_id: str) -> None:
         """Called by the engine thread before a request that records."""
         if self._recorder.on:
-            self._send(TelemetryRequest(self._recorder.next_request, request_id, time.perf_counter_ns()))
+            self._send(TelemetryRequest(self._recorder.next_request, request_id, clock.now_ns()))
 
     def is_elsewhere(self, number: int, place: str) -> None:
         """Called before a request that another server answers."""
@@ -182,7 +183,7 @@ class TelemetryService:
         for begin in range(0, len(spans), MOST_SPANS):
             some = spans[begin : begin + MOST_SPANS]
             dropped = recorder.dropped_spans + self._lost_spans
-            if not self._offer(TelemetrySpans(time.perf_counter_ns(), time.time(), len(some), pack(some), dropped)):
+            if not self._offer(TelemetrySpans(clock.now_ns(), time.time(), len(some), pack(some), dropped)):
                 self._lost_spans += len(some)
         if len(steps):
             dropped = recorder.dropped_steps + self._lost_steps

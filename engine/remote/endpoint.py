@@ -1,7 +1,7 @@
 """Servers elsewhere: how one is named and found, what people said of it, and what it said of itself.
 
 The list is one file beside the settings, which the window and the command line share. Keys are not in it: see
-`engine.remote.keys`.
+`engine.remote.trust`.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
 
 
 def remove_endpoint(name: str) -> None:
-    """Forgets the endpoint of this name; its key stays until `engine.remote.keys.forget_key`.
+    """Forgets the endpoint of this name; its key stays until `engine.remote.trust.forget_key`.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`.

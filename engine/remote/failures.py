@@ -49,7 +49,6 @@ class Trouble(StrEnum):
     ADDRESS = "address"  # there is no such server at this address: the endpoint's failure
 
 
-TO_BE_TRIED_AGAIN = frozenset((Trouble.UNREACHABLE, Trouble.BUSY, Trouble.SERVER))
 _CODES = {
     Trouble.BUSY: ErrorCode.BUSY,
     Trouble.REFUSED: ErrorCode.INVALID_REQUEST,

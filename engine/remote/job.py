@@ -10,9 +10,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.batch_files.job_list import KnownJob, read_job
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace
-from engine.batch_files.journal import journal_path
+from engine.batch_files.journal import KnownJob, journal_path, read_job
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import HERE
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled

@@ -6,9 +6,8 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
-from engine.batch_files.job_list import read_job
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
-from engine.batch_files.journal import journal_path
+from engine.batch_files.journal import journal_path, read_job
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import RowRequest
 from engine.checkpoint.names import name_of, resolve

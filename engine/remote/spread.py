@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from engine.batch_files.job_watcher import PlacePace, PlaceState
 from engine.batch_files.rows import RowRequest
+from engine.remote.client import MinuteLimit, Spent, Width
 from engine.remote.failures import Trouble
-from engine.remote.limits import MinuteLimit, Spent, Width
 
 MOST_AT_ONCE = 64
 """Rows at a place that says nothing of how many it takes."""

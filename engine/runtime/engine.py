@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.embedding import refuse_embedding
-from engine.checkpoint.library import resolve
-from engine.checkpoint.suggested_sampling import suggested_sampling
-from engine.checkpoint.usage import note_use, reading
+from engine.checkpoint.library import note_use, reading, resolve
+from engine.checkpoint.profile import suggested_sampling
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
@@ -231,7 +230,6 @@ class Engine:
         return tuple(name for name in able if not able[name]), tuple(name for name in able if able[name])
 
     def may_return(self) -> bool:
-        """See `Places`."""
         self._tell_of_card()
         return self._failback is not None and self._failback.is_open(monotonic())
 
@@ -450,15 +448,12 @@ class Engine:
         return self._scheduler is not None and (self._scheduler.is_busy or self._scheduler.background.is_busy)
 
     def serve(self, until: Check = never) -> None:
-        """See `Scheduler.serve`."""
         self._schedule().serve(until)
 
     def is_due(self) -> bool:
-        """See `Scheduler.is_due`."""
         return self._scheduler is not None and self._scheduler.is_due()
 
     def share(self, until: Check = never) -> None:
-        """See `Scheduler.share`."""
         self._schedule().share(until)
 
     def live_rows(self) -> LiveRows:

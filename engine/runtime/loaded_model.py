@@ -15,11 +15,11 @@ from engine.common.errors import CancelCheck, EngineError
 from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
-from engine.experts.layer_stream import LayerStream
 from engine.experts.ram_tier import RamTier
 from engine.experts.record import ExpertBank
 from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
+from engine.experts.whole_layer import LayerStream
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import KvType
 from engine.protocol import LoadPhase
@@ -124,7 +124,6 @@ class LoadedModel(ModelParts):
     blind: Blind | None = None
 
     def close(self) -> None:
-        """See `ModelParts.close`."""
         if self.sight is not None:
             self.sight.close()
             self.sight = None
@@ -191,7 +190,6 @@ class LoadingParts(ModelParts):
         return self.reader.whole_files
 
     def close(self) -> None:
-        """See `ModelParts.close`."""
         if self.reader is not None:
             self.reader.close()  # first: it writes into the bank
         super().close()

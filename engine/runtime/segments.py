@@ -36,7 +36,6 @@ class _Segments:
         self.parts = parts
 
     def replay(self) -> None:
-        """See `Graph.replay`."""
         for part in self.parts:
             part.replay()
 
@@ -67,7 +66,6 @@ class SegmentedCapture:
         return self._captures[0].nbytes
 
     def begin(self) -> None:
-        """See `Capture.begin`."""
         self._parts = []
         carry_by(self._cross)
         self._captures[self._at].begin()
@@ -86,13 +84,11 @@ class SegmentedCapture:
         return made
 
     def abandon(self) -> None:
-        """See `Capture.abandon`."""
         carry_by(None)
         for capture in self._captures:
             capture.abandon()
 
     def close(self) -> None:
-        """See `Capture.close`."""
         carry_by(None)
         self._parts = []
         with ExitStack() as closing:

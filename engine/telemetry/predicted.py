@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from engine.common.lanes import track_number
-from engine.planner.simulator.timeline import Span
+from engine.planner.simulator.sweeps import Span
 from engine.telemetry import lanes
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 

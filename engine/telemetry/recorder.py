@@ -13,16 +13,59 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.common import clock
-from engine.telemetry.device_work import DeviceWork, QueuedWork
 from engine.telemetry.lanes import CPU_ATTENTION, HEAD, JOB, PHASE, READING, REQUESTS, SWEEPS, WRITING
 from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
+
+
+class DeviceWork(Protocol):
+    """The part of `engine.devices.device.Event` that the recorder reads."""
+
+    def done(self) -> bool: ...
+    @property
+    def failure(self) -> Exception | None: ...
+    @property
+    def started_s(self) -> float: ...
+    @property
+    def ended_s(self) -> float: ...
+
+
+class QueuedWork(Protocol):
+    """Marks in the queues of devices, where the caller's thread only queues the dense work between experts.
+
+    Places are torch devices.  A mark is None if none could be set.
+    """
+
+    def begin(self) -> None:
+        """A forward starts."""
+
+    def head(self, name: int, layer: int, count: int) -> None:
+        """The forward has ended with this."""
+
+    def forget(self) -> None:
+        """No forward is running."""
+
+    def experts_begin(self, place: Any) -> DeviceWork | None:
+        """Experts without spans of their own start; returns the mark before them."""
+
+    def routed(self, mark: DeviceWork | None, device: int) -> None:
+        """At this mark of a device, the inputs of a layer's experts are ready."""
+
+    def experts_done(self, begun: DeviceWork, place: Any, experts: int) -> None:
+        """All of a layer's experts were queued on a device since this mark: records their span."""
+
+    def submitted(self, work: DeviceWork) -> None:
+        """The latest work submitted by experts."""
+
+    def experts_end(self, place: Any) -> None:
+        """Later work is not experts'."""
+
 
 RING_SPANS = 2**16
 """Capacity per thread: some seconds of the fastest decode."""

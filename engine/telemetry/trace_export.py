@@ -21,7 +21,7 @@ import numpy as np
 from engine.common.files import NewFile
 from engine.common.lanes import TRACKS
 from engine.telemetry.lanes import ALL_LANES, GRAPH, PHASE, lane_name, span_name
-from engine.telemetry.recorder import RECORDER, Recorder
+from engine.telemetry.recorder import RECORDER
 from engine.telemetry.records import COUNTERS, Records, no_spans, no_steps
 
 _PID = 1
@@ -178,29 +178,29 @@ class Collection:
 
 
 @contextmanager
-def collected(recorder: Recorder = RECORDER) -> Iterator[Collection]:
+def collected() -> Iterator[Collection]:
     """Records inside the block; unfinished work is left out."""
     result, ending = Collection(), threading.Event()
     spans: list[Records] = []
     steps: list[Records] = []
 
     def take() -> None:
-        spans.append(recorder.take_spans())
-        steps.append(recorder.take_steps())
+        spans.append(RECORDER.take_spans())
+        steps.append(RECORDER.take_steps())
 
     def serve() -> None:
         while not ending.wait(_TAKE_S):
             take()
 
     thread = threading.Thread(target=serve, name="telemetry", daemon=True)
-    recorder.start()
+    RECORDER.start()
     thread.start()
     try:
         yield result
     finally:
-        recorder.stop()
+        RECORDER.stop()
         ending.set()
         thread.join()
         take()
         result.spans, result.steps = joined(spans, no_spans()), joined(steps, no_steps())
-        result.dropped = recorder.dropped_spans
+        result.dropped = RECORDER.dropped_spans

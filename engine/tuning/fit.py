@@ -14,18 +14,16 @@ from engine.checkpoint.catalogue import Catalogue, CatalogueEntry
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.hub.repository import QUALITIES
-from engine.checkpoint.library import LibraryEntry, list_models
+from engine.checkpoint.library import LibraryEntry, is_any_known, list_models
 from engine.checkpoint.model_shape import ModelShape
-from engine.checkpoint.usage import is_any_known
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_up
 from engine.formats import AUTO
 from engine.hardware.profiles import EMULATED
 from engine.planner.engine_memory import context_tokens
-from engine.planner.plan_parts import Limits, PicturePlan, TierBytes
+from engine.planner.plan_parts import CHAT, Limits, PicturePlan, TierBytes
 from engine.planner.predict import DecodePrediction, predict_decode
-from engine.planner.workload import CHAT
 from engine.tuning.machine_state import MachineLook, plan_here
 from engine.tuning.saved_results import all_results
 

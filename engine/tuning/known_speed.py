@@ -16,13 +16,11 @@ from engine.hardware.machine import HardwareProfile
 from engine.hardware.measured import described
 from engine.hardware.probe import Probe
 from engine.planner.plan import Limits, make_plan
-from engine.planner.plan_parts import Alternative, Plan, Speed
+from engine.planner.plan_parts import CHAT, Alternative, Plan, Speed, Workload, worthwhile
 from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.planner.plan_words import help_sentence
-from engine.planner.precision import worthwhile
 from engine.planner.predict import predict_decode
 from engine.planner.simulator.strategy import HOST_ONLY
-from engine.planner.workload import CHAT, Workload
 from engine.tuning.result import Correction, Timed, TuningResult
 from engine.tuning.saved_results import facts, is_same_question, results_of
 

@@ -6,21 +6,20 @@ import statistics
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from engine.checkpoint.library import read_usage
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.names import resolve
-from engine.checkpoint.usage import read_usage
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import measured_as
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.measured import Measurements, changes, described, load_measurements, machine_profile
-from engine.hardware.other_programs import busy_now
-from engine.hardware.probe import Probe
+from engine.hardware.probe import Probe, busy_now
 from engine.hardware.probe import probe as probe_machine
 from engine.hardware.profiles import EMULATED, emulated_cards, with_emulated
 from engine.planner.plan_parts import Limits, Plan
-from engine.planner.what_helps import Change, what_if
+from engine.planner.plan_words import Change, what_if
 from engine.tuning.known_speed import best_settled, results_here, with_decode
 from engine.tuning.result import Correction
 from engine.tuning.saved_results import all_results, kept_corrections, machine_changes, model_mark

@@ -10,8 +10,7 @@ from engine.common.config import EngineConfig
 from engine.common.files import new_folder
 from engine.common.paths import models_dir
 from engine.hardware.measured import CallTime, CopyTime, DiskRead, ExpertTime, Measurements, RamRead, load_measurements
-from engine.hardware.other_programs import is_busy
-from engine.hardware.probe import Probe
+from engine.hardware.probe import Probe, is_busy
 from engine.tuning.messages import TuningNumber
 from engine.tuning.result import TUNING_KINDS, TuningKind
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.common.config import EngineConfig
-from engine.hardware.other_programs import is_busy
+from engine.hardware.probe import is_busy
 
 
 @dataclass(frozen=True, slots=True)

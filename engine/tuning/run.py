@@ -21,11 +21,9 @@ from engine.common.model_info import ModelInfo
 from engine.formats import LADDER
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.measured import Measurements, described, machine_profile, save_measurements
-from engine.hardware.other_programs import OtherPrograms, Share, is_busy
-from engine.hardware.probe import Probe
+from engine.hardware.probe import OtherPrograms, Probe, Share, is_busy
 from engine.hardware.probe import probe as probe_machine
 from engine.planner.plan_parts import Limits
-from engine.tuning.contestants import Field, Situation, choose_contestants
 from engine.tuning.known_speed import corrections_from
 from engine.tuning.measuring import MeasuredMachine, measured_machine
 from engine.tuning.messages import (
@@ -41,9 +39,12 @@ from engine.tuning.messages import (
 from engine.tuning.race import (
     QUICK_PACE,
     THOROUGH_PACE,
+    Field,
     RacedEngine,
     RacePace,
     RaceWatcher,
+    Situation,
+    choose_contestants,
     drift_note,
     race,
     winner_of,

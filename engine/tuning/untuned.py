@@ -18,13 +18,19 @@ from engine.common.files import holding, private_folder
 from engine.common.paths import data_dir
 from engine.formats import AUTO, LADDER
 from engine.hardware.measured import ExpertTime, Measurements, load_measurements, save_measurements
-from engine.hardware.other_programs import OtherPrograms, is_busy
+from engine.hardware.probe import OtherPrograms, is_busy
 from engine.hardware.probe import probe as probe_machine
-from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth
+from engine.measure.arithmetic import (
+    NARROWEST,
+    CardExpertTimes,
+    CpuArithmetic,
+    CpuExperts,
+    DeviceArithmetic,
+    ExpertShape,
+    RamBandwidth,
+)
 from engine.measure.calls import NativeCalls, SharedLayer
-from engine.measure.disk import DiskReads
-from engine.measure.experts import NARROWEST, CardExpertTimes, CpuExperts, ExpertShape
-from engine.measure.link import Copies
+from engine.measure.link import Copies, DiskReads
 from engine.measure.measuring import MeasurementSet
 from engine.tuning.measuring import device_spec, take_measurements
 from engine.tuning.result import TUNING_KINDS

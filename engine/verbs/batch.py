@@ -32,8 +32,8 @@ from engine.verbs.options import (
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
-    from engine.batch_files.job_list import KnownJob
     from engine.batch_files.job_watcher import Pace, PlacePace
+    from engine.batch_files.journal import KnownJob
     from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
     from engine.remote.job import RemoteSample
@@ -205,8 +205,7 @@ def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
 
 def _begun(output: Path) -> KnownJob | None:
     """The job with this output, if it has answers."""
-    from engine.batch_files.job_list import read_job
-    from engine.batch_files.journal import journal_path
+    from engine.batch_files.journal import journal_path, read_job
 
     begun = read_job(journal_path(output))
     return begun if begun is not None and begun.kept else None

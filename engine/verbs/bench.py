@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.bench.models import from_checkout
+from engine.bench.opened import from_checkout
 from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note
 
@@ -101,7 +101,7 @@ def _leaving_nothing(run: Callable[[argparse.Namespace], int]) -> Callable[[argp
         many = args.kind == "card" or getattr(args, "predict", False) or getattr(args, "brute_force", False)
         if not many and not is_synthetic(getattr(args, "model", None) or ""):
             return run(args)
-        from engine.bench.models import prepared_apart
+        from engine.bench.opened import prepared_apart
 
         with prepared_apart():
             return run(args)
@@ -201,7 +201,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
     from engine.process.lifetime import quiet_libraries
 
     quiet_libraries()
-    from engine.bench.models import resolve_model
+    from engine.bench.opened import resolve_model
 
     checkpoint = resolve_model(args.model, note)
     # Random weights, and tokens past an end, repeat themselves: drafted, they would be timed as if all answers did.

@@ -16,19 +16,74 @@ from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall, parts_
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
+from engine.common.files import NewFile
 from engine.common.model_info import ModelInfo
 from engine.common.pictures import pictures_in_files
 from engine.remote.endpoint import is_remote
 from engine.tools.rounds import OfferedTool, Step
 from engine.verbs.chat_tools import ChatTools, add_tool_options, answer_with_tools, tools_of, use_document
-from engine.verbs.models.progress import ProgressLine
+from engine.verbs.models.library import ProgressLine
 from engine.verbs.options import add_engine_options, add_sampling_options, engine_config, given_sampling
 from engine.verbs.output import emit, note, write_aside, write_text
-from engine.verbs.tracing import traced
 
 if TYPE_CHECKING:
     from engine.protocol import LoadPhase
     from engine.runtime.engine import Engine
+    from engine.telemetry.records import Records
+
+
+@contextmanager
+def traced(engine: Engine, path: Path | None) -> Iterator[None]:
+    """If `path` is given, records the block and writes it there: a table of spans (`.csv`), otherwise a trace.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if it cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    from engine.telemetry.trace_export import collected
+
+    telemetry, info = engine.telemetry, engine.info
+    if telemetry is not None:
+        telemetry.start()
+    try:
+        with collected() as collection:
+            yield
+    finally:
+        if telemetry is not None:
+            telemetry.stop()
+    about = {"model": info.name, "device": info.device, "precision": info.precision} if info is not None else {}
+    write_timeline(collection.spans, collection.steps, path, about, lost=collection.dropped)
+
+
+def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, str], *, lost: int = 0) -> None:
+    """Writes spans, as a table if the path ends in `.csv`, otherwise as a trace, and notes it on stderr.
+
+    Args:
+        lost: number of dropped spans.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if it cannot be written.
+    """
+    from engine.telemetry.trace_export import write_spans, write_trace
+
+    table = path.suffix.lower() == ".csv"
+    try:
+        if table:
+            with NewFile(path) as new:
+                with new.path.open("w", encoding="utf-8", newline="") as file:
+                    write_spans(spans, file)
+                new.take_place()
+        else:
+            write_trace(spans, steps, path, about)
+    except OSError as error:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"Cannot write the trace to {path}: {error.strerror or error}."
+        ) from error
+    viewer = "" if table else ", for ui.perfetto.dev or chrome://tracing"
+    note(f"switchyard: wrote {len(spans):,} spans to {path}{viewer}" + (f"; {lost:,} more were lost" if lost else ""))
+
 
 _HELP = "/reset starts over, /quit or Ctrl-D quits, Ctrl-C stops an answer."
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about
-from engine.verbs.models.progress import ProgressLine, stopped_by_sigterm
+from engine.verbs.models.library import ProgressLine, stopped_by_sigterm
 from engine.verbs.output import emit, note
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from engine.common.plain_text import plain_line
 from engine.verbs.output import emit
 
 if TYPE_CHECKING:
-    from engine.batch_files.job_list import KnownJob
+    from engine.batch_files.journal import KnownJob
 
 _STOP_S = 60.0
 
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Performs the action; returns the exit code."""
-    from engine.batch_files.job_list import known_jobs
+    from engine.batch_files.journal import known_jobs
 
     if args.action in (None, "list"):
         jobs = [_document(job) for job in known_jobs()]
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(output: Path) -> KnownJob:
-    from engine.batch_files.job_list import read_job
-    from engine.batch_files.journal import journal_path
+    from engine.batch_files.journal import journal_path, read_job
 
     job = read_job(journal_path(output))
     if job is None:
@@ -69,7 +68,7 @@ def _job(output: Path) -> KnownJob:
 
 
 def _show(output: Path, *, as_json: bool) -> None:
-    from engine.batch_files.job_list import read_answers
+    from engine.batch_files.journal import read_answers
 
     job = _job(output)
     failures = [{"row": answer.row, "problem": answer.problem} for answer in read_answers(job.journal, ended="failed")]
@@ -81,7 +80,7 @@ def _show(output: Path, *, as_json: bool) -> None:
 
 
 def _stop(output: Path, *, as_json: bool) -> None:
-    from engine.batch_files.job_list import ask_to_stop
+    from engine.batch_files.journal import ask_to_stop
 
     job = _job(output)
     if not job.running:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from engine.checkpoint.model_shape import ModelShape
     from engine.planner.beyond_one_pc import BeyondOnePc
     from engine.planner.plan import Limits, Plan
-    from engine.planner.plan_parts import Speed, TierBytes
-    from engine.planner.workload import Workload
+    from engine.planner.plan_parts import Speed, TierBytes, Workload
     from engine.tuning.machine_state import MachineLook
 
 _ALIKE = 0.1
@@ -88,7 +87,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
     Raises:
         EngineError: `INVALID_REQUEST`.
     """
-    from engine.planner.workload import parse_workload
+    from engine.planner.plan_parts import parse_workload
 
     try:
         return parse_workload(args.workload)
@@ -104,7 +103,7 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     """
     from engine.planner.batch_plan import read_policy
     from engine.planner.plan import make_plan
-    from engine.planner.workload import CHAT
+    from engine.planner.plan_parts import CHAT
 
     given = read_policy(args.policy) if getattr(args, "policy", None) else None
     if args.hardware:

@@ -16,7 +16,7 @@ from engine.verbs.output import emit
 if TYPE_CHECKING:
     from engine.planner.papers import PublishedCell
     from engine.planner.rivals import ComparedSpeed
-    from engine.planner.simulator.outcome import Outcome
+    from engine.planner.simulator.request import Outcome
     from engine.planner.simulator.requests import Setting
 
 _MOST_SPANS = 20_000
@@ -188,7 +188,7 @@ def _workload(args: argparse.Namespace) -> int:
 
 def _write_timeline(outcome: Outcome, setting: Setting, path: Path) -> None:
     from engine.telemetry.predicted import predicted_records
-    from engine.verbs.tracing import write_timeline
+    from engine.verbs.chat import write_timeline
 
     model = setting.costs.model
     about = {
@@ -206,8 +206,8 @@ def _setting(args: argparse.Namespace) -> Setting:
     from engine.checkpoint.model_shape import read_model
     from engine.hardware.machine import read_machine
     from engine.planner.costs import Costs
+    from engine.planner.plan_parts import parse_workload
     from engine.planner.simulator.requests import DECODE_STEPS, Setting
-    from engine.planner.workload import parse_workload
 
     for option in ("model", "hardware"):
         if getattr(args, option) is None:

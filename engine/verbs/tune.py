@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes and reports; see `add_parser`."""
-    from engine.bench.models import prepared_apart
+    from engine.bench.opened import prepared_apart
     from engine.checkpoint.synthetic import is_synthetic
 
     with prepared_apart() if is_synthetic(args.model) else contextlib.nullcontext():
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from engine.bench.models import resolve_model
-    from engine.hardware.other_programs import is_busy
+    from engine.bench.opened import resolve_model
+    from engine.hardware.probe import is_busy
     from engine.process.lifetime import quiet_libraries
 
     folder = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately

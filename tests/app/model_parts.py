@@ -11,8 +11,8 @@ from engine.checkpoint.catalogue import CatalogueEntry, CatalogueFile
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.hub import Candidate, Found, RepoFile, Repository
 from engine.checkpoint.library import LibraryEntry
+from engine.checkpoint.model_directories import Room
 from engine.checkpoint.model_shape import ModelShape, read_model
-from engine.checkpoint.mounts import Room
 from engine.common.paths import models_dir
 from engine.parts.wheels import EngineChoice, EngineSource, Wheel
 from engine.planner.plan_parts import Limits, TierBytes

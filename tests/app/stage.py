@@ -53,8 +53,8 @@ from app.views.monitor.page import MonitorPage
 from app.views.settings.few_rows import ComputingCard, LicencesDialog
 from app.views.settings.page import SettingsPage
 from app.views.tray import QuickPrompt
+from app.views.tune.cards import TIMED
 from app.views.tune.page import TunePage
-from app.views.tune.step_bar import TIMED
 from app.widgets.answer_text import AnswerView
 from app.widgets.asking import ask
 from app.widgets.downloads_card import TokenDialog

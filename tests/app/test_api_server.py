@@ -17,7 +17,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
-from app.views.settings.other_programs import OUTCOME, PROGRAM, OtherProgramsCard, ServedRequests
+from app.views.settings.page import OUTCOME, PROGRAM, OtherProgramsCard, ServedRequests
 from engine.common.paths import log_dir
 from engine.protocol import Served
 from engine.serving.link import BrokerLink

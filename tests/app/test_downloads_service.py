@@ -16,7 +16,7 @@ from app.services.downloads import FOLDER_KEY, LIMIT_KEY, MOST_STARTS, Downloads
 from app.services.settings import Settings
 from engine.checkpoint.downloads import queue
 from engine.checkpoint.downloads.queue import Download, DownloadState
-from engine.checkpoint.hub import Candidate, RepoFile, Repository, token
+from engine.checkpoint.hub import Candidate, RepoFile, Repository, http
 from engine.checkpoint.model_directories import add_model_folder, drop_model_folder
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
@@ -61,7 +61,7 @@ def test_whether_there_is_a_token_is_asked_in_the_background(
 ) -> None:
     asked: list[threading.Thread] = []
     answers: list[bool] = []
-    monkeypatch.setattr(token, "read_token", lambda _host: asked.append(threading.current_thread()) or "hf_x")
+    monkeypatch.setattr(http, "read_token", lambda _host: asked.append(threading.current_thread()) or "hf_x")
     make(SLEEPS).ask_token("hub.example", answers.append)
     qtbot.waitUntil(lambda: answers == [True])
     assert asked != [threading.main_thread()]

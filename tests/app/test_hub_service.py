@@ -15,8 +15,8 @@ import engine.checkpoint.hub as engine_hub
 from app.services.hub import Hub, RepositoryAnswer, SearchAnswer
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.hub.http import HubError, HubReason
+from engine.checkpoint.model_directories import Room
 from engine.checkpoint.model_shape import ModelShape, read_model
-from engine.checkpoint.mounts import Room
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard

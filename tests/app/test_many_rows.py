@@ -17,11 +17,10 @@ from app.models.headed_table import HeadedTable
 from app.models.library import LibraryTable
 from app.services.chat_store import Conversation
 from app.views.batch.rows_card import RowsCard
-from app.views.chat.conversation_delegate import ConversationDelegate
-from app.views.chat.conversation_panel import ConversationPanel
-from app.views.models import found_list
-from app.views.models.found_list import FoundList
+from app.views.chat.conversation_panel import ConversationDelegate, ConversationPanel
+from app.views.models import search_card
 from app.views.models.on_this_pc import OnThisPcCard
+from app.views.models.search_card import FoundList
 from engine.batch_files.messages import BatchRow
 from tests.app.model_parts import FOUND, MODELS
 from tests.app.test_models_page import Scene, scene
@@ -49,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for owner in (HeadedTable, LibraryTable, ConversationListModel):
         if "data" in vars(owner):
             count(owner, "data")
-    for delegate in (ConversationDelegate, found_list._Delegate):
+    for delegate in (ConversationDelegate, search_card._Delegate):
         count(delegate, "sizeHint")
     return counted
 

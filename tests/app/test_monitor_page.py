@@ -29,8 +29,7 @@ from app.widgets.expert_map.view import ExpertMapView
 from app.widgets.timeline.strip import TimelineStrip
 from engine.common.errors import EngineError
 from engine.common.paths import sessions_dir
-from engine.telemetry.advice import Advice
-from engine.telemetry.analysis import OTHER, Waiting
+from engine.telemetry.analysis import OTHER, Advice, Waiting
 from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import Records, pack
 from engine.telemetry.session_file import SessionWriter

@@ -14,9 +14,9 @@ from app.views.tune.phrases import disk_warning, speed_range
 from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
 from engine.hardware.measured import machine_profile
-from engine.tuning.contestants import Situation, choose_contestants
 from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import StartTuning
+from engine.tuning.race import Situation, choose_contestants
 from engine.tuning.result import Contestant, Correction, Timed, TuningResult
 from engine.tuning.run import tune
 from tests.app import tuning_results as made
@@ -107,7 +107,7 @@ def test_the_plan_is_predicted_as_it_will_be_in_the_race() -> None:
 @pytest.mark.parametrize("others", [0.0, 0.9])
 def test_after_a_run_the_page_has_the_figure_that_was_timed(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
     """All the way: a run is kept, and the plan of the same machine and model says what it timed."""
-    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    monkeypatch.setattr("engine.tuning.race.compute_threads", lambda: 4)
     model = str(tiny_model())
     config = EngineConfig(model)
     taken = measurements(MACHINE)

@@ -25,8 +25,7 @@ from engine.common.paths import config_dir
 from engine.common.schema import Choice, Setting
 from engine.common.settings import VERSION
 from engine.verbs import options
-from engine.verbs.doctor import settings_findings
-from engine.verbs.doctor_checks import Status
+from engine.verbs.doctor import Status, settings_findings
 from tests.app.scripted_engine import ScriptedEngine
 
 

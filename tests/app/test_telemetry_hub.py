@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from pytestqt.qtbot import QtBot
 
-from app.services import analyser, recorder
+from app.services import analyser, telemetry_hub
 from app.services.analyser import Findings, Machine, Stretch
 from app.services.history.history import History
-from app.services.recorder import Recorded
 from app.services.session_library import open_session, sessions_in
 from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
-from app.services.telemetry_hub import TelemetryHub
+from app.services.telemetry_hub import Recorded, TelemetryHub
 from app.views.monitor.page import session_words
 from app.widgets.timeline.picture import request_label
 from engine.common.paths import sessions_dir
@@ -127,7 +126,7 @@ def test_messages_that_nobody_has_time_for_are_counted(
     monkeypatch: pytest.MonkeyPatch,
     qtbot: QtBot,
 ) -> None:
-    monkeypatch.setattr(recorder, "MOST_WAITING", 20)
+    monkeypatch.setattr(telemetry_hub, "MOST_WAITING", 20)
     engine.recorded.emit(report())
     empty = TelemetryCounters(0, pack(np.zeros(0, np.uint8)), 0)
     for _ in range(20 + 7):
@@ -159,13 +158,13 @@ def test_a_recorded_session_says_which_server_answered(
     hub = TelemetryHub(engine, settings, steady_devices())  # type: ignore[arg-type]
     hub.start()
     now = time.perf_counter_ns()
-    recorder = Recorder()
+    telemetry_hub = Recorder()
     for number, place in ((3, "Rack"), (4, "Cellar")):
         engine.recorded.emit(RequestPlace(number, place))
-        recorder.request_did(WRITTEN_ELSEWHERE, now - 10**9, now, number, 7)
-    spans = recorder.take_spans()
+        telemetry_hub.request_did(WRITTEN_ELSEWHERE, now - 10**9, now, number, 7)
+    spans = telemetry_hub.take_spans()
     engine.recorded.emit(TelemetrySpans(now, time.time(), len(spans), pack(spans), 0))
-    qtbot.waitUntil(lambda: hub.history is not None and hub.history.has_requests, timeout=20_000)
+    qtbot.waitUntil(lambda: hub.history is not None and len(hub.history.requests_between(0, 2**62)) > 0, timeout=20_000)
     assert hub.history is not None
     assert hub.history.places == {3: "Rack", 4: "Cellar"}  # though they were told before the history was there
     hub.close()

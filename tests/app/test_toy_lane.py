@@ -23,7 +23,7 @@ data.WORK = tuple(t.name for t in data.TRACKS if t.is_work)
 from app.services.history.history import History  # what is made of the entries comes after them
 from app.widgets.timeline.lanes import lane_help, lanes_of, read_lane, reading, track_name
 from app.widgets.timeline.navigator import Viewport
-from engine.planner.simulator.timeline import Timeline
+from engine.planner.simulator.sweeps import Timeline
 from engine.telemetry import lanes
 from engine.telemetry.analysis import range_averages
 from engine.telemetry.recorder import Recorder

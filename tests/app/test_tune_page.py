@@ -20,8 +20,8 @@ from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineState
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
+from app.views.tune.cards import MACHINE, MEASURE, PLAN, TIMED
 from app.views.tune.page import TunePage
-from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.hardware.measured import load_measurements

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from engine.batch_files.job_list import known_jobs
+from engine.batch_files.journal import known_jobs
 from tests.e2e.batch_form import choose_file, limit_answers
 from tests.e2e.screen import SHUTTER, Screen, missing_programs, private_screen
 from tests.e2e.waiting import eventually

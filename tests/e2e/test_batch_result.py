@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from engine.batch_files.job_list import known_jobs
+from engine.batch_files.journal import known_jobs
 from tests.e2e.batch_form import choose_file, limit_answers, press_by_keys, write_questions
 from tests.e2e.screen import Screen
 from tests.e2e.waiting import PATIENCE_S, eventually

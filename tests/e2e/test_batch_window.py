@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.batch_files.job_list import KnownJob, known_jobs, read_answers
+from engine.batch_files.journal import KnownJob, known_jobs, read_answers
 from engine.batch_files.result_file import harmless
 from tests.e2e.batch_form import choose_file, limit_answers, write_questions
 from tests.e2e.screen import Screen

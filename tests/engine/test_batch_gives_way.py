@@ -208,7 +208,7 @@ def test_counting_and_reading_say_how_far_they_are_and_can_be_stopped(
     write_rows(home / "in.jsonl", 300)
     job = BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"))
     may_go_on = threading.Event()
-    from engine.batch_files.text_rows import JsonLines
+    from engine.batch_files.rows import JsonLines
 
     real = JsonLines.rows
 

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.batch_files import result_file
-from engine.batch_files.job_list import known_jobs, read_answers
-from engine.batch_files.journal import Journal, journal_path
+from engine.batch_files.journal import Journal, journal_path, known_jobs, read_answers
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob, SamplingParams

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.batch_files.job_list import KnownJob, known_jobs, read_answers
+from engine.batch_files.journal import KnownJob, known_jobs, read_answers
 from engine.batch_files.result_file import harmless
 from tests.engine.tiny_families import tiny_checkpoint
 

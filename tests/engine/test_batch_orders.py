@@ -36,10 +36,10 @@ from engine.planner.simulator.sweeps import (
     LayerTimes,
     SimulatedCard,
     SweepParts,
+    Timeline,
     _SimulatedLayer,
     predicted_seconds,
 )
-from engine.planner.simulator.timeline import Timeline
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _Layer
 from engine.runtime.batch.pipeline.layer_run import LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch_files.job_list import known_jobs
+from engine.batch_files.journal import WrittenFile, known_jobs
 from engine.batch_files.openai_format import errors_path
-from engine.batch_files.own_files import WrittenFile
 from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode

@@ -22,7 +22,7 @@ from engine import cli
 from engine.bench import decode, telemetry
 from engine.bench.report import Report
 from engine.checkpoint.library import converted_dir
-from engine.checkpoint.synthetic_shapes import SHAPES
+from engine.checkpoint.synthetic import SHAPES
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
 from engine.experts.container import ContainerWriter

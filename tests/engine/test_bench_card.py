@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engine import cli
-from engine.bench.card import kernel_parts, parts
-from engine.bench.card.kernel_parts import Shape, works
-from engine.bench.card.run import ALL, TESTS, Part, as_markdown, bench_card
+from engine.bench.card import parts, run
+from engine.bench.card.run import ALL, TESTS, Part, Shape, as_markdown, bench_card, works
 from engine.common.errors import EngineError
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.gpu.stored import CardKernels
@@ -112,7 +111,7 @@ def test_on_an_emulated_card_the_parts_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = "synthetic:qwen3-30b-a3b?layers=2&vocab=512&experts=8"
-    monkeypatch.setattr(kernel_parts, "REPEATS", 3)
+    monkeypatch.setattr(run, "REPEATS", 3)
     if part != "all":
         assert parts.main([part, CARD, model]) == 0
         found = json.loads(capsys.readouterr().out)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import QUICK, paper_cells, smaller_machine
-from engine.bench.models import resolve_model
+from engine.bench.opened import resolve_model
 from engine.common.errors import EngineError
 from engine.hardware.machine import read_machine
 from engine.hardware.profiles import lent, read_profile

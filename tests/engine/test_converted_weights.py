@@ -23,11 +23,11 @@ from engine.checkpoint.library import (
     converted_of,
     converted_path,
     leftovers,
+    note_use,
     remove_converted,
     remove_leftovers,
     show,
 )
-from engine.checkpoint.usage import note_use
 from engine.common.config import EngineConfig
 from engine.common.errors import RequestCancelled
 from engine.common.paths import data_dir

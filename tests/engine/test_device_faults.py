@@ -13,8 +13,7 @@ import torch
 
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.devices.emulated import allocate_host
-from engine.devices.link import Link
+from engine.devices.emulated import EmulatedStream, allocate_host
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load import binding as device_binding
@@ -74,8 +73,14 @@ class Failing:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Failing:
     """Of experts to a device."""
-    failing = Failing(Link._carry_big, lambda: RuntimeError("the link was shaken"))
-    monkeypatch.setattr(Link, "_carry_big", lambda *args: failing(*args))
+    failing = Failing(lambda work: work(), lambda: RuntimeError("the link was shaken"))
+    put_off = EmulatedStream._put_off
+
+    def shaky(stream: EmulatedStream, work: Callable[[], object], slowdown: float) -> Callable[[], float]:
+        is_failing = stream.name.endswith(" h2d") and work.__name__ == "move"
+        return put_off(stream, (lambda: failing(work)) if is_failing else work, slowdown)
+
+    monkeypatch.setattr(EmulatedStream, "_put_off", shaky)
     return failing
 
 

@@ -59,7 +59,7 @@ def test_every_profile_opens_with_its_memory_or_less(name: str) -> None:
         ("emulated:slow-linkx9", "9 devices"),
         ("emulated:slow-linkx99999", "99999 devices"),
         ("emulated:slow-link,emulated:slow-link", "a card twice: several alike are NAMEx2"),
-        ("emulated:slow-link,emulated:link8-4gb", "clock of their own stand beside no others"),
+        ("emulated:slow-link,emulated:link8-4gb", "cards with a data sheet stand beside no others"),
     ],
 )
 def test_names_that_nothing_has(spec: str, says: str) -> None:

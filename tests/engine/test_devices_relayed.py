@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.card_stream import CardClock, CardStream
+from engine.devices.card_stream import BUFFER_BYTES, WORTH_BYTES, CardClock, CardStream, RelayedStream
 from engine.devices.device import CopyLog, CopyRecord, Direction
-from engine.devices.relayed_stream import BUFFER_BYTES, WORTH_BYTES, RelayedStream
 from tests.fake_cards import FakeCards
 
 _BIG = 5 * BUFFER_BYTES + 4097

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
@@ -20,6 +19,7 @@ from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, modes
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import EVERY_POLICY, EXPERTS, HIDDEN, KINDS, LAYERS, Layers, routing
+from tests.engine.vram_cache_parts import holding
 
 
 @pytest.fixture(scope="module")
@@ -196,14 +196,13 @@ def test_the_prefetcher_observes_decode_steps_once_each(device: Device) -> None:
 def test_a_slow_link_holds_nobody_up(device: Device) -> None:
     """While the copy engine is stuck, the CPU computes what is missing, step after step."""
     generator = torch.Generator().manual_seed(6)
-    gate = threading.Event()
     with Layers(device, slots=6, mode="cpu") as layers:
-        event = device.h2d_stream.submit(gate.wait)
+        event = holding(device)
         for _ in range(4):
             for layer in range(LAYERS):
                 layers.check(layer, routing(generator, 1, 3))
         assert layers.cache.counters.hits == 0
-        gate.set()
+        assert not event.done()
         event.wait()
         layers.cache.wait()
         assert layers.cache.counters.post_fetches == 6

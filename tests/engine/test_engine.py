@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.checkpoint import usage
-from engine.checkpoint.usage import exclusive_use
+from engine.checkpoint import library
+from engine.checkpoint.library import exclusive_use
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
@@ -56,14 +56,14 @@ def ask(
 def test_a_loaded_model_is_in_use_and_its_answers_are_timed(
     engine: Engine, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage, "LEAST_TOKENS", 2)
+    monkeypatch.setattr(library, "LEAST_TOKENS", 2)
     load(engine, tiny)
     with refused(ErrorCode.BUSY), exclusive_use(tiny):
         pass
-    assert usage.read_usage(tiny).last_used is not None
+    assert library.read_usage(tiny).last_used is not None
     answer = ask(engine, "a question")
     assert answer.generated_tokens > 1
-    assert usage.read_usage(tiny).tokens_per_s == (answer.tokens_per_s,)
+    assert library.read_usage(tiny).tokens_per_s == (answer.tokens_per_s,)
     with pytest.raises(EngineError):
         load(engine, tiny.with_name("none"))
     with exclusive_use(tiny):

@@ -14,9 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.experts.prediction.learning import BackgroundTraining, Learning, TrainingState
+from engine.experts.prediction.learning import BackgroundTraining, FoldedMlp, Learning, MlpPredictor, TrainingState
 from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
-from engine.experts.prediction.mlp_predictor import FoldedMlp, MlpPredictor
 from engine.experts.prediction.prefetcher import make_prefetcher
 from engine.experts.prediction.training import (
     UNREADABLE,

@@ -23,8 +23,7 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import open_devices
 from engine.formats import STORED
 from engine.hardware.measured import machine_profile
-from engine.hardware.other_programs import OtherPrograms, busy_now
-from engine.hardware.probe import probe
+from engine.hardware.probe import OtherPrograms, busy_now, probe
 from engine.kernels.native.build import library_path
 from engine.measure.measuring import QUICK, measure_machine
 from engine.planner.engine_memory import context_tokens

@@ -34,12 +34,12 @@ TOLERANCE = 1e-4
 TABLED = dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma4", "gemma4-e"), 1e-3)
 """llama.cpp looks GELU up in a table of 16-bit numbers."""
 Q4_0 = GGMLQuantizationType.Q4_0
-OWN = ("dbrx", "deepseek4", "glm5-next", "jamba", "kimi-linear", "minimax-01", "qwen3next")
+OWN = ("dbrx", "deepseek4", "glm5-next", "jamba", "kimi-linear", "minimax-01", "mistral4", "qwen3next")
 """Those for which there is more than a row of a table."""
 PROMPT_IDS = torch.tensor([[1, 5, 77, 200, 31, 8, 9]])
 
 
-@pytest.mark.parametrize("name", some(CASES, OWN, first=1))
+@pytest.mark.parametrize("name", some(CASES, OWN, every=3, first=1))
 def test_logits_and_tokens_are_llama_cpps(name: str, tmp_path: Path) -> None:
     file, wanted = unpacked(name, tmp_path)
     prompt, answer = wanted["prompt"], wanted["tokens"]
@@ -192,8 +192,7 @@ def test_metadata_that_make_no_sense_are_one_error(name: str, changes: dict[str,
     assert caught.value.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED)
 
 
-@pytest.mark.takes_turns(2)
-@pytest.mark.parametrize("name", some(CASES))
+@pytest.mark.parametrize("name", some(CASES, every=3))
 def test_files_that_lie_are_read_or_refused(name: str, tmp_path: Path) -> None:
     """Each key in turn is missing, of another kind, or out of bounds."""
     read, random = read_gguf(unpacked(name, tmp_path)[0]), Random(name)

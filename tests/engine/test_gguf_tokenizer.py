@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from benchmarks.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
-from engine.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
+from engine.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, end_token_ids, tokenizer_files
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
 from engine.runtime.load.tokenizer import load_tokenizer

@@ -20,7 +20,7 @@ from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlo
 from engine.kernels.repack import Blocks
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
-from engine.runtime.telemetry.cache_report import memory_parts
+from engine.runtime.telemetry.model_telemetry import memory_parts
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.near_ties import Routes, choosing, routes_of

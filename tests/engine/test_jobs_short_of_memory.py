@@ -10,7 +10,7 @@ import pytest
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices import emulated, memory_watch
+from engine.devices import emulated, memory_budget
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.planner.schedules import HYBRID, KLOTSKI, Schedule
@@ -35,7 +35,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
 @contextmanager
 def opened(expected: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadedModel]:
     """A model on a card whose memory is looked at before each sweep."""
-    monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(memory_budget, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(emulated, "OTHERS", {})
     config = EngineConfig(
         str(expected.folder), device="emulated:slow-link", precision="fp32", threads=1, vram_bytes=8 * MIB,
@@ -106,7 +106,7 @@ def test_rows_are_answered_in_what_is_left(
         if schedule is KLOTSKI:
             assert PAGE_TOKENS <= batch.model._micro_batch_tokens < AT_ONCE
         emulated.OTHERS.clear()
-        for _ in range(memory_watch.CALM_LOOKS):
+        for _ in range(memory_budget.CALM_LOOKS):
             answers.clear()
             executor.run(rows(), answers.append)
             assert_right(answers, expected)
@@ -125,7 +125,7 @@ def test_where_one_row_alone_has_no_room_the_rows_wait_for_the_others_to_leave(
         assert answers == []
         emulated.OTHERS.clear()
         assert loaded.devices is not None
-        for _ in range(memory_watch.CALM_LOOKS):
+        for _ in range(memory_budget.CALM_LOOKS):
             loaded.devices.have_news(monotonic())
         executor.run(source, answers.append)
         assert_right(answers, expected)

@@ -25,7 +25,7 @@ from engine.common import footprint
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.file_image import HUGE
-from engine.experts.layer_stream import LayerStream
+from engine.experts.whole_layer import LayerStream
 from engine.hardware.surroundings import _IN_USE
 from engine.kernels.native.library import usable_isas
 from engine.planner.placement import NotEnoughRamError

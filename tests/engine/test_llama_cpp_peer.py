@@ -16,7 +16,7 @@ from benchmarks.peers.beside import Beside, Room, best_flags, files_beside
 from benchmarks.peers.editions import LLAMA_CPP, Edition
 from benchmarks.peers.instructions import GROUPS, working_instructions
 from benchmarks.peers.peer import GgufPeer
-from engine.bench.models import resolve_model
+from engine.bench.opened import resolve_model
 from engine.bench.report import PeerError, Report, in_turn
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.gguf.file import read_gguf

@@ -8,24 +8,28 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.devices import link as link_module
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
-from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, torch_threads
+from engine.measure.arithmetic import (
+    CardExpertTimes,
+    CpuArithmetic,
+    CpuExperts,
+    DeviceArithmetic,
+    ExpertShape,
+    RamBandwidth,
+    torch_threads,
+)
 from engine.measure.calls import NativeCalls, SharedLayer
-from engine.measure.disk import DiskReads, scratch_file
-from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
-from engine.measure.link import Copies, PinnedLimit
+from engine.measure.link import Copies, DiskReads, PinnedLimit, scratch_file
 from engine.measure.measuring import QUICK, THOROUGH, MeasurementSet, cold_bytes, measure_machine
 from engine.measure.run import (
     Measurement,
@@ -122,12 +126,7 @@ def a_run(folder: Path, *, device: Device | None = None, clock: Callable[[], flo
     ],
     ids=lambda profile: profile.name,
 )
-def test_an_emulated_devices_link_is_found_again(
-    machine: Probe, tmp_path: Path, profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The link's schedule is the profile's to the nanosecond; only a copy that came too late would be longer, and on
-    # a busy machine some do.  Here none does.
-    monkeypatch.setattr(link_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+def test_an_emulated_devices_link_is_found_again(machine: Probe, tmp_path: Path, profile: DeviceProfile) -> None:
     copies = Copies((64 * 2**10, MIB, 8 * MIB), 9, 30.0)
     with open_emulated(profile) as device:
         roomy = MeasurementSet("test", 64 * MIB, (copies,))

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig
 from engine.common.model_info import ModelInfo
-from engine.devices import cuda, emulated, memory_watch
+from engine.devices import cuda, emulated, memory_budget
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction, open_card, reserve_bytes
 from engine.devices.host_memory import PageableMemory, allocate_host
-from engine.devices.memory_budget import MemoryBudget, MemoryCategory
-from engine.devices.memory_watch import CALM_LOOKS, LOOK_EVERY_S, MemoryWatch, Room
+from engine.devices.memory_budget import CALM_LOOKS, LOOK_EVERY_S, MemoryBudget, MemoryCategory, MemoryWatch, Room
 from engine.hardware.dxgi import ProcessMemory
 from engine.runtime import failback
 from engine.runtime.engine import Engine
@@ -213,7 +212,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
 def test_answers_stay_the_same_while_another_program_takes_the_memory_and_leaves(
     monkeypatch: pytest.MonkeyPatch, expected: Reference, misses: str
 ) -> None:
-    monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(memory_budget, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(emulated, "OTHERS", {})
     engine, said = Engine(), list[ModelInfo]()
     engine.on_moved = said.append
@@ -255,7 +254,7 @@ def test_answers_stay_the_same_while_another_program_takes_the_memory_and_leaves
 def test_programs_that_come_and_go_at_any_moment(
     monkeypatch: pytest.MonkeyPatch, expected: Reference, seed: int
 ) -> None:
-    monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(memory_budget, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(emulated, "OTHERS", {})
     dice, engine, said = random.Random(seed), Engine(), list[ModelInfo]()
     engine.on_moved = said.append
@@ -299,7 +298,7 @@ def test_programs_that_come_and_go_at_any_moment(
 def test_where_a_program_takes_everything_answers_go_on_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, expected: Reference, count: int
 ) -> None:
-    monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(memory_budget, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(emulated, "OTHERS", {})
     engine, said = Engine(), list[ModelInfo]()
     engine.on_moved = said.append

@@ -14,8 +14,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.planner.plan import make_plan
-from engine.planner.plan_parts import Limits, Plan
-from engine.planner.workload import CHAT
+from engine.planner.plan_parts import CHAT, Limits, Plan
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.on_devices import memory_use

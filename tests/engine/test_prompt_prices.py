@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.common import clock
 from engine.common.costs import Cost
-from engine.devices.clocked import open_clocked
+from engine.devices.emulated import open_emulated
 from engine.experts.latency import LatencyModel
 from engine.experts.prompt_choice import PromptChoice, PromptWay, prompt_prices
 from engine.experts.shares import Estimate, ends_s, split_among
@@ -73,7 +73,7 @@ def prompt_s(profile: DeviceProfile, mode: str) -> float:
 @contextmanager
 def timed_layers(profile: DeviceProfile, mode: str = "mixed") -> Iterator[TimedLayers]:
     """Layers whose latencies are known, and each of which tells of the one before, as in a model of many."""
-    with open_clocked(profile, is_fixed=True) as device, TimedLayers(device, slots=2, staging=8, mode=mode) as layers:
+    with open_emulated(profile, is_fixed=True) as device, TimedLayers(device, slots=2, staging=8, mode=mode) as layers:
         latency = LatencyModel(
             "test",
             RECORD,
@@ -288,7 +288,7 @@ def test_a_processor_that_is_soonest_alone_is_left_alone() -> None:
 @given(data=st.data())
 @settings(max_examples=8, suppress_health_check=[HealthCheck.differing_executors])
 def test_each_way_computes_the_same_whatever_the_layer_before_has_left(data: st.DataObject) -> None:
-    with open_clocked(card(5.0, 100.0, 100.0), is_fixed=True) as device:
+    with open_emulated(card(5.0, 100.0, 100.0), is_fixed=True) as device:
         layers = Layers(device, slots=data.draw(st.integers(1, 6)), staging=data.draw(st.integers(1, 8)))
         with layers, pytest.MonkeyPatch.context() as patched:
             patched.setattr(PromptChoice, "rests", lambda *_: None)

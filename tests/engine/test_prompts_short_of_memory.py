@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices import emulated, memory_watch
+from engine.devices import emulated, memory_budget
 from engine.devices.memory_budget import MemoryCategory
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
@@ -36,7 +36,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(memory_budget, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(emulated, "OTHERS", {})
 
 

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from benchmarks.cluster import RealClusterPlan, bench_real_cluster
-from engine.batch_files.job_list import known_jobs, read_answers
-from engine.batch_files.journal import journal_path
+from engine.batch_files.journal import journal_path, known_jobs, read_answers
 from engine.bench.report import Report
 from engine.common.config import EngineConfig
 from tests.engine.tiny_families import tiny_checkpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from tests.engine.hybrid_layers import EVEN, EXPERTS, KINDS, LAYERS, routing
 from tests.engine.made_up_records import LARGE, SMALL, disk_of
 from tests.engine.ram_tier_parts import RECORDS, HeldDisk, make_tier
 from tests.engine.test_expert_kernels import layer_of
+from tests.engine.vram_cache_parts import holding
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ class SourceMachine(RuleBasedStateMachine):
         self.device = open_emulated(DeviceProfile("tiny", "for tests", 2**21, 50.0, 50.0, 0.0))
         self.held: list[tuple[int, Held]] = []
         self.copies: list[_Copy] = []
-        self.gate: threading.Event | None = None
+        self.hold: Event | None = None
 
     @rule(layer=st.sampled_from(LAYERS), experts=st.sets(st.integers(0, 5), min_size=1, max_size=4))
     def acquire(self, layer: int, experts: set[int]) -> None:
@@ -105,7 +105,7 @@ class SourceMachine(RuleBasedStateMachine):
             event = self.device.h2d_stream.copy(target, source)
             held.until(expert, event)
             self.copies.append(_Copy(layer, expert, source, target, event))
-        if self.gate is None:  # copies end when they are told to, or at once: what comes next depends on it
+        if self.hold is None:  # copies end when they are told to, or at once: what comes next depends on it
             self.device.h2d_stream.record().wait()
 
     @precondition(lambda self: self.held)
@@ -133,18 +133,15 @@ class SourceMachine(RuleBasedStateMachine):
         read = data.draw(st.sampled_from(self.disk.waiting))
         self.disk.end(read, OSError("injected") if fails else None)
 
-    @precondition(lambda self: self.gate is None)
+    @precondition(lambda self: self.hold is None)
     @rule()
     def hold_the_link(self) -> None:
-        gate = self.gate = threading.Event()
-        self.device.h2d_stream.submit(lambda: gate.wait(20))
+        self.hold = holding(self.device)
 
-    @precondition(lambda self: self.gate is not None)
+    @precondition(lambda self: self.hold is not None)
     @rule()
     def let_go(self) -> None:
-        assert self.gate is not None
-        self.gate.set()
-        self.gate = None
+        self.hold = None
         self.device.h2d_stream.record().wait()
 
     @precondition(lambda self: self.copies)
@@ -152,7 +149,7 @@ class SourceMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.copies)).event.cancel()
 
-    @precondition(lambda self: self.gate is None)
+    @precondition(lambda self: self.hold is None)
     @rule()
     def wait_for_copies(self) -> None:
         before = len(self.tier.lent)
@@ -176,8 +173,6 @@ class SourceMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "tier"):
             return
-        if self.gate is not None:
-            self.gate.set()
         for _, held in self.held:
             held.release()
         while self.tier.wait_for_copies():
@@ -332,16 +327,14 @@ def test_three_tiers_equal_the_reference(
 
 def test_copies_for_later_do_not_hold_up_a_step_that_needs_their_slots(device: Device, tmp_path: Path) -> None:
     tiers = OnDisk(device, tmp_path, "gated", 4, 8, "cpu", 1)
-    gate = threading.Event()
     try:
         generator = torch.Generator().manual_seed(1)
-        device.h2d_stream.submit(lambda: gate.wait(20))
+        holding(device)
         for _ in range(6):
             for layer in range(LAYERS):
                 tiers.check(layer, routing(generator, 1, 3))
         assert len(tiers.tier.lent) == 1, "one slot of four may be kept"
     finally:
-        gate.set()
         tiers.close()
 
 

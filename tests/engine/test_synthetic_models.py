@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.bench.models import resolve_model
-from engine.bench.opened import random_text
+from engine.bench.opened import random_text, resolve_model
 from engine.checkpoint import synthetic as synthetic_module
-from engine.checkpoint.synthetic import is_synthetic, make_synthetic
-from engine.checkpoint.synthetic_shapes import SHAPES, Shape
+from engine.checkpoint.synthetic import SHAPES, Shape, is_synthetic, make_synthetic
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir

@@ -29,8 +29,7 @@ from engine.tuning.result import Contestant, Timed, TuningResult
 from engine.tuning.run import TuningEvent, TuningSurroundings, tune
 from engine.tuning.saved_results import facts, model_mark, results_of, save_result
 from engine.verbs import tune as verb
-from engine.verbs.doctor import tuning_findings
-from engine.verbs.doctor_checks import Status
+from engine.verbs.doctor import Status, tuning_findings
 from engine.worker import run_tuning
 from tests.unit.made_up_tuning import MACHINE, measurements, others_take
 

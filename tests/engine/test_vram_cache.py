@@ -67,13 +67,13 @@ def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[LayerReco
 
 def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
-    go_on = holding(device)
+    hold = holding(device)
     assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 1
     lookup = cache.acquire(0, [0, 1])
     assert (lookup.hits, lookup.misses, lookup.late) == ({}, [0, 1], {0})
     assert cache.post_fetch(0, [0], kept(bank[0], [0])) == 0
     assert cache.backlog_bytes == RECORD
-    go_on()
+    hold.wait()
     cache.wait()
     assert cache.acquire(0, [0]).hits == {0: 0}
     assert cache.counters.post_fetched_bytes == RECORD
@@ -82,9 +82,9 @@ def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[LayerRecords])
 
 def test_only_so_many_copies_are_in_flight(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
-    go_on = holding(device)
+    hold = holding(device)
     assert cache.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
-    go_on()
+    hold.wait()
     cache.close()
 
 
@@ -144,7 +144,7 @@ def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: lis
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, policy="lru")
     target = VramPrefetch([Place(cache, layer, RecordSource(bank[layer], lambda h, *_: h)) for layer in range(LAYERS)])
     fill(cache, bank, 0, [0, 1, 2])
-    go_on = holding(device)
+    hold = holding(device)
     assert target.prefetch(1, [0, 1, 2]) == 1
     assert target.absent(1, [2, 0, 1]) == [2, 1]
     assert target.backlog_bytes == RECORD
@@ -153,7 +153,7 @@ def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: lis
     assert target.prefetch(1, [1], dead=[(0, 0), (1, 0), (2, 3)]) == 0
     assert target.prefetch(1, [0, 1, 2], dead=[(0, 0), (0, 1)]) == 1
     cache.release(lookup)
-    go_on()
+    hold.wait()
     cache.wait()
     assert [sorted(cache.residents(layer)) for layer in range(LAYERS)] == [[0, 2], [0, 1], []]
     for expert, slot in cache.residents(1).items():
@@ -170,10 +170,10 @@ def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: lis
 def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3)
     target = VramPrefetch([Place(cache, 0, RecordSource(bank[0], lambda h, *_: h))])
-    go_on = holding(device)
+    hold = holding(device)
     assert target.prefetch(0, [0, 1]) == 2
     assert cache.cancel() == 2
-    go_on()
+    hold.wait()
     cache.wait()
     assert (cache.counters.prefetches_wasted, cache.counters.cancelled, cache.residents(0)) == (2, 2, {})
     cache.close()
@@ -182,9 +182,9 @@ def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[LayerRecords]
 def test_closing_after_the_device(bank: list[LayerRecords]) -> None:
     device = tiny_device()
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
-    go_on = holding(device)
+    hold = holding(device)
     cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1]))
-    go_on()
+    hold.wait()
     device.close()
     cache.close()
     assert device.memory.use().used == 0
@@ -265,10 +265,10 @@ def test_a_layers_slots_stay_until_a_step_whose_copy_failed_is_over(device: Devi
         raise RuntimeError("injected")
 
     lookup = cache.acquire(2, [0])
-    go_on = holding(device)
+    hold = holding(device)
     device.h2d_stream.submit(fail)
     assert cache.admit(lookup, 0, kept(bank[2], [0])) is not None
-    go_on()
+    hold.wait()
     assert cache.resize(0) == 3
     cache.release(lookup)
     assert cache.resize(0) == 0

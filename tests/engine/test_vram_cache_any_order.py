@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.devices.device import Event
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RecordSource
@@ -51,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.target = VramPrefetch(
             [Place(self.cache, index, RecordSource(one, lambda h, *_: h)) for index, one in enumerate(self.bank)]
         )
-        self.held: list[Callable[[], None]] = []
+        self.held: list[Event] = []
         self.lookups: list[Lookup] = []
         self.link_bytes = 0
 
@@ -107,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule()
     def go_on(self) -> None:
-        self.held.pop()()
+        self.held.pop().wait()
 
     @rule()
     def fail(self) -> None:
@@ -148,8 +147,6 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "device"):
             return
-        for go_on in self.held:
-            go_on()
         self.cache.wait()
         counters = self.cache.counters
         copied = counters.post_fetched_bytes + counters.prefetched_bytes + counters.kept_bytes

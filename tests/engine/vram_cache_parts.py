@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from engine.devices.device import Device
-from engine.devices.emulated import open_emulated
+from engine.devices.device import Device, Event
+from engine.devices.emulated import EmulatedStream, open_emulated
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.vram_cache import VramCache
@@ -35,8 +34,8 @@ def fill(cache: VramCache, bank: list[LayerRecords], layer: int, experts: list[i
     cache.wait()
 
 
-def holding(device: Device) -> Callable[[], None]:
-    """Keeps the copy engine busy until what is returned is called."""
-    gate = threading.Event()
-    device.h2d_stream.submit(lambda: gate.wait(20))
-    return gate.set
+def holding(device: Device, stream: int = 1) -> Event:
+    """Keeps a stream, the copy engine's if none is named, busy for an hour by the card's clock, or until waited for."""
+    held = device.streams[stream]
+    assert isinstance(held, EmulatedStream)
+    return held.charge(3600)

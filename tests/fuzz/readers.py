@@ -25,9 +25,8 @@ from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, as_array, is_packed, unpacked
-from engine.checkpoint.profile import read_profile
+from engine.checkpoint.profile import read_profile, suggested_sampling
 from engine.checkpoint.shards import INDEX_NAME, read_tensors
-from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.errors import EngineError
 from engine.common.plain_text import plain
 from engine.untrusted_text import child

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.synthetic_shapes import TensorSpec
+from engine.checkpoint.synthetic import TensorSpec
 
 
 def entries_of(files: Iterable[list[TensorSpec]]) -> list[TensorEntry]:

@@ -12,8 +12,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead, described
-from engine.hardware.other_programs import Share
-from engine.hardware.probe import Probe
+from engine.hardware.probe import Probe, Share
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import TuningNumber
 from engine.tuning.race import RacePace

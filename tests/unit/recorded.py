@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from engine.planner.simulator.timeline import LANES
+from engine.planner.simulator.sweeps import LANES
 from engine.telemetry.lanes import DECODE, EXPERTS, NAMES
 from engine.telemetry.records import SPAN, STEP, Records
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.batch_files.own_files import WrittenFile
+from engine.batch_files.journal import WrittenFile
 
 
 class Remembered:

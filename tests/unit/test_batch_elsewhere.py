@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import cli
-from engine.batch_files.job_list import read_answers
-from engine.batch_files.journal import journal_path
+from engine.batch_files.journal import journal_path, read_answers
 from tests.bad_endpoint import Asked, BadEndpoint
 
 

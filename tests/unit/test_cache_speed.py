@@ -13,11 +13,10 @@ from engine.common.config import EngineConfig, Misses
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import memory_rule
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import Limits, Workload
 from engine.planner.predict import tokens_per_s_by_slots
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import Miss, Residency, Strategy
-from engine.planner.workload import Workload
 
 _WAYS: dict[Misses, Miss] = {"mixed": Miss.MIXED, "cpu": Miss.CPU, "fetch": Miss.FETCH}
 

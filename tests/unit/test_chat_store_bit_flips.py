@@ -102,7 +102,7 @@ def use(database: ChatDatabase) -> dict[str, Message]:
     """Reads, searches and writes as a window does; the messages that were there."""
     found = read_all(database)
     search(database.connection, "word3")
-    database.create_conversation(Conversation("new"))
+    database.add_conversations([(Conversation("new"), ())])
     database.add_message(Message("new", "new", None, "user", "and on it goes"))
     return found
 
@@ -255,7 +255,7 @@ def test_what_is_only_in_the_log_is_read(tmp_path: Path) -> None:
 def test_a_transaction_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "chats.sqlite3"
     database = open_checked(path)
-    database.create_conversation(Conversation("c", "Chat"))
+    database.add_conversations([(Conversation("c", "Chat"), ())])
     for number in range(2):
         database.add_message(Message(f"m{number}", "c", None, "user", "text"))
     log = Path(f"{path}-wal").read_bytes()

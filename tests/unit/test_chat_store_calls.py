@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import from_json, to_json
-from app.services.chat_store.markdown_format import from_markdown, to_markdown
+from app.services.chat_store.json_format import from_json, from_markdown, to_json, to_markdown
 from app.services.chat_store.records import (
     Conversation,
     Message,

@@ -42,7 +42,7 @@ def database(tmp_path: Path) -> Iterator[ChatDatabase]:
 
 def chat(database: ChatDatabase, *contents: str, **fields: object) -> tuple[Conversation, list[Message]]:
     conversation = new_conversation(**fields)
-    database.create_conversation(conversation)
+    database.add_conversations([(conversation, ())])
     messages: list[Message] = []
     for number, content in enumerate(contents):
         parent = messages[-1].id if messages else None

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import NotAChatFileError, from_json, merge, to_export, to_json
-from app.services.chat_store.markdown_format import to_markdown
+from app.services.chat_store.json_format import NotAChatFileError, from_json, merge, to_export, to_json, to_markdown
 from app.services.chat_store.records import Attachment, Conversation, Message, Source, cited, new_id, shown_sources
 from app.services.chat_store.recovery import open_checked, recover
 from app.services.chat_store.tree import MessageTree

@@ -68,7 +68,7 @@ def test_any_sequence_keeps_everything_in_memory_and_on_disk(moves: list[tuple[s
     with closing(connect(Path(":memory:"))) as connection:
         migrate(connection)
         database, tree = ChatDatabase(connection), MessageTree()
-        database.create_conversation(CHAT)
+        database.add_conversations([(CHAT, ())])
         said: dict[str, str] = {}
         for step, (kind, number) in enumerate(moves):
             living = [m.id for m in tree.messages() if not m.deleted_at]

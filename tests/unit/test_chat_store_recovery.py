@@ -141,7 +141,7 @@ from dataclasses import replace
 from app.services.chat_store.records import Conversation, Message, MessageState
 from app.services.chat_store.recovery import open_checked
 database = open_checked(Path(sys.argv[1]))
-database.create_conversation(Conversation("c", "t", created_at=1.0, updated_at=1.0))
+database.add_conversations([(Conversation("c", "t", created_at=1.0, updated_at=1.0), ())])
 database.add_message(Message("q", "c", None, "user", "question"))
 answer = Message("a", "c", "q", "assistant", "", MessageState.STREAMING)
 database.add_message(answer)
@@ -219,7 +219,7 @@ def open_worker(tmp_path: Path) -> Iterator[Callable[..., Told]]:
 
 
 def hello(database: ChatDatabase) -> None:
-    database.create_conversation(Conversation("c", "hello", created_at=1.0, updated_at=1.0))
+    database.add_conversations([(Conversation("c", "hello", created_at=1.0, updated_at=1.0), ())])
 
 
 def titles(database: ChatDatabase) -> list[str]:

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import Merged, NotAChatFileError, from_json, merge, to_json
-from app.services.chat_store.markdown_format import from_markdown, to_markdown
+from app.services.chat_store.json_format import (
+    Merged,
+    NotAChatFileError,
+    from_json,
+    from_markdown,
+    merge,
+    to_json,
+    to_markdown,
+)
 from app.services.chat_store.reading import Unread, read_chats
 from app.services.chat_store.records import AnswerStats, Conversation, Message, MessageState, clean_text
 from app.services.chat_store.recovery import open_checked

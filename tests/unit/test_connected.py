@@ -12,8 +12,7 @@ import pytest
 from engine.checkpoint.downloads import queue
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import look_around
-from engine.checkpoint.model_directories import add_model_folder, model_folders
-from engine.checkpoint.mounts import note_connected, trouble_with
+from engine.checkpoint.model_directories import add_model_folder, model_folders, note_connected, trouble_with
 from engine.checkpoint.moving import move
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir

@@ -18,8 +18,8 @@ from engine.hardware.cpu import CpuInfo
 from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, probe
 from engine.hardware.surroundings import Surroundings
-from engine.verbs import doctor, doctor_checks
-from engine.verbs.doctor_checks import Status
+from engine.verbs import doctor
+from engine.verbs.doctor import Status
 from tests.bundles import make_bundle, make_part
 
 GPU = GpuInfo("NVIDIA H200", 140 * 2**30, 139 * 2**30, "580.65", "9.0", 5)
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_used_is_a_problem(
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder")
     monkeypatch.setenv("SWITCHYARD_HOME", str(in_the_way))
-    findings = [finding for finding in doctor_checks.folder_findings(machine) if finding.status == Status.PROBLEM]
+    findings = [finding for finding in doctor.folder_findings(machine) if finding.status == Status.PROBLEM]
     assert {finding.name for finding in findings} == {
         "settings folder", "data folder", "cache folder", "log folder",
     }  # fmt: skip
@@ -95,8 +95,8 @@ def test_a_graphics_card_and_the_torch_beside_it(
     status: Status,
     words: str,
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: cuda)
-    (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
+    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: cuda)
+    (finding,) = doctor.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
     assert finding.status == status
     assert words in finding.detail
     assert bool(finding.action) == (status != Status.OK)
@@ -110,8 +110,8 @@ GRAPHICS = GpuInfo("Intel UHD Graphics", None, None, "i915", None, None, vendor=
 def test_an_amd_card(
     monkeypatch: pytest.MonkeyPatch, machine: Probe, hip: str | None, status: Status, words: str
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: hip)
-    (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note=""))
+    monkeypatch.setattr(doctor, "torch_hip_version", lambda: hip)
+    (finding,) = doctor.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note=""))
     assert (finding.status, words in finding.detail) == (status, True)
 
 
@@ -121,39 +121,39 @@ def test_an_amd_card(
 def test_an_intel_card(
     monkeypatch: pytest.MonkeyPatch, machine: Probe, xpu: str | None, status: Status, words: str
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "torch_xpu_version", lambda: xpu)
+    monkeypatch.setattr(doctor, "torch_xpu_version", lambda: xpu)
     arc = replace(RADEON, name="Intel Arc B580", vendor=Vendor.INTEL, driver="xe")
     with_card = replace(machine, gpus=(arc,), gpu_note="")
-    (finding,) = doctor_checks.gpu_findings(with_card)
+    (finding,) = doctor.gpu_findings(with_card)
     assert (finding.status, words in finding.detail) == (status, True)
     assert with_card.card_device == "xpu:0"
 
 
 def test_apples_graphics_are_used_by_name(machine: Probe) -> None:
     apple = replace(GRAPHICS, name="Apple graphics", vendor=Vendor.APPLE, driver="macOS 26.0")
-    first, _ = doctor_checks.gpu_findings(replace(machine, gpus=(apple,), gpu_note=""))
+    first, _ = doctor.gpu_findings(replace(machine, gpus=(apple,), gpu_note=""))
     assert first.status is Status.OK
     assert "`--device mps`" in first.detail
     assert "nobody has tried" in first.detail
 
 
 def test_graphics_of_the_processor_are_no_card(machine: Probe) -> None:
-    first, second = doctor_checks.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
+    first, second = doctor.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
     assert "do not run" in first.detail
     assert "CPU" in second.detail
     assert first.status == second.status == Status.OK
 
 
 def test_a_broken_driver_beside_another_card_is_worth_advice(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
-    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: "7.2")
-    _, second = doctor_checks.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note="Restart."))
+    monkeypatch.setattr(doctor, "torch_hip_version", lambda: "7.2")
+    _, second = doctor.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note="Restart."))
     assert (second.status, second.detail) == (Status.ADVICE, "Restart.")
 
 
 def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
-    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: "13.0")
     gpu = replace(GPU, pcie_width=16, pcie_width_now=8, used_by_others_bytes=3 * 2**30)
-    (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
+    (finding,) = doctor.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
     assert all(fact in finding.detail for fact in ("140 GiB", "3.0 GiB", "PCIe 5.0 x8", "driver 580.65"))
 
 
@@ -169,14 +169,14 @@ def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: Probe) ->
 def test_a_card_is_tried(
     monkeypatch: pytest.MonkeyPatch, machine: Probe, proofs: list[CardProof] | None, status: Status, said: str
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "prove_cards", lambda: proofs)
-    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
-    (finding,) = doctor_checks.proof_findings(replace(machine, gpus=(GPU,), gpu_note=""))
+    monkeypatch.setattr(doctor, "prove_cards", lambda: proofs)
+    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: "13.0")
+    (finding,) = doctor.proof_findings(replace(machine, gpus=(GPU,), gpu_note=""))
     assert (finding.status, said in finding.detail) == (status, True)
     assert bool(finding.action) == (status != Status.OK)
-    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: None)
-    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: None)
-    assert doctor_checks.proof_findings(replace(machine, gpus=(GPU,), gpu_note="")) == []
+    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: None)
+    monkeypatch.setattr(doctor, "torch_hip_version", lambda: None)
+    assert doctor.proof_findings(replace(machine, gpus=(GPU,), gpu_note="")) == []
 
 
 CHOICE = "For NVIDIA H200 with driver 580.65."
@@ -197,21 +197,21 @@ CHOICE = "For NVIDIA H200 with driver 580.65."
 def test_which_build_of_torch_is_right_and_why(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, choice: torch_builds.Choice, status: Status | None, said: str
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: cuda)
-    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: None)
-    monkeypatch.setattr(doctor_checks, "torch_xpu_version", lambda: None)
+    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: cuda)
+    monkeypatch.setattr(doctor, "torch_hip_version", lambda: None)
+    monkeypatch.setattr(doctor, "torch_xpu_version", lambda: None)
     monkeypatch.setattr(torch_builds, "chosen", lambda: choice)
-    monkeypatch.setattr(doctor_checks.platform, "system", lambda: "Linux")
-    findings = doctor_checks.build_findings()
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
+    findings = doctor.build_findings()
     assert [finding.status for finding in findings] == ([] if status is None else [status])
     assert all(said in finding.detail for finding in findings)
 
 
 def test_a_variable_that_may_hide_the_card_is_named(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
-    monkeypatch.setattr(doctor_checks, "prove_cards", list)
-    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr(doctor, "prove_cards", list)
+    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    (finding,) = doctor_checks.proof_findings(replace(machine, gpus=(GPU,), gpu_note=""))
+    (finding,) = doctor.proof_findings(replace(machine, gpus=(GPU,), gpu_note=""))
     assert finding.action.startswith("CUDA_VISIBLE_DEVICES is '-1'")
 
 
@@ -229,24 +229,24 @@ def test_two_kinds_of_cores_and_limits(machine: Probe) -> None:
 
 
 def test_measurements_are_said_and_so_is_a_changed_machine(machine: Probe) -> None:
-    assert doctor_checks.measurement_findings(machine) == []
+    assert doctor.measurement_findings(machine) == []
     save_measurements(Measurements("quick", "", 0, described(machine), "2026-11-21T06:00:00+00:00", notes=("Hot.",)))
-    (finding,) = doctor_checks.measurement_findings(machine)
+    (finding,) = doctor.measurement_findings(machine)
     assert (finding.status, finding.detail) == (Status.OK, "quick, on 2026-11-21. Hot.")
-    (finding,) = doctor_checks.measurement_findings(replace(machine, ram_bytes=2**40))
+    (finding,) = doctor.measurement_findings(replace(machine, ram_bytes=2**40))
     assert finding.status == Status.ADVICE
     assert "The RAM was" in finding.detail
 
 
 def test_without_a_card_it_says_why(machine: Probe) -> None:
-    (finding,) = doctor_checks.gpu_findings(machine)
+    (finding,) = doctor.gpu_findings(machine)
     assert "None here." in finding.detail
     assert finding.status == Status.OK
 
 
 def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_installed", {"transformers": "4.57.1", "torch": "2.13.0"}.get)
-    found = {finding.name: finding.status for finding in doctor_checks.software_findings()}
+    monkeypatch.setattr(doctor, "_installed", {"transformers": "4.57.1", "torch": "2.13.0"}.get)
+    found = {finding.name: finding.status for finding in doctor.software_findings()}
     assert found == {
         "Python": Status.OK,
         "torch": Status.OK,
@@ -261,7 +261,7 @@ def test_an_engine_that_is_missing_or_has_lost_files_is_a_problem(
     monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(make_bundle(tmp_path / "program")))
 
     def said() -> str:
-        found = [finding for finding in doctor_checks.software_findings() if finding.name == "engine"]
+        found = [finding for finding in doctor.software_findings() if finding.name == "engine"]
         assert all(finding.status is Status.PROBLEM and "first page fetches it" in finding.action for finding in found)
         return "".join(finding.detail for finding in found)
 
@@ -278,7 +278,7 @@ def test_an_engine_that_is_missing_or_has_lost_files_is_a_problem(
 def test_torchs_build_is_read_from_its_files() -> None:
     import torch
 
-    assert doctor_checks.torch_cuda_version() == torch.version.cuda
+    assert doctor.torch_cuda_version() == torch.version.cuda
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_torchs_build_is_read_from_its_files() -> None:
 )
 def test_little_room_is_worth_advice(machine: Probe, ram: int, disk: int | None, names: set[str]) -> None:
     small = replace(machine, ram_available_bytes=ram, models_disk_free_bytes=disk)
-    findings = [*doctor.hardware_findings(small), *doctor_checks.folder_findings(small)]
+    findings = [*doctor.hardware_findings(small), *doctor.folder_findings(small)]
     advised = {finding.name for finding in findings if finding.status == Status.ADVICE}
     assert advised - {"starter model"} == names
 

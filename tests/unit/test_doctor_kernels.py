@@ -15,7 +15,7 @@ import pytest
 from engine.common.paths import python_module
 from engine.hardware.probe import Probe, probe
 from engine.verbs import doctor
-from engine.verbs.doctor_checks import Finding, Status
+from engine.verbs.doctor import Finding, Status
 
 
 def told(monkeypatch: pytest.MonkeyPatch, script: str, hardware: Probe | None = None) -> Finding:

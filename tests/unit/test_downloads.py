@@ -21,13 +21,13 @@ from engine.checkpoint.downloads import pace, parts, queue, records, source, tra
 from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.downloads.records import Progress
-from engine.checkpoint.hub import token as tokens
+from engine.checkpoint.hub import http as tokens
 from engine.checkpoint.manifest import damaged_files, read_manifest
 from engine.cli import main
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir
 from engine.verbs.models import pull
-from engine.verbs.models.progress import ProgressLine
+from engine.verbs.models.library import ProgressLine
 from tests.hub_server import Fault, HubServer, Repo
 from tests.quick_downloads import make_quick
 

@@ -11,10 +11,10 @@ from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import Candidate, RepoFile, Repository
 from engine.checkpoint.hub.repository import quality_of
+from engine.checkpoint.library import note_use
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.checkpoint.names import resolve
 from engine.checkpoint.synthetic import make_synthetic
-from engine.checkpoint.usage import note_use
 from engine.common.config import EngineConfig
 from engine.common.paths import models_dir
 from engine.formats import AUTO
@@ -160,7 +160,7 @@ def test_an_original_that_runs_in_four_bits_is_none() -> None:
 
 
 def test_what_was_timed_here_is_said_of_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    monkeypatch.setattr("engine.tuning.race.compute_threads", lambda: 4)
     made = make_synthetic("synthetic:qwen3-moe-tiny?layers=2")
     folder = models_dir() / "tiny"
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -15,9 +15,8 @@ from engine.checkpoint.config_file import read_config
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import Strings, read_gguf
-from engine.checkpoint.profile import read_profile
+from engine.checkpoint.profile import read_profile, suggested_sampling
 from engine.checkpoint.shards import read_tensors
-from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from tests.combinations import some

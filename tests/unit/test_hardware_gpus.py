@@ -14,7 +14,7 @@ import pytest
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.gpus import graphics_cards, registry_gpus, sysfs_gpus
 from engine.hardware.nvml import Nvml, NvmlUnavailableError, nvidia_gpus
-from engine.hardware.system_files import BoundedCalls
+from engine.hardware.surroundings import BoundedCalls
 from tests.unit.fake_nvml import GIB, FakeNvml, card, process
 
 

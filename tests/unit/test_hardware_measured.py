@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.hardware.assumptions import assumed_card, assumed_link, card_key, known_cards
 from engine.hardware.cpu import CpuInfo
 from engine.hardware.disk import DiskInfo, DiskKind
 from engine.hardware.gpu_info import GpuInfo, Vendor
-from engine.hardware.machine import Origin
+from engine.hardware.machine import Origin, assumed_card, assumed_link, card_key, known_cards
 from engine.hardware.measured import (
     Arithmetic,
     CopyTime,

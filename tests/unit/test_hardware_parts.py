@@ -13,8 +13,15 @@ import pytest
 from engine.hardware import disk as disk_module
 from engine.hardware.cpu import apple_cpu, bytes_of_size, linux_cpu, windows_cpu_of
 from engine.hardware.disk import DiskKind, block_device, disk_info, look, stays_connected
-from engine.hardware.surroundings import Surroundings, pinned_limit, surroundings
-from engine.hardware.system_files import BoundedCalls, cpus_of, number_of, output_of
+from engine.hardware.surroundings import (
+    BoundedCalls,
+    Surroundings,
+    cpus_of,
+    number_of,
+    output_of,
+    pinned_limit,
+    surroundings,
+)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -30,9 +30,8 @@ from engine.checkpoint.hub import (
     read_repository,
     search,
 )
-from engine.checkpoint.hub.token import forget_token, save_token
-from engine.checkpoint.synthetic import make_synthetic
-from engine.checkpoint.synthetic_shapes import SHAPES, config_of, tensors_of
+from engine.checkpoint.hub.http import forget_token, save_token
+from engine.checkpoint.synthetic import SHAPES, config_of, make_synthetic, tensors_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from tests.hub_server import Fault, HubServer
@@ -470,8 +469,8 @@ def test_gated_models_name_the_page_and_open_with_a_token(hub: HubServer, made: 
 def test_a_token_that_has_expired_bars_nothing_that_is_open(
     hub: HubServer, made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, message: str
 ) -> None:
-    monkeypatch.setattr("engine.checkpoint.hub.token._refused", set())
-    monkeypatch.setattr("engine.checkpoint.hub.token._this_run", {"127.0.0.1": "hf_expired"})
+    monkeypatch.setattr("engine.checkpoint.hub.http._refused", set())
+    monkeypatch.setattr("engine.checkpoint.hub.http._this_run", {"127.0.0.1": "hf_expired"})
     headers = {"X-Error-Message": message}
     hub.add("org/model", {"m-Q8_0.gguf": made.one})
     hub.order(Fault("status", value=401, headers=headers))
@@ -480,7 +479,7 @@ def test_a_token_that_has_expired_bars_nothing_that_is_open(
 
 
 def test_a_token_that_has_expired_is_named_where_it_is_needed(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.checkpoint.hub.token._this_run", {"127.0.0.1": "hf_expired"})
+    monkeypatch.setattr("engine.checkpoint.hub.http._this_run", {"127.0.0.1": "hf_expired"})
     hub.add("org/model", {})
     hub.order(Fault("status", value=401, headers={"X-Error-Message": "Invalid credentials"}, times=-1))
     with pytest.raises(HubError) as refused:

@@ -10,8 +10,8 @@ import keyring
 import pytest
 from keyring.backend import KeyringBackend
 
-from engine.checkpoint.hub import token as tokens
-from engine.checkpoint.hub.token import (
+from engine.checkpoint.hub import http as tokens
+from engine.checkpoint.hub.http import (
     for_child,
     forget_token,
     hosts_with_tokens,

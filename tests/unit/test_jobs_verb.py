@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.job_list import StopRequest, ask_to_stop, stop_path
-from engine.batch_files.journal import JobManifest, Journal, journal_path
+from engine.batch_files.journal import JobManifest, Journal, StopRequest, ask_to_stop, journal_path, stop_path
 from engine.batch_files.rows import Answer, failed
 from engine.cli import main
 
@@ -71,7 +70,7 @@ def test_a_name_has_no_line_of_its_own(output: Path, capsys: pytest.CaptureFixtu
 def test_a_running_job_is_stopped_from_elsewhere(
     output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.batch_files.job_list._LOOK_S", 0.0)
+    monkeypatch.setattr("engine.batch_files.journal._LOOK_S", 0.0)
     ask_to_stop(_path_of(output))
     journal = _begun(output)
 

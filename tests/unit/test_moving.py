@@ -14,13 +14,22 @@ import pytest
 
 from engine.checkpoint import moving
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.library import converted_path, look_around, resolve, show, verify
+from engine.checkpoint.library import (
+    converted_path,
+    exclusive_use,
+    look_around,
+    note_use,
+    read_usage,
+    reading,
+    resolve,
+    show,
+    verify,
+)
 from engine.checkpoint.manifest import MANIFEST_NAME, Manifest, describe_files, write_manifest
 from engine.checkpoint.model_directories import add_model_folder, model_folders
 from engine.checkpoint.moving import export, move
 from engine.checkpoint.removing import remove
 from engine.checkpoint.shards import fingerprint
-from engine.checkpoint.usage import exclusive_use, note_use, read_usage, reading
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir, models_dir
 from tests.refusals import refused
@@ -183,7 +192,7 @@ from engine.checkpoint import moving
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import converted_path, look_around
 from engine.checkpoint.manifest import damaged_files, read_manifest
-from engine.checkpoint.usage import note_use, read_usage
+from engine.checkpoint.library import note_use, read_usage
 from engine.common.errors import EngineError
 from engine.common.paths import models_dir
 
@@ -591,7 +600,7 @@ def test_a_model_in_use_is_neither_moved_nor_removed(tiny: Path, tmp_path: Path)
 
 def test_another_process_keeps_a_model_until_it_is_killed(tiny: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from engine.checkpoint.usage import reading\n"
+        "import sys, time; from pathlib import Path; from engine.checkpoint.library import reading\n"
         "with reading(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tiny)], stdout=subprocess.PIPE, text=True) as other:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.hardware.other_programs import BUSY, BusyLately, OtherPrograms, is_busy
+from engine.hardware.probe import BUSY, BusyLately, OtherPrograms, is_busy
 
 
 class Machine:

@@ -24,7 +24,7 @@ from engine.planner.placement import (
     least_ram,
     resolve,
 )
-from engine.planner.precision import Reach, best_in_reach
+from engine.planner.plan_parts import Reach, best_in_reach
 
 MIB = 2**20
 CONTEXT = 2048

@@ -17,11 +17,9 @@ from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import sizes_of
 from engine.planner.placement import least_ram
 from engine.planner.plan import Limits, Plan, make_plan
-from engine.planner.plan_parts import TierBytes, total_held
+from engine.planner.plan_parts import BATCH, CHAT, WORKLOADS, TierBytes, total_held
 from engine.planner.plan_search import Question, runs_here
-from engine.planner.plan_words import picture_words
-from engine.planner.what_helps import Change, what_helps, what_if
-from engine.planner.workload import BATCH, CHAT, WORKLOADS
+from engine.planner.plan_words import Change, picture_words, what_helps, what_if
 from tests.refusals import refused
 
 _GIB = 2**30

@@ -13,8 +13,8 @@ from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.plan import Limits, _memory, make_plan
+from engine.planner.plan_parts import WORKLOADS
 from engine.planner.plan_search import Question, choose_precision, in_order, runs_here, search
-from engine.planner.workload import WORKLOADS
 
 _CELLS = [(machine, model, work) for machine in machine_names() for model in model_names() for work in WORKLOADS]
 _SHUFFLED = random.Random(5).sample(_CELLS, len(_CELLS))

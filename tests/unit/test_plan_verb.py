@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.usage import note_use
+from engine.checkpoint.library import note_use
 from engine.cli import main
 from engine.common.config import EngineConfig
 from engine.tuning.messages import StartTuning
@@ -155,7 +155,7 @@ def test_what_was_timed_here_is_the_figure_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("engine.tuning.machine_state.probe_machine", lambda: MACHINE)
-    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    monkeypatch.setattr("engine.tuning.race.compute_threads", lambda: 4)
     model = str(tiny_model())
 
     def planned(*options: str) -> dict[str, Any]:

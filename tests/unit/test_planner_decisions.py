@@ -16,9 +16,9 @@ from engine.planner.memory import card_memory, expert_slots, indexes, share_on_d
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
 from engine.planner.papers.fiddler import hit_rate_bounds
 from engine.planner.plan import HierarchicalRoofline, Level, operational_intensity, roofline_of
+from engine.planner.plan_parts import WORKLOADS, Workload, parse_workload
 from engine.planner.policy_search import PerformanceModel, search_policy
 from engine.planner.simulator.batch_costs import OffloadPolicy
-from engine.planner.workload import WORKLOADS, Workload, parse_workload
 
 _RATE = st.floats(1e9, 1e15)
 _INTENSITY = st.floats(0.01, 1e4)

@@ -10,8 +10,7 @@ import pytest
 
 from engine.checkpoint.model_shape import model_names, model_profiles_dir, read_model
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.assumptions import card_choices, find_card
-from engine.hardware.machine import HardwareProfile, machine_names, machines_dir, read_machine
+from engine.hardware.machine import HardwareProfile, card_choices, find_card, machine_names, machines_dir, read_machine
 from tests.refusals import refused
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape, read_model
-from engine.checkpoint.synthetic_shapes import SHAPES, config_of, tensors_of
+from engine.checkpoint.synthetic import SHAPES, config_of, tensors_of
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo

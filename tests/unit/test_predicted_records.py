@@ -8,10 +8,10 @@ import pytest
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs
+from engine.planner.plan_parts import Workload
 from engine.planner.simulator.plans import run_policy
 from engine.planner.simulator.requests import Setting
-from engine.planner.simulator.timeline import LANES
-from engine.planner.workload import Workload
+from engine.planner.simulator.sweeps import LANES
 from engine.telemetry.lanes import COPY, NAMES, PHASE
 from engine.telemetry.predicted import predicted_records
 from engine.telemetry.records import SPAN, STEP, pack, unpack

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.models import prepared_apart
+from engine.bench.opened import prepared_apart
 from engine.checkpoint.library import converted_dir, converted_path
 from engine.common.paths import PREPARED_VARIABLE, data_dir
 
 _BENCH = """
 import time
-from engine.bench.models import prepared_apart
+from engine.bench.opened import prepared_apart
 with prepared_apart() as folder:
     (folder / "a.gguf").write_bytes(b"prepared")
     print(folder, flush=True)

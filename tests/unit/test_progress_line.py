@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from engine.verbs.models import progress
-from engine.verbs.models.progress import ProgressLine, amount_words, drawn, duration
+from engine.verbs.models import library
+from engine.verbs.models.library import ProgressLine, amount_words, drawn, duration
 
 
 class Screen(io.StringIO):
@@ -31,7 +31,7 @@ class Screen(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(library.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.job_list import known_jobs
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
+from engine.batch_files.journal import known_jobs
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer, RowRequest

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from engine.batch_files.rows import RowRequest
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
+from engine.remote.client import MINUTE_S, MinuteLimit, Width
 from engine.remote.failures import Trouble
-from engine.remote.limits import MINUTE_S, MinuteLimit, Width
 from engine.remote.spread import Place, Spread, Turn
 
 _PROMPT, _WRITTEN = 30, 8

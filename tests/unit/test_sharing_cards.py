@@ -26,10 +26,9 @@ from engine.planner.placement import (
     resolve,
 )
 from engine.planner.plan import make_plan
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import CHAT, Limits, Workload
 from engine.planner.plan_search import Question, run_shared, ways_to_share
 from engine.planner.step_time import StepTime
-from engine.planner.workload import CHAT, Workload
 from tests.unit.test_hardware_measured import PROBE, RTX
 
 GIB = 2**30

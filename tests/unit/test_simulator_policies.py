@@ -12,11 +12,11 @@ import pytest
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import HardwareProfile, machine_names, read_machine
 from engine.planner.costs import Costs
-from engine.planner.simulator.outcome import Outcome
+from engine.planner.plan_parts import WORKLOADS, Workload
 from engine.planner.simulator.plans import POLICY_NAMES, SWITCHYARD, bounds, run_all, run_policy, switchyard
+from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import Setting
-from engine.planner.simulator.timeline import LANES
-from engine.planner.workload import WORKLOADS, Workload
+from engine.planner.simulator.sweeps import LANES
 
 _SMALL = Workload("small", prompt_tokens=48, generated_tokens=16)
 _OTHERS = [name for name in POLICY_NAMES if name != SWITCHYARD]

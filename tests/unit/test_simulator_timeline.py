@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planner.simulator.timeline import LANES, Span, Timeline
+from engine.planner.simulator.sweeps import LANES, Span, Timeline
 
 _LANES = [lane for lane in LANES if lane != "phase"]
 _WORK = st.lists(

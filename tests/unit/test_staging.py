@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.staging import discard, put_in_place, staging_folder, sweep
+from engine.checkpoint.importing import discard, put_in_place, staging_folder, sweep
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from engine.checkpoint.staging import staging_folder
+from engine.checkpoint.importing import staging_folder
 with staging_folder(Path(sys.argv[1])) as folder:
     (folder / "half").write_text("done")
     print("ready", flush=True)

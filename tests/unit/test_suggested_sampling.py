@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint.manifest import Manifest, write_manifest
+from engine.checkpoint.profile import suggested_sampling
 from engine.checkpoint.starter.package import read_recipe
-from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.config import SamplingParams
 
 NUMBERS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3)

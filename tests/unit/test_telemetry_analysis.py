@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planner.simulator.timeline import LANES
+from engine.planner.simulator.sweeps import LANES
 from engine.telemetry.analysis import (
     OTHER,
     critical_path,

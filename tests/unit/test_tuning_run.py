@@ -40,7 +40,7 @@ from tests.unit.made_up_tuning import (
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    monkeypatch.setattr("engine.tuning.race.compute_threads", lambda: 4)
     return tiny_model()
 
 

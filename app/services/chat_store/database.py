@@ -191,9 +191,6 @@ class ChatDatabase:
             ids += [("messages", message.id), *(("documents", one.id) for one in message.attachments)]
         return any(ask(f"SELECT 1 FROM {table} WHERE id = ?", (id_,)).fetchone() for table, id_ in ids)
 
-    def create_conversation(self, conversation: Conversation) -> None:
-        self.add_conversations([(conversation, ())])
-
     def add_conversations(self, whole: Iterable[tuple[Conversation, Iterable[Message]]]) -> None:
         """Add conversations with sound trees of messages (see `tree.sound`), all or none."""
         with transaction(self.connection):

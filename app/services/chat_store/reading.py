@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from app.services.chat_store.json_format import NotAChatFileError, Whole, folders_in, from_json, is_ours
-from app.services.chat_store.markdown_format import from_markdown
+from app.services.chat_store.json_format import NotAChatFileError, Whole, folders_in, from_json, from_markdown, is_ours
 from app.services.chat_store.other_programs import (
     FindPicture,
     LeftOut,

@@ -375,10 +375,6 @@ class History:
         total = counted.sum(axis=0)
         return np.asarray(counted / np.where(total > 1e-6, total, np.inf))
 
-    @property
-    def has_requests(self) -> bool:
-        return (REQUESTS, 0) in self._busy
-
     def requests_between(self, start_ns: int, end_ns: int) -> Records:
         """What requests did in a range, as far as it is still kept singly: long after other spans."""
         return self._requests.between(start_ns, end_ns)

@@ -13,9 +13,8 @@ from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask, sentence_of
 from app.services.batch_input import InputPreview, count_rows, look_at
-from app.services.batch_places import has_ray, offered_endpoints
 from app.services.batch_sample import BatchForecasts, BatchSample, SampleRate
-from app.services.engine_client import EngineClient
+from app.services.engine_client import EngineClient, has_ray, offered_endpoints
 from app.views.batch.answer_card import AnswerCard, SampleCard, TemplateCard
 from app.views.batch.input_card import InputCard, OutputCard, PlacesCard
 from app.views.batch.phrases import plan_text, sample_text, sampled_text

@@ -18,7 +18,7 @@ from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count, translate
 from app.widgets.scaffold import RIGHT, Card, add_items, muted_label, push_button, text_label
 from app.widgets.text_table import TextTable
-from engine.batch_files.job_list import Ended
+from engine.batch_files.journal import Ended
 from engine.batch_files.messages import BatchRow
 from engine.common.plain_text import few_marks
 

@@ -13,7 +13,7 @@ from app.icons import ICON_PX, IconButton, icon
 from app.services.background import timer
 from app.services.chat_store import Message, MessageState
 from app.theme import Theme, colours, use_tabular_figures
-from app.views.chat.growing_edit import GrowingEdit
+from app.views.chat.composer import GrowingEdit
 from app.views.chat.phrases import thought_text
 from app.widgets.answer_text import AnswerView
 from app.widgets.fields import TextBox

@@ -14,7 +14,7 @@ from app.models.conversation import MessageRow
 from app.services.pictures import Thumbnails
 from app.theme import scaled
 from app.views.chat.attachment_row import AttachmentRow, PictureRow
-from app.views.chat.growing_edit import GrowingEdit
+from app.views.chat.composer import GrowingEdit
 from app.views.chat.thought import VersionSwitch
 from app.widgets.answer_text.style import MOST_MATCHES, mark_format
 from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox

@@ -36,7 +36,7 @@ from app.widgets.starter_offer import StarterOffer
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.library import LibraryEntry
-from engine.checkpoint.mounts import Room
+from engine.checkpoint.model_directories import Room
 from engine.common.settings import STARTER
 from engine.tuning.fit import FitCard, FitRow, Recommendation
 

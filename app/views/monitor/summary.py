@@ -14,9 +14,8 @@ from app.widgets.quantities import count, figures, nearest_percent, number
 from app.widgets.scaffold import hbox, muted_label, push_button, set_message, text_label, vbox
 from app.widgets.timeline.lanes import doing_words
 from engine.common.lanes import LANES
-from engine.hardware.other_programs import is_busy
-from engine.telemetry.advice import Advice
-from engine.telemetry.analysis import Waiting
+from engine.hardware.probe import is_busy
+from engine.telemetry.analysis import Advice, Waiting
 
 translate = QCoreApplication.translate
 

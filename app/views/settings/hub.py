@@ -195,14 +195,14 @@ class TokenRows(QWidget):
 
 
 def _hosts() -> tuple[str, ...]:
-    from engine.checkpoint.hub.token import hosts_with_tokens
+    from engine.checkpoint.hub.http import hosts_with_tokens
 
     return hosts_with_tokens()
 
 
 def _forget(host: str) -> bool:
     """Whether there still is one, of another program."""
-    from engine.checkpoint.hub.token import forget_token, read_token
+    from engine.checkpoint.hub.http import forget_token, read_token
 
     forget_token(host)
     return bool(read_token(host))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QGridLayout, QLabel, QSizePolicy, QWidget
+from PySide6.QtWidgets import QButtonGroup, QGridLayout, QLabel, QSizePolicy, QWidget
 
 from app.engine_words import said
 from app.models.plan_table import PlanTable
@@ -24,7 +24,6 @@ from app.views.tune.phrases import (
 )
 from app.views.tune.race_card import RaceCard
 from app.views.tune.run_card import RunCard
-from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.machine_picture import MachinePicture
@@ -34,16 +33,77 @@ from app.widgets.roofline_plot import RooflinePlot
 from app.widgets.scaffold import STRETCH, Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.hardware.assumptions import card_choices, find_card
-from engine.hardware.machine import Origin
+from engine.hardware.machine import Origin, card_choices, find_card
 from engine.hardware.measured import Measurements
-from engine.hardware.other_programs import is_busy
+from engine.hardware.probe import is_busy
 from engine.planner.plan_parts import Plan
-from engine.planner.what_helps import Change
+from engine.planner.plan_words import Change
 from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import Measured, TuningNumber
 from engine.tuning.result import busy_note
 from engine.tuning.saved_results import day
+
+MACHINE, MEASURE, PLAN, TIMED = range(4)
+
+
+class StepBar(QWidget):
+    """Signals: `chosen(int)`, when the user picks a step."""
+
+    chosen = Signal(int)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setAccessibleName(self.tr("Steps"))
+        row = hbox(into=self, gap=4)
+        self._group = QButtonGroup(self)
+        self._short = False
+        self._names = (self.tr("Your machine"), self.tr("Measure"), self.tr("Plan"), self.tr("Timed tokens"))
+        for at, name in enumerate(self._names):
+            if at:
+                between = text_label(self, "›", role="secondary")
+                row.addWidget(between)
+            button = push_button(
+                self,
+                f"{at + 1} {name}",
+                kind="chip",
+                checkable=True,
+                name=self.tr("Step {0}: {1}").format(at + 1, name),
+                tip=self.tr("Alt+{0}").format(at + 1),
+            )
+            self._group.addButton(button, at)
+            row.addWidget(button)
+        row.addStretch(1)
+        self._group.idClicked.connect(self.chosen)
+
+    def show_step(self, step: int) -> None:
+        """Marks a step; emits nothing."""
+        self._group.button(step).setChecked(True)
+        self._name_them()
+
+    def show_short(self, *, short: bool) -> None:
+        if short != self._short:
+            self._short = short
+            self._name_them()
+
+    def minimumSizeHint(self) -> QSize:
+        # Of the short names: the full ones are shown only where they fit.
+        widest = max(self.fontMetrics().horizontalAdvance(name) for name in self._names)
+        return QSize(widest + 44 + 3 * 56, super().minimumSizeHint().height())
+
+    def full_width(self) -> int:
+        texts = [self._text(at, short=False) for at in range(len(self._names))]
+        return sum(self.fontMetrics().horizontalAdvance(text) + 44 for text in texts)
+
+    def _name_them(self) -> None:
+        for at in range(len(self._names)):
+            button = self._group.button(at)
+            button.setText(self._text(at, short=self._short))
+            button.setShortcut(f"Alt+{at + 1}")  # setting a text clears the shortcut
+
+    def _text(self, at: int, *, short: bool) -> str:
+        button = self._group.button(at)
+        return f"{at + 1} {self._names[at]}" if not short or button.isChecked() else str(at + 1)
+
 
 _GAP_PX = 8
 _GIB = 2**30

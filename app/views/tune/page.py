@@ -12,11 +12,10 @@ from app.services.engine_client import EngineClient
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import Settings
 from app.services.tuning import Tuning
-from app.views.tune.cards import WIDE_PX, TuneCards
+from app.views.tune.cards import MACHINE, PLAN, TIMED, WIDE_PX, StepBar, TuneCards
 from app.views.tune.machine_boxes import machine_boxes
 from app.views.tune.phrases import plan_summary, speed_headline, speed_range
 from app.views.tune.run_following import MakingRoom, RunFollowing
-from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page, add_shortcut
 from app.widgets.quantities import memory

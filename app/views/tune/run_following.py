@@ -13,13 +13,12 @@ from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient, EngineState
 from app.services.tuning import Tuning
-from app.views.tune.cards import TuneCards
+from app.views.tune.cards import MEASURE, PLAN, TIMED, TuneCards
 from app.views.tune.machine_boxes import PART_OF
 from app.views.tune.phrases import number_words, stage_sentence
-from app.views.tune.step_bar import MEASURE, PLAN, TIMED
 from app.widgets.asking import ask, before_loading
 from app.widgets.quantities import number
-from engine.hardware.other_programs import is_busy
+from engine.hardware.probe import is_busy
 from engine.planner.plan_parts import Plan
 from engine.protocol import Failed
 from engine.tuning.known_speed import with_timed

@@ -11,13 +11,13 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from engine.bench.card import kernel_parts
-from engine.bench.card.kernel_parts import Figures, between, kernels, median_seconds, number_of
+from engine.bench.card import run
+from engine.bench.card.run import Figures, between, kernels, median_seconds, number_of
+from engine.common import clock
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ def link(device: str, _model: str) -> Figures:
         def behind() -> None:
             last = [opened.h2d_stream.copy(record, pinned[: record.nbytes], None) for record in records][-1]
             _copied(opened, there[:4096], small)
-            waits.append(time.perf_counter())
+            waits.append(clock.now())
             last.wait()
 
         waits: list[float] = []
         spans = []
-        for _ in range(kernel_parts.REPEATS):
-            begun_s = time.perf_counter()
+        for _ in range(run.REPEATS):
+            begun_s = clock.now()
             behind()
             spans.append(waits.pop() - begun_s)
         found["4 KB to card behind 8 experts, us"] = 1e6 * statistics.median(spans)
@@ -183,7 +183,7 @@ def tokens(device: str, model: str) -> Figures:
         if own is None:
             return {"tokens of its own": f"none. {' '.join(loaded.devices.experts.notes)}".strip()}
         spans: list[int] = []
-        for seed in range(kernel_parts.REPEATS):
+        for seed in range(run.REPEATS):
             decode_seconds(loaded, random_text(vocabulary_of(loaded), 16, 4, seed=seed))
             spans += handover_ns(own.records()).tolist()
         kind = "as one graph" if own.is_captured else "of an emulated card"
@@ -267,8 +267,7 @@ def _decoded(device: str, model: str, **options: Any) -> Figures:
 
 
 def _opened(device: str, model: str, **options: Any) -> AbstractContextManager[LoadedModel]:
-    from engine.bench.models import resolve_model
-    from engine.bench.opened import opened
+    from engine.bench.opened import opened, resolve_model
     from engine.common.config import EngineConfig
 
     checkpoint = resolve_model(model, lambda _text: None)
@@ -276,7 +275,7 @@ def _opened(device: str, model: str, **options: Any) -> AbstractContextManager[L
 
 
 def _half(model: str) -> int:
-    from engine.bench.models import resolve_model
+    from engine.bench.opened import resolve_model
     from engine.checkpoint.profile import read_profile
 
     found = read_profile(resolve_model(model, lambda _text: None))

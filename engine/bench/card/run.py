@@ -5,20 +5,238 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
 from engine.common.paths import python_module
 from engine.common.untrusted import reason
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.devices.device import Device
+    from engine.kernels.cuda.launcher import Launcher
+    from engine.kernels.gpu.stored import CardKernels
+
+Figures = dict[str, Any]
+"""Texts, and numbers with their unit at the end of the name."""
+
+REPEATS = 30
+_KV_TOKENS = 4096
+_IN_GRAPH = 50
+"""Launches, one after the other."""
+
+
+def number_of(device: str) -> int:
+    """Of the card that is meant; the first if none is named."""
+    _, _, number = device.partition(":")
+    return int(number) if number.isdecimal() else 0
+
+
+def median_seconds(work: Callable[[], object]) -> float:
+    """Of several calls."""
+    spans = []
+    for _ in range(REPEATS):
+        begun_s = clock.now()
+        work()
+        spans.append(clock.now() - begun_s)
+    return statistics.median(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a layer."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    per_token: int
+
+
+_QWEN = Shape(2048, 32, 4, 128, 128, 8)
+
+
+def kernels(device: str, _model: str) -> Figures:
+    """How long it takes until the card's kernels are compiled and compute rightly, and which ones they are."""
+    import torch
+
+    from engine.kernels.gpu.proof import kernels_of, why_not
+
+    place = torch.device("cuda", number_of(device)) if device.startswith("cuda") else torch.device("cpu")
+    begun_s = clock.now()
+    chosen, refused = kernels_of(place), why_not(place)
+    took_s = clock.now() - begun_s
+    few = many = "torch's operators"
+    if chosen is not None:
+        few = f"CUDA C, up to {chosen.most_few} visits"
+        many = "CUDA C" if chosen.many is not None else many
+    found = {"few visits": few, "many": many, "why no others": refused or "", "until they are proven, s": took_s}
+    return found | _attention(place)
+
+
+def _attention(place: torch.device) -> Figures:
+    """Attention of one token after many others, with heads as Qwen3-30B-A3B has them."""
+    import torch
+
+    from engine.kernels.gpu.attention_proof import attention_of
+    from engine.kernels.gpu.pages import PageTable
+    from engine.kernels.native.paged_attention import AttentionTerms, KvType
+
+    kernel = attention_of(place)
+    if kernel is None:
+        return {"attention": "torch's operators"}
+    states = torch.zeros(2, _QWEN.kv_heads, _KV_TOKENS, _QWEN.head_dim, dtype=torch.bfloat16, device=place)
+    queries = states.new_zeros(1, 8 * _QWEN.kv_heads, _QWEN.head_dim)
+    new, held = states[0, None, :, 0], torch.tensor([_KV_TOKENS - 1], device=place)
+    table = PageTable(KvType.BF16, 1, _KV_TOKENS // 32, place)
+    table.set_rows(0, list(states))
+
+    def attended() -> None:
+        for _ in range(REPEATS):
+            kernel.attend(table, AttentionTerms(_QWEN.head_dim**-0.5), queries, new, new, held)
+        torch.cuda.synchronize(place)
+
+    try:
+        attended()
+    except LookupError as error:
+        return {"attention": f"torch's operators: {error}"}
+    return {
+        "attention": "a kernel",
+        f"attention after {_KV_TOKENS:,}, us": 1e6 * median_seconds(attended) / REPEATS,
+    }
+
+
+def between(device: str, _model: str) -> Figures:
+    """What stands between products: each by its kernel and by torch's operators, one after the other in a graph."""
+    import torch
+
+    from engine.devices.opening import open_devices
+    from engine.kernels.cuda.driver import card_of
+    from engine.kernels.gpu.proof import kernels_of
+
+    found: Figures = {}
+    with open_devices(device)[0] as opened, torch.inference_mode():
+        place = opened.torch_device
+        if opened.new_capture is None:
+            return {"graphs": "this device captures none"}
+        for name, own, operators in works(_QWEN, place, card_of(place), kernels_of(place)):
+            if own is not None:
+                found[f"{name}, us"] = 1e6 * _seconds_in_graph(opened, own)
+            found[f"{name} by operators, us"] = 1e6 * _seconds_in_graph(opened, operators)
+    return found
+
+
+def _seconds_in_graph(device: Device, work: Callable[[], object]) -> float:
+    assert device.new_capture is not None
+    work()  # compiles, and allocates what stays
+    capture = device.new_capture()
+    try:
+        capture.begin()
+        for _ in range(_IN_GRAPH):
+            work()
+        graph = capture.end()
+
+        def replayed() -> None:
+            graph.replay()
+            device.synchronize()
+
+        return median_seconds(replayed) / _IN_GRAPH
+    finally:
+        capture.close()
+
+
+Work = Callable[[], "tuple[torch.Tensor, ...]"]
+
+
+def works(
+    shape: Shape, place: torch.device, card: Launcher | None, kernels: CardKernels | None
+) -> Iterator[tuple[str, Work | None, Work]]:
+    """(name, by its kernel, by torch's operators) of what a layer does besides products of one matrix.
+
+    Args:
+        card: `None`: it has no kernels.
+        kernels: its products.
+    """
+    import torch
+
+    from engine.formats.int4 import INT4
+    from engine.kernels.cuda.norm import CudaNorm
+    from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
+    from engine.kernels.cuda.router import CudaRouter, Routing
+    from engine.kernels.gpu.joined import JoinedLinears
+    from engine.kernels.gpu.linear import CardLinear
+    from engine.kernels.quantise import quantise
+
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(place, torch.bfloat16)
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    x, more, weight = drawn(1, shape.hidden), drawn(1, shape.hidden), drawn(shape.hidden)
+    norm = CudaNorm(card).add if card is not None else None
+
+    def sum_by_operators() -> tuple[torch.Tensor, ...]:
+        both = x + more
+        return both, normed(both, weight)
+
+    own_sum = None if norm is None else lambda: norm(x, more, weight, 1e-6, offset=0.0, rounds_once=False)
+    yield "residual sum and norm", own_sum, sum_by_operators
+
+    q, k = (drawn(1, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads))
+    of_q, of_k, angles = drawn(shape.head_dim), drawn(shape.head_dim), drawn(1, shape.head_dim // 2).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    rotary, form = CudaRotary(card) if card is not None else None, RotaryForm(False, 1, 2, False)
+    norms = HeadNorms(of_q, of_k, 1e-6, 0.0, rounds_once=False, all_heads=False)
+
+    def rotated(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        states = normed(states, weight)
+        first, second = states.chunk(2, -1)
+        return states * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+    own_rotation = None if rotary is None else lambda: rotary(q, k, cos, sin, form, norms)
+    yield "head norms and rotation", own_rotation, lambda: (rotated(q, of_q), rotated(k, of_k))
+
+    router_weight = drawn(shape.experts, shape.hidden)
+    how = Routing(shape.per_token, normalises=True, rounds_shares=True)
+    router = CudaRouter(card) if card is not None else None
+
+    def routed() -> tuple[torch.Tensor, ...]:
+        logits = torch.nn.functional.linear(x, router_weight)
+
+        shares, ids = logits.float().softmax(-1).topk(shape.per_token)
+        return logits, (shares / shares.sum(-1, keepdim=True)).to(x.dtype), ids
+
+    yield "router", None if router is None else lambda: router(x, router_weight, how), routed
+
+    if kernels is None:
+        return
+    rows = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    matrices = [quantise(drawn(each, shape.hidden).cpu(), INT4) for each in rows]
+    joined = JoinedLinears(matrices, [None] * 3, place, kernels)
+    alone = [CardLinear(each, None, place, kernels) for each in matrices]
+    yield (
+        "queries, keys and values in int4, one launch",
+        lambda: tuple(forward(x) for forward in joined.forwards),
+        lambda: tuple(forward(x) for forward in alone),
+    )
+
 
 MODEL = "synthetic:qwen3-30b-a3b?layers=8&vocab=4096"
 _LAST_WORDS = 400

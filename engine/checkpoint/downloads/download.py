@@ -22,7 +22,7 @@ from engine.checkpoint.downloads.records import (
 from engine.checkpoint.downloads.source import Client, NetworkAway
 from engine.checkpoint.downloads.transfer import Transfer
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, write_manifest
-from engine.checkpoint.mounts import check_connected
+from engine.checkpoint.model_directories import check_connected
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.files import disk_errors_explained
 

@@ -28,8 +28,7 @@ from engine.checkpoint.downloads.records import (
 )
 from engine.checkpoint.hub.repository import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from engine.checkpoint.model_directories import take_model_folder
-from engine.checkpoint.mounts import note_connected
+from engine.checkpoint.model_directories import note_connected, take_model_folder
 from engine.checkpoint.names import check_new_name, is_windows_device
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import disk_errors_explained, new_folder, require_space, take_lock

@@ -303,7 +303,6 @@ class _Keys:
         return entry
 
     def rope(self, rotated: int = 0) -> dict[str, Any]:
-        """See `engine.families.gguf.File`."""
         return _rope(self, rotated or self.value(Key("rope.dimension_count", 0)))
 
     def _lacks(self, name: str) -> EngineError:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.gguf import pre_tokenizers, tokenizer
+from engine.checkpoint.gguf import tokenizer
 from engine.checkpoint.gguf.file import GgufFile, read_gguf
 from engine.checkpoint.gguf.tokenizer import end_token_ids
 from engine.common.files import private_folder, write_private
@@ -113,7 +113,7 @@ def _digest(record: Mapping[str, Any]) -> str:
 def _builder() -> str:
     """Changes with what builds tokenizers; empty if that cannot be told."""
     try:
-        sources = [inspect.getsource(module) for module in (tokenizer, pre_tokenizers)]
+        sources = [inspect.getsource(module) for module in (tokenizer, tokenizer)]
     except (OSError, TypeError):
         return ""
     return hashlib.sha256("".join(sources).encode()).hexdigest()

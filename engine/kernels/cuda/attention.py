@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 import ctypes
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,9 +12,34 @@ from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import pointer
-from engine.kernels.cuda.splits import Splits
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType
+
+_MOST = 64
+
+
+class Splits:
+    """Of one kernel.
+
+    Args:
+        blocks: that a multiprocessor holds of it.
+    """
+
+    def __init__(self, card: Launcher, blocks: int) -> None:
+        self._card, self._blocks = card, blocks
+        self._arrived: WeakKeyDictionary[PageTable, torch.Tensor] = WeakKeyDictionary()
+
+    def count(self, runs: int) -> int:
+        """Into how many parts each context is divided, so that so many runs over contexts keep the card busy."""
+        return max(1, min(-(-self._blocks * self._card.multiprocessors // runs), _MOST))
+
+    def arrived(self, table: PageTable, runs: int) -> torch.Tensor:
+        """int32 [runs or more] on the card, zero between launches; the same ones again, as graphs hold their place."""
+        known = self._arrived.get(table)
+        if known is None or len(known) < runs:
+            known = self._arrived[table] = torch.zeros(runs, dtype=torch.int32, device=table.entries.device)
+        return known
+
 
 _THREADS = 128
 _PIECE = 8

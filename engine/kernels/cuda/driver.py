@@ -83,7 +83,6 @@ class NvidiaCard(Card):
         self._checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device), "open the card")
 
     def address_of(self, memory: torch.Tensor) -> int:
-        """See `SharingLauncher.address_of`."""
         found = ctypes.c_void_p()
         self._enter()
         done = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), memory.data_ptr(), 0)

@@ -9,11 +9,11 @@ import torch
 
 from engine.formats import FORMATS
 from engine.formats.tiles import Pairing, TiledMatrix
+from engine.kernels.cuda.attention import Splits
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import PLAIN, TILED, pointer
-from engine.kernels.cuda.splits import Splits
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
 

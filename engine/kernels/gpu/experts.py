@@ -82,7 +82,6 @@ class CardExperts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `engine.kernels.interface.ExpertKernel`."""
         tokens, width = top_k_index.shape
         few_only, most_few = self._many is None, self._kernels.most_few
         if few_only and tokens * width > most_few and self._many_tokens is not None:
@@ -98,7 +97,6 @@ class CardExperts:
         return result if result.dtype == hidden_states.dtype else result.to(hidden_states.dtype)
 
     def for_groups(self, experts: Sequence[int], counts: Sequence[int], upload: Upload) -> ByGroup:
-        """See `engine.kernels.interface.GroupedKernel`."""
         many = self._many
         if many is None:
             assert self._many_tokens is not None

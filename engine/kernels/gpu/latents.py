@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -65,12 +65,6 @@ class LatentContext:
     table: PageTable
     held: torch.Tensor
     window: int
-
-
-class LatentCache(Protocol):
-    """A cache whose context lies in tables."""
-
-    def latents(self, layer: int, mask: torch.Tensor | None) -> LatentContext: ...
 
 
 def latents_of(device: torch.device) -> CudaLatents | None:

@@ -17,6 +17,7 @@ from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import card_memory, expert_slots, indexes
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.papers.fiddler import REFERENCE_CODE
+from engine.planner.plan_parts import Workload
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import (
     COLLABORATIVE,
@@ -27,7 +28,6 @@ from engine.planner.simulator.strategy import (
     RoutingSkew,
     Strategy,
 )
-from engine.planner.workload import Workload
 
 PAPER = "CPU-GPU Collaborative"
 _THREADS = (1, 2, 4, 8, 16, 24)

@@ -13,9 +13,9 @@ from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import RUNTIME_BYTES
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
+from engine.planner.plan_parts import Workload
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, Strategy
-from engine.planner.workload import Workload
 
 LAYER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
 """Widths of the predictor's hidden layers: seven fully connected layers including the output."""

@@ -14,10 +14,10 @@ from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import card_memory, expert_slots
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
-from engine.planner.simulator.outcome import Outcome
+from engine.planner.plan_parts import Workload
+from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import FIDDLER, ON_DEMAND, STATIC_SPLIT, WHOLE_LAYER, Strategy
-from engine.planner.workload import Workload
 
 PAPER = "Fiddler"
 _MACHINES = {1: "fiddler-quadro-rtx-6000", 2: "fiddler-rtx-6000-ada"}

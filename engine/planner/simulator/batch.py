@@ -13,14 +13,13 @@ from engine.planner import schedules
 from engine.planner.costs import Costs
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.memory import CHUNKS_TOGETHER, share_on_disk, usual_rule, with_all_visits
+from engine.planner.plan_parts import Workload
 from engine.planner.policy_search import PAGE, PerformanceModel, best_of, policies
 from engine.planner.schedules import Schedule
 from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
-from engine.planner.simulator.outcome import Outcome, utilisation
+from engine.planner.simulator.request import Outcome, utilisation
 from engine.planner.simulator.requests import Setting
-from engine.planner.simulator.sweeps import SimulatedCard
-from engine.planner.simulator.timeline import Timeline
-from engine.planner.workload import Workload
+from engine.planner.simulator.sweeps import SimulatedCard, Timeline
 
 DEEPSPEED, FLEXGEN_S4, FLEXGEN_S3 = "DeepSpeed", "FlexGen (S4)", "FlexGen, CPU attention (S3)"
 CGOPIPE, KLOTSKI = "MoE-Lightning (CGOPipe)", "Klotski"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.planner.memory import card_memory
 from engine.planner.simulator.batch import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, KLOTSKI, run_batches
-from engine.planner.simulator.outcome import Outcome
+from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import IDEAL_PREFETCH, OWN, PUBLISHED, Residency, Strategy
 

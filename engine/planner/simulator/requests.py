@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from engine.planner.costs import Costs
 from engine.planner.memory import MemoryRule, card_memory, expert_slots, share_on_disk, usual_rule
-from engine.planner.simulator.outcome import Outcome, utilisation
-from engine.planner.simulator.request import Load, RequestSimulation, loads_of
+from engine.planner.plan_parts import Workload
+from engine.planner.simulator.request import Load, Outcome, RequestSimulation, loads_of, utilisation
 from engine.planner.simulator.strategy import (
     PUBLISHED_STATISTICS,
     Prefetch,
@@ -22,8 +22,7 @@ from engine.planner.simulator.strategy import (
     popularity,
     routing,
 )
-from engine.planner.simulator.timeline import Timeline
-from engine.planner.workload import Workload
+from engine.planner.simulator.sweeps import Timeline
 
 _WARM_UP_STEPS = 6
 _MEASURED_STEPS = 12

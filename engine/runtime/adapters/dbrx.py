@@ -33,7 +33,6 @@ class DbrxAdapter(Adapter):
     """Standard experts in the place of the family's own."""
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, DbrxFFN):
                 own: Any = module.experts
@@ -42,7 +41,6 @@ class DbrxAdapter(Adapter):
                 )
 
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
-        """See `FamilyAdapter`."""
         return [
             *library,
             TallMatrices(

@@ -67,7 +67,6 @@ class JambaAdapter(Adapter):
     """Such layers in place of the library's."""
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in model.modules():
             if type(module) is JambaMambaMixer:
                 module.__class__ = ContinuedMixer

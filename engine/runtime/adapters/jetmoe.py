@@ -96,7 +96,6 @@ class JetMoeAdapter(Adapter):
     """Standard experts for the MLP, `Projections` for the attention."""
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, JetMoeTopKGating):
                 module.__class__ = Gate
@@ -111,7 +110,6 @@ class JetMoeAdapter(Adapter):
                 module.__class__ = JetMoeAttention
 
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
-        """See `FamilyAdapter`."""
         return [*library, *(WeightRenaming(source, target) for source, target in _RENAMED.items())]
 
 

@@ -36,7 +36,6 @@ class Llama4Adapter(Adapter):
     """Standard experts, and blocks that use them."""
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, Llama4TextMoe):
                 own: Any = module.experts

@@ -28,7 +28,6 @@ class LongcatFlashAdapter(Adapter):
     """`LongcatExperts` in the place of the family's own, which would keep rows of gate_up_proj for zero experts."""
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, LongcatFlashMoE):
                 own: Any = module.experts

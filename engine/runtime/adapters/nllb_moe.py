@@ -8,7 +8,7 @@ import torch
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
 from engine.experts.dispatch import StandardExperts
-from engine.runtime.adapters.encoder_decoder import EncoderDecoderAdapter
+from engine.runtime.adapters.switch_transformers import EncoderDecoderAdapter
 
 
 class NllbExperts(StandardExperts):
@@ -44,7 +44,6 @@ class NllbMoeAdapter(EncoderDecoderAdapter):
     }
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, NllbMoeSparseMLP):
                 first = module.experts["expert_0"]

@@ -17,7 +17,6 @@ class Qwen3VLMoeAdapter(Adapter):
         """Nothing: its modules are the library's."""
 
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
-        """See `FamilyAdapter`."""
         return [*library, *get_checkpoint_conversion_mapping(Qwen2MoeConfig.model_type)]
 
 

@@ -30,7 +30,6 @@ class Step3p7Adapter(Adapter):
     """Makes every experts module one that the bank serves."""
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, Step3p7Experts):
                 module.__class__ = Step3p7BankExperts

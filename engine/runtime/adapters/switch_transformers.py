@@ -5,10 +5,33 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from transformers.core_model_loading import MergeModulelist, WeightConverter
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
 from engine.experts.dispatch import StandardExperts
-from engine.runtime.adapters.encoder_decoder import EncoderDecoderAdapter
+from engine.runtime.adapters import Adapter
+
+
+class EncoderDecoderAdapter(Adapter):
+    """Builds the family's text-to-text class and stacks its experts.
+
+    `expert_tensors`: name within an expert (`wi.weight`) -> part (`up_proj`).
+    """
+
+    expert_tensors: ClassVar[dict[str, str]]
+
+    def model_class(self, config: Any) -> type | None:
+        """The class that writes a text from a text."""
+        chosen: type = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
+        return chosen
+
+    def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
+        stacked = [
+            WeightConverter(f"experts.expert_*.{name}", f"experts.{part}", [MergeModulelist(dim=0)])
+            for name, part in self.expert_tensors.items()
+        ]
+        return [*library, *stacked]
 
 
 class SwitchExperts(StandardExperts):
@@ -29,7 +52,6 @@ class SwitchTransformersAdapter(EncoderDecoderAdapter):
     expert_tensors: ClassVar[dict[str, str]] = {"wi.weight": "up_proj", "wo.weight": "down_proj"}
 
     def prepare(self, model: Any) -> None:
-        """See `FamilyAdapter`."""
         config = model.config
         for module in list(model.modules()):
             if isinstance(module, SwitchTransformersSparseMLP):

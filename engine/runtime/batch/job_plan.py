@@ -211,17 +211,15 @@ def plan_rows(
     rows: JobRows,
     loaded: LoadedModel,
     shape: ModelShape,
-    found: Probe | None = None,
     *,
     given: BatchPlan | None = None,
 ) -> JobPlan:
     """As `plan_job`, for rows whose lengths are known, and by a policy by hand if it fits."""
-    found = found or probe()
     cards = loaded.devices.devices if loaded.devices is not None else ()
     is_shared = loaded.devices is not None and bool(loaded.devices.experts.ways)
     card = cards[0] if len(cards) == 1 or is_shared else None
     precision = loaded.info.precision
-    machine, is_measured = _machine_of(loaded, shape, found)
+    machine, is_measured = _machine_of(loaded, shape, probe())
     off = MEASURED_OFF if is_measured else LOOKED_UP_OFF
     if given is not None and card is None:
         why = "the cards share layers" if cards else "the model is on no graphics card"

@@ -19,7 +19,7 @@ import torch
 
 from engine.common import clock
 from engine.experts.dispatch import experts_forward
-from engine.experts.layer_stream import STANDS_IN
+from engine.experts.whole_layer import STANDS_IN
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces, StatePages

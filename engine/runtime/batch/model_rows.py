@@ -53,7 +53,6 @@ class ModelRows:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """See `BatchExecutor`."""
         return self._executor.under_way
 
     @property
@@ -69,7 +68,6 @@ class ModelRows:
     def run(
         self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
-        """See `RowExecutor`."""
 
         def answered(answer: GenerationResult) -> None:
             on_row(self._answer(answer))

@@ -435,7 +435,6 @@ class PackedModel:
             self._states.elsewhere = None
 
     def time_parts(self) -> PartsTimer | None:
-        """See `BatchExecutor.time_parts`."""
         pipeline = self._pipeline
         if pipeline is None:
             return None

@@ -292,7 +292,6 @@ class RowMixers(DecoderLayers):
         return RowsRecording(hidden, calls, spans=places, caches=caches)
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording) -> torch.Tensor:
-        """See `DecoderLayers`."""
         assert isinstance(recording, RowsRecording)
         args, kwargs = self._given(index, recording)
         layer, spans = self[index], recording.spans

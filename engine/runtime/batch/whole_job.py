@@ -71,11 +71,9 @@ class SharedHost:
         return self._background.call(lambda: self._moved(error, loaded)) is not None
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """See `Background.call`."""
         return self._background.call(work)
 
     def executor(self, policy: BatchPolicy) -> JobRows:
-        """See `Background.join`."""
         return self._background.join(policy)
 
     def seconds(self) -> float:

@@ -228,7 +228,6 @@ class PagedState(HeldState):
         self._rest = tokens - block
 
     def layers(self) -> Iterator[tuple[list[tuple[str, torch.Tensor]], dict[str, _Plain]]]:
-        """See `HeldState`."""
         for paged, states in zip(self._paged, self._cache.layers, strict=True):
             if isinstance(paged, StatePages):
                 yield _held_by(states)

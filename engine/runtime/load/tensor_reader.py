@@ -25,8 +25,8 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCan
 from engine.experts.container import Container
 from engine.experts.direct_file import OpenFiles, bytes_of, unreadable
 from engine.experts.file_image import EARLY_READS, FileImage
-from engine.experts.layer_stream import LayerStream
 from engine.experts.record import HugePages, empty_in_huge_pages
+from engine.experts.whole_layer import LayerStream
 from engine.formats.ggml import GGML, BlockType
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import Blocks, unpack_into

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.devices.clocked import Meter
 from engine.devices.device import Device
+from engine.devices.emulated import Meter
 from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.sites import ExpertsSite

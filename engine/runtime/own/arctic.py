@@ -57,7 +57,6 @@ class ArcticDecoderLayer(SideBySideLayer):
             self.residual_mlp = Lfm2MoeMLP(config, config.hidden_size)
 
     def behind(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """See `SideBySideLayer`."""
         beside = before if self.is_parallel else after
         if self.is_parallel:
             after = after + self.residual_mlp(self.residual_layernorm(after))

@@ -59,7 +59,6 @@ class GroveMoeSparseMoeBlock(OwnMoE):
         self.scale, self.groups = config.parallel_expert_scale, GroveMoeGroups(config)
 
     def routed(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See `OwnMoE`."""
         out: torch.Tensor = super().routed(rows, index, weights) + self.scale * self.groups(rows, index, weights)
         return out
 

@@ -83,7 +83,6 @@ class SmallThinkerDecoderLayer(SideBySideLayer):
         self.block_sparse_moe = SmallThinkerMoeBlock(SmallThinkerRouter(config), own)
 
     def behind(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """See `SideBySideLayer`."""
         out: torch.Tensor = after + self.block_sparse_moe(self.post_attention_layernorm(after), before)
         return out
 

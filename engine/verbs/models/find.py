@@ -81,8 +81,8 @@ def _mirror(args: argparse.Namespace) -> int:
 
 
 def _forget_token(args: argparse.Namespace) -> int:
+    from engine.checkpoint.hub.http import forget_token, read_token
     from engine.checkpoint.hub.repository import NAMES, endpoint_of
-    from engine.checkpoint.hub.token import forget_token, read_token
 
     host = urlsplit(endpoint_of(args.hub)).hostname or ""
     forget_token(host)

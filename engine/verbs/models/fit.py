@@ -120,8 +120,8 @@ def _lacks_room(model: str, needed: int) -> str:
 
 def _last_answers(model: str) -> dict[str, Any] | None:
     """How a model that is on this machine last answered; None if it did not."""
+    from engine.checkpoint.library import read_usage
     from engine.checkpoint.names import resolve
-    from engine.checkpoint.usage import read_usage
 
     try:
         usage = read_usage(resolve(model))

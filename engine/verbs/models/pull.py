@@ -13,8 +13,7 @@ from engine.checkpoint.names import STARTER_NAME
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about
 from engine.verbs.models.fit import candidate_for_here
-from engine.verbs.models.library import details
-from engine.verbs.models.progress import ProgressLine, amount_words, stopped_by_sigterm
+from engine.verbs.models.library import ProgressLine, amount_words, details, stopped_by_sigterm
 from engine.verbs.options import AddAction, parse_size
 from engine.verbs.output import emit, note
 

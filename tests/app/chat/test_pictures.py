@@ -525,7 +525,7 @@ def test_a_damaged_file_of_chats_gives_them_back(tmp_path: Path, qtbot: QtBot) -
     (small,), (large,) = prepared(qtbot, image()).pictures, prepared(qtbot, image(900, 900)).pictures
     path = tmp_path / "chats.sqlite3"
     database = open_checked(path)
-    database.create_conversation(Conversation("c"))
+    database.add_conversations([(Conversation("c"), ())])
     database.add_message(Message("q", "c", None, "user", "Which?", pictures=(large, small)))
     database.add_message(Message("a", "c", "q", "assistant", "Both."))
     database.close()

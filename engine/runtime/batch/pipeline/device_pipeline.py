@@ -159,7 +159,6 @@ class DevicePipeline:
             raise
 
     def begin(self, index: int, batch: Batch) -> LayerRun:
-        """See `LayerWork.begin`."""
         RECORDER.layer = index
         if (meter := self.device.meter) is not None:  # the library computes the layer on the host's tensors
             dense = [each for each in self._layers[index].parameters() if each.numel()]
@@ -190,7 +189,6 @@ class DevicePipeline:
         return found
 
     def attend(self, call: AttentionCall, pieces: Pieces, number: int, index: int, *, behind: bool) -> AttendedAhead:
-        """See `LayerWork.attend_in_ram`."""
         back = self.device.h2d_stream if behind else self.device.small_copy_stream
         value_dim = self._states.shapes[id(call.module)].value_dim
         try:
@@ -201,7 +199,6 @@ class DevicePipeline:
         return self._attention.begin(call, pieces, number, back, value_dim, index)
 
     def fetch_cache(self, index: int, pieces: Pieces) -> Cache:
-        """See `LayerWork.fetch_cache`."""
         module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
         return self._fetched(self._states.layer_of(module)[0], self._states.terms_of(module), pieces, index)
 
@@ -214,7 +211,6 @@ class DevicePipeline:
         return self._device_attention.fetch(layer, terms, pieces, index)
 
     def attend_there(self, index: int, call: AttentionCall, cache: Cache) -> torch.Tensor:
-        """See `LayerWork.attend_on_device`."""
         attention: Any = self._device_attention  # the cache is its own
         attended: torch.Tensor = attention.attend(call, cache, self._states.terms_of(call.module), index)
         return attended

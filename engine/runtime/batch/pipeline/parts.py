@@ -91,7 +91,6 @@ class PartsTimer:
         self.inside_s = 0.0
 
     def order(self, layers: Sequence[TimedLayer]) -> Generator[None, None, None]:
-        """See `engine.planner.schedules.Schedule`."""
         times, wanted = _Times(), list[float]()
         for layer in layers:
             begun_s = clock.now()

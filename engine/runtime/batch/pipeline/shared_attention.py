@@ -74,13 +74,11 @@ class SharedAttention:
             raise
 
     def leave(self) -> None:
-        """See `DeviceAttention.leave`."""
         for card in self._cards:
             card.leave()
         self._parts.clear()
 
     def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> SharedCache:
-        """See `DeviceAttention.fetch`."""
         own = self._parts_of(layer)
         parts = [self._cards[0].fetch(own[0], terms, pieces, index)]
         for number, part in enumerate(own[1:], 1):
@@ -88,7 +86,6 @@ class SharedAttention:
         return SharedCache(tuple(parts), heads_of(layer.shape.kv_heads, len(self._cards)))
 
     def attend(self, call: AttentionCall, ahead: SharedCache, terms: AttentionTerms, index: int) -> torch.Tensor:
-        """See `DeviceAttention.attend`."""
         group = call.queries.shape[1] // call.keys.shape[1]
         if len(ahead.parts) == 1:
             return self._cards[0].attend(call, ahead.parts[0], terms, index)
@@ -113,17 +110,14 @@ class SharedAttention:
         return self._side_by_side(first, _queries(own, group), came, call.queries.shape[1])
 
     def settle(self) -> None:
-        """See `DeviceAttention.settle`."""
         for card in self._cards:
             card.settle()
 
     def finish(self) -> None:
-        """See `DeviceAttention.finish`."""
         for card in self._cards:
             card.finish()
 
     def close(self) -> None:
-        """See `DeviceAttention.close`."""
         for card in self._cards:
             card.close()
         self._parts.clear()

@@ -64,7 +64,6 @@ class SharedLayerExperts:
 
     @property
     def whole(self) -> bool:
-        """See `LayerExperts.whole`."""
         return self._cards[0].experts.whole
 
     @whole.setter
@@ -73,39 +72,31 @@ class SharedLayerExperts:
             card.experts.whole = is_whole
 
     def begin(self) -> None:
-        """See `LayerExperts.begin`."""
         self._all(lambda each: each.begin())
 
     def load(self, index: int) -> bool:
-        """See `LayerExperts.load`."""
         self._all(lambda each: each.bring_layer(index))
         return any(self._all(lambda each: each.load(index)))
 
     def bring_page(self, index: int, page: int, pages: int) -> None:
-        """See `LayerExperts.bring_page`."""
         self._all(lambda each: each.bring_page(index, page, pages))
 
     def bring_layer(self, index: int) -> None:
-        """See `LayerExperts.bring_layer`."""
         self._all(lambda each: each.bring_layer(index))
 
     def bring_hot(self, index: int, *, of_next: bool) -> None:
-        """See `LayerExperts.bring_hot`."""
         self._all(lambda each: each.bring_hot(index, of_next=of_next))
 
     def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
-        """See `LayerExperts.bring_wanted`."""
         for number, card in enumerate(self._cards):
             card.experts.bring_wanted([self._of(number, call) for call in calls])
 
     def compute(self, call: ExpertsCall) -> torch.Tensor:
-        """See `LayerExperts.compute`."""
         if not call.index.numel() or self._part(0, call.module) is None:
             return compute_experts(call.module, call.hidden, call.index, call.weights)
         return self._added(call.hidden, lambda card, hidden: card.compute(self._there(card, call, hidden)))
 
     def compute_together(self, calls: Sequence[ExpertsCall]) -> list[torch.Tensor]:
-        """See `LayerExperts.compute_together`."""
         sizes = [len(call.hidden) for call in calls]
 
         def computed(card: LayerExperts, hidden: torch.Tensor) -> torch.Tensor:
@@ -116,14 +107,12 @@ class SharedLayerExperts:
         return list(torch.split(self._added(torch.cat([call.hidden for call in calls]), computed), sizes))
 
     def compute_in_ram(self, call: ExpertsCall) -> torch.Tensor:
-        """See `LayerExperts.compute_in_ram`."""
         shared = call.module.__dict__.get(BANK_LAYER, (None, None))[1]
         if not isinstance(shared, SharedExperts):
             return compute_experts(call.module, call.hidden, call.index, call.weights)
         return shared.with_misses_on_cpu(call.hidden, call.index, call.weights)
 
     def leave(self, index: int) -> None:
-        """See `LayerExperts.leave`."""
         self._all(lambda each: each.leave(index))
 
     def give_back(self, nbytes: int) -> int:
@@ -135,14 +124,12 @@ class SharedLayerExperts:
         return self._cards[number].experts.give_back(nbytes)
 
     def forget(self) -> None:
-        """See `LayerExperts.forget`."""
         for card in self._cards:
             card.experts.forget()
             if card.ways is not None:
                 card.ways.forget()
 
     def close(self) -> None:
-        """See `LayerExperts.close`."""
         self._all(lambda each: each.close())
 
     def _all(self, do: Callable[[LayerExperts], Any]) -> list[Any]:
