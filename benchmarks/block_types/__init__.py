@@ -24,7 +24,7 @@ _HEADERS = Path(__file__).parents[2] / "engine" / "kernels" / "native" / "src"
 
 
 def bench_blocks(repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: for each type and instruction set, ticks with one vector, against ggml's, and with four.
+    """Adds rows: for each type and instruction set, ticks with one vector, against ggml's, with four, and in a prompt.
 
     Raises:
         EngineError: `DEVICE_UNAVAILABLE`: the program cannot be compiled, or does not run.
@@ -53,7 +53,9 @@ def bench_blocks(repeats: int, report: Report, say: Callable[[str], None]) -> No
             continue
         values = [each[kind, name, vectors] for each in found]
         theirs = [each[kind, "ggml", 1] for each in found] if vectors == 1 and (kind, "ggml", 1) in found[0] else None
-        label = f"{names[kind]}, {name}, {'one vector' if vectors == 1 else 'four vectors'}"
+        isa, _, prompt = name.partition("-")
+        how = f"each of {vectors} in a prompt" if prompt else "one vector" if vectors == 1 else "four vectors"
+        label = f"{names[kind]}, {isa}, {how}"
         peer = None if theirs is None else "ggml"
         report.add(label, values, "ticks", peer=peer, peer_values=theirs, higher_is_better=False)
 

@@ -1,5 +1,5 @@
 // Ticks of the processor's counter for a weight of each block type: our dot products with one vector and with four, in
-// each instruction set that this processor has, and ggml's own. Called as `ticks COLUMNS FOLDER-OF-GGML-OR-EMPTY`; prints lines of
+// each instruction set that this processor has, those of 32 rows together as in a prompt, for each of 4 and of 32 vectors, and ggml's own. Called as `ticks COLUMNS FOLDER-OF-GGML-OR-EMPTY`; prints lines of
 // "type set vectors ticks", where a type is ggml's number of it, and ggml's own set is called ggml.
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int kRows = 16, kRuns = 300;
+constexpr int kRows = 16, kRuns = 300, kPromptRuns = 40, kMost = 32;
 
 uint64_t now() {
 #if defined(__x86_64__)
@@ -102,14 +102,34 @@ int main(int, char **arguments) {
         const bool is_wide = type.form == VectorForm::kBy256;
         const RowVector vector{is_wide ? wide.data() : by_32.data(), is_wide ? wide_scales.data() : scales.data(), sums.data(),
                                parts.data(), x.data()};
-        const RowVector vectors[4] = {vector, vector, vector, vector};
-        float out[4];
+        const std::vector<RowVector> vectors(kMost, vector);
+        float out[kMost * 32];
+        const uint8_t *both[64] = {};
+        for (int row = 0; row < 32; row++) both[row] = rows.data() + row % kRows * row_bytes;
+        std::vector<uint8_t> room(columns * (32 + 2 * 32 * 4 / 16) + 64);
+        RowPanel panel{room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63), nullptr, nullptr, 0, 0, false};
+        panel.scales = reinterpret_cast<float *>(panel.codes + columns * 32);
+        panel.mins = panel.scales + columns / 16 * 32;
         for (const Set &set : sets) {
             const RowType *own = set.usable ? set.kernels->of(type.number) : nullptr;
             for (int count = 1; own && count <= 4; count += 3)
                 std::printf("%d %s %d %.6f\n", type.number, set.name, count, ticks(columns, [&](int row) {
-                                own->dot(rows.data() + row * row_bytes, columns, vectors, count, out);
+                                own->dot(rows.data() + row * row_bytes, columns, vectors.data(), count, out);
                             }));
+            for (int count = 4; own && count <= kMost; count += kMost - 4) {
+                double best = 1e30;
+                for (int run = 0; run < kPromptRuns; run++) {
+                    const uint64_t begun = now();
+                    if (own->multiply_few && count <= kMostRowVectors) {
+                        own->multiply_few(both, columns, vectors.data(), count, out);
+                    } else {
+                        own->unpack_panel(both, columns, &panel);
+                        own->multiply(panel, columns, vectors.data(), count, out);
+                    }
+                    best = std::min(best, double(now() - begun) / double(32 * columns * count));
+                }
+                std::printf("%d %s-prompt %d %.6f\n", type.number, set.name, count, best);
+            }
         }
         const CpuTraits *theirs = traits_of ? traits_of(type.number) : nullptr;
         if (!theirs || !theirs->vec_dot) continue;

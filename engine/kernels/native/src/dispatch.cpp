@@ -75,6 +75,7 @@ Kernels kernels_in_use() {
     Kernels kernels = {};
     kernels.blocks = set_of(isa_at(uses, 0)).blocks;
     kernels.types = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, SWITCHYARD_BLOCKS))).types;
+    kernels.alone = kMostRowVectors;
     kernels.rows = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, SWITCHYARD_BF16))).rows;
     kernels.attention = set_of(isa_at(uses, place_of(SWITCHYARD_ATTENTION, 0))).attend;
     for (int32_t format = 0; format < kFormatCount; ++format) {

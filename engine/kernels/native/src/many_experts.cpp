@@ -157,7 +157,7 @@ class ManyExperts {
         }
         static thread_local std::vector<float> dots;
         dots.resize(static_cast<size_t>(count(which) * kTileRows));
-        block_dot(call_.kernels, matrix, block, few, which_few, count(which), dots.data());
+        block_dot(call_.kernels, matrix, block, few, which_few, count(which), dots.data(), next);
         take(int64_t{0}, count(which), dots.data());
     }
 
@@ -272,6 +272,7 @@ void many_experts(SwitchyardPool &pool, const SwitchyardExperts &layer, int32_t 
     auto &call = buffers.call;
     call.begin(&layer, tokens, out);
     call.kernels = kernels_for_many();
+    call.kernels.alone = 0;  // a token's logits depend on how many share its experts anyway
     call.visits.group(layer.count, tokens, k, index, weights);
     const int64_t visits = call.visits.count();
     if (visits == 0) {

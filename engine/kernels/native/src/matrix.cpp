@@ -192,30 +192,42 @@ class PanelRoom {
     RowPanel panel_ = {};
 };
 
+// The rows of a block, and the types of its halves.
+void put_rows(const Kernels &kernels, const BlockAt &at, const uint8_t **rows, const RowType **types) {
+    for (int64_t half = 0; half < 2; ++half)
+        for (int64_t i = 0; i < kHalfRows; ++i) {
+            const int64_t row = source_row(at.matrix, at.block, half, i);
+            if (row < 0) break;
+            const StoredRow stored = stored_row(*kernels.types, at.matrix, row);
+            rows[half * kHalfRows + i] = stored.blocks;
+            types[half] = stored.type;
+        }
+}
+
 // All rows unpacked once for many vectors. Halves of two types are two panels.
 void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
-                    const int32_t *which, int64_t count, float *out) {
+                    const int32_t *which, int64_t count, const BlockAt *next, float *out) {
     static thread_local PanelRoom room;
     static thread_local std::vector<RowVector> vectors;
     static thread_local std::vector<float> of_half, of_rests;
     static thread_local std::vector<int64_t> with_rest;
-    const RowOrder order(matrix);
-    const uint8_t *rows[kTileRows] = {};
-    const RowType *types[2] = {};
-    for (int64_t half = 0; half < 2; ++half)
-        for (int64_t i = 0; i < kHalfRows; ++i) {
-            const int64_t first = block * order.block + i * order.step, row = first + half * order.partner;
-            if (first >= order.first_limit || row >= matrix.rows) break;
-            const StoredRow stored = stored_row(*kernels.types, matrix, row);
-            rows[half * kHalfRows + i] = stored.blocks;
-            types[half] = stored.type;
-        }
+    const uint8_t *rows[2 * kTileRows] = {};  // and those that are multiplied next
+    const RowType *types[2] = {}, *next_types[2] = {};
+    put_rows(kernels, {matrix, block}, rows, types);
+    if (next) put_rows(kernels, *next, rows + kTileRows, next_types);
+    if (next_types[0] != types[0] || next_types[1] != types[1] || (next && next->matrix.columns != matrix.columns))
+        std::fill_n(rows + kTileRows, kTileRows, nullptr);
     vectors.resize(static_cast<size_t>(count));
     const auto multiply = [&](const RowType &type, const uint8_t *const *mine, float *to) {
         for (int64_t v = 0; v < count; ++v) vectors[static_cast<size_t>(v)] = x.row(which[v], type.form);
+        const bool few = type.multiply_few && count <= kMostRowVectors;
         RowPanel *panel = room.of(matrix.columns);
-        type.unpack_panel(mine, matrix.columns, panel);
-        type.multiply(*panel, matrix.columns, vectors.data(), count, to);
+        if (!few) type.unpack_panel(mine, matrix.columns, panel);
+        const auto products = [&](int64_t some, float *out) {
+            if (few) return type.multiply_few(mine, matrix.columns, vectors.data(), some, out);
+            type.multiply(*panel, matrix.columns, vectors.data(), some, out);
+        };
+        products(count, to);
         if (type.form != VectorForm::kBy256) return;
         with_rest.clear();
         for (int64_t v = 0; v < count; ++v)
@@ -224,14 +236,14 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
         const auto rests = static_cast<int64_t>(with_rest.size());
         for (int64_t v = 0; v < rests; ++v) vectors[static_cast<size_t>(v)] = x.rest(which[with_rest[static_cast<size_t>(v)]]);
         of_rests.resize(static_cast<size_t>(rests * kTileRows));
-        type.multiply(*panel, matrix.columns, vectors.data(), rests, of_rests.data());
+        products(rests, of_rests.data());
         for (int64_t v = 0; v < rests; ++v)
             for (int64_t i = 0; i < kTileRows; ++i)
                 to[with_rest[static_cast<size_t>(v)] * kTileRows + i] += of_rests[static_cast<size_t>(v * kTileRows + i)];
     };
     if (!types[1] || types[1] == types[0]) return multiply(*types[0], rows, out);
-    const uint8_t *lower[kTileRows] = {};
-    std::swap_ranges(rows + kHalfRows, rows + kTileRows, lower + kHalfRows);
+    const uint8_t *lower[2 * kTileRows] = {};
+    for (const int64_t from : {kHalfRows, kTileRows + kHalfRows}) std::swap_ranges(rows + from, rows + from + kHalfRows, lower + from);
     multiply(*types[0], rows, out);
     of_half.resize(static_cast<size_t>(count * kTileRows));
     multiply(*types[1], lower, of_half.data());
@@ -239,15 +251,21 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
         std::copy_n(&of_half[static_cast<size_t>(v * kTileRows + kHalfRows)], kHalfRows, out + v * kTileRows + kHalfRows);
 }
 
-bool has_panels(const RowKernels &types, const SwitchyardMatrix &matrix) {
-    return types.of(matrix.type)->unpack_panel && (!matrix.second || types.of(matrix.second_type)->unpack_panel);
+bool joins_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t count) {
+    const auto joins = [&](int32_t number) {
+        const RowType &type = *kernels.types->of(number);
+        return type.unpack_panel && count > kernels.alone && count >= type.fewest;
+    };
+    return joins(matrix.type) && (!matrix.second || joins(matrix.second_type));
 }
 
 // Rows one after the other: each is read from begin to end.
 void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
-                   const int32_t *which, int64_t count, float *out) {
-    if (count > kMostRowVectors && has_panels(*kernels.types, matrix))
-        return panel_of_block(kernels, matrix, block, x, which, count, out);
+                   const int32_t *which, int64_t count, float *out, const BlockAt *next) {
+    if (joins_rows(kernels, matrix, count)) {
+        const BlockAt after = {matrix, block + 1};
+        return panel_of_block(kernels, matrix, block, x, which, count, next ? next : &after, out);
+    }
     const RowOrder order(matrix);
     for (int64_t half = 0; half < 2; ++half)
         for (int64_t i = 0; i < kHalfRows; ++i) {
@@ -275,9 +293,9 @@ void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64
 }  // namespace
 
 void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
-               const int32_t *which, int64_t count, float *out) {
+               const int32_t *which, int64_t count, float *out, const BlockAt *next) {
     if (is_bf16(matrix)) return bf16_block(kernels, matrix, block, x, which, count, out);
-    if (matrix.format == SWITCHYARD_BLOCKS) return rows_of_block(kernels, matrix, block, x, which, count, out);
+    if (matrix.format == SWITCHYARD_BLOCKS) return rows_of_block(kernels, matrix, block, x, which, count, out, next);
     const TileRow row = tile_row(matrix, block);
     const TileKernels &tiles = *kernels.tiles[matrix.format];
     if (count == 1) {  // decoding: the memory waits for whatever is done between blocks

@@ -87,6 +87,6 @@ class Vectors {
 };
 
 // Rows of `block` times vectors which[0], which[1], ...: out [count, 32], gate or upper rows first.  What lies beyond
-// the matrix's last row is not defined.
+// the matrix's last row is not defined.  What comes `next`, in this matrix unless said otherwise, is fetched where rows are joined.
 void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
-               const int32_t *which, int64_t count, float *out);
+               const int32_t *which, int64_t count, float *out, const BlockAt *next = nullptr);

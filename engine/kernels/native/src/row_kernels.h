@@ -22,7 +22,7 @@ struct RowVector {
     const float *values;   // kFloats
 };
 
-constexpr int kMostRowVectors = 8;
+constexpr int kMostRowVectors = 8;  // that are multiplied without unpacking rows to memory
 
 // A block of 32 rows, unpacked for many vectors: a weight is scale * (code - offset) + minimum.
 struct RowPanel {
@@ -39,11 +39,14 @@ struct RowType {
     VectorForm form;
     // out[v] = row * x[v], for `columns` (whole blocks) and `count` <= kMostRowVectors vectors, each as it would be alone.
     void (*dot)(const uint8_t *row, int64_t columns, const RowVector *x, int count, float *out);
-    // Up to 32 rows (null beyond a matrix) to a panel with memory for `columns` rounded up to 256; null where products of a row
-    // with a few vectors at a time are as fast.
+    // Up to 32 rows (null beyond a matrix), after which come those that are to be fetched meanwhile (or null), to a panel with
+    // memory for `columns` rounded up to 256; null where products of a row with a few vectors at a time are as fast.
     void (*unpack_panel)(const uint8_t *const *rows, int64_t columns, RowPanel *panel);
     // out[v * 32 + row] for `count` vectors, as `dot`, but rounded otherwise.
     void (*multiply)(const RowPanel &panel, int64_t columns, const RowVector *x, int64_t count, float *out);
+    // The same as both for up to kMostRowVectors, whose codes are not stored; null where that takes as long.
+    void (*multiply_few)(const uint8_t *const *rows, int64_t columns, const RowVector *x, int64_t count, float *out);
+    int fewest;  // vectors from which these are faster than `dot`
     // A row's weights.
     void (*unpack)(const uint8_t *row, int64_t columns, float *out);
 };

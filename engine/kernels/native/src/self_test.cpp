@@ -173,15 +173,20 @@ int32_t test_types(const RowKernels &kernels) {
             RowPanel panel = {room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63), nullptr, nullptr, 0, 0, false};
             panel.scales = reinterpret_cast<float *>(panel.codes + whole * kTileRows);
             panel.mins = panel.scales + whole / kPart * kTileRows;
-            const uint8_t *rows[kTileRows] = {};
+            const uint8_t *rows[2 * kTileRows] = {};
             rows[0] = rows[9] = rows[kTileRows - 1] = row.data();
             type.unpack_panel(rows, columns, &panel);
-            for (int64_t count : {1, 2, 3, 4, 5, 8}) {
-                std::vector<float> dots(count * kTileRows);
-                type.multiply(panel, columns, x.data(), count, dots.data());
-                for (size_t i = 0; i < dots.size(); ++i)
-                    if (!near(dots[i], rows[i % kTileRows] ? wanted : 0.0, 1e-5 * size)) return 23;
-            }
+            for (int64_t count : {1, 2, 3, 4, 5, 8})
+                for (bool few : {false, true}) {
+                    if (few && (!type.multiply_few || count > kMostRowVectors)) continue;
+                    std::vector<float> dots(count * kTileRows);
+                    if (few)
+                        type.multiply_few(rows, columns, x.data(), count, dots.data());
+                    else
+                        type.multiply(panel, columns, x.data(), count, dots.data());
+                    for (size_t i = 0; i < dots.size(); ++i)
+                        if (!near(dots[i], rows[i % kTileRows] ? wanted : 0.0, 1e-5 * size)) return 23;
+                }
         }
     return 0;
 }

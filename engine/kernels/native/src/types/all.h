@@ -99,10 +99,11 @@ bool quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t 
 
 template <class Type> constexpr RowType row_type() {
     if constexpr (Type::kElements == 1) {
-        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, nullptr, nullptr, unpack_numbers<Type>};
+        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, nullptr, nullptr, nullptr, 0,
+                unpack_numbers<Type>};
     } else if constexpr (Type::kElements == kGroup) {
-        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_four<Type>,
-                multiply_panel<false, Type::kOffset == 0 && !Type::kSigned, kGroup, kFit<Type>>, unpack_four_row<Type>};
+        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_panel<Type>,
+                multiply_panel<false, has_mins<Type>(), kGroup, kFit<Type>>, few_of<Type>(), fewest_of<Type>(), unpack_four_row<Type>};
     } else {
         using Dot = decltype(RowType::dot);
         Dot dot = nullptr;
@@ -110,8 +111,8 @@ template <class Type> constexpr RowType row_type() {
             dot = dot_apart_some<Type>;
         else
             dot = dot_wide_some<Type>;
-        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot, unpack_wide<Type>,
-                multiply_panel<true, Type::kLowest, Type::kWidth, kFit<Type>>, unpack_wide_row<Type>};
+        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot, unpack_panel<Type>,
+                multiply_panel<true, has_mins<Type>(), Type::kWidth, kFit<Type>>, few_of<Type>(), fewest_of<Type>(), unpack_wide_row<Type>};
     }
 }
 template <class... Types> constexpr RowKernels kernels_of() {

@@ -18,6 +18,14 @@ struct Iq4Nl : scalar::Iq4Nl {
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-kRaised));
         return made;
     }
+    static constexpr int kSlots = 1;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        const Bytes table = raised(table_of(kIq4Nl));
+        turn_nibbles(rows, 2, kBytes, [&](Bytes codes) SWITCHYARD_INLINE { return look_up(table, codes); }, put);
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        for (int group = 0; group < 8; ++group) put(group, turned_halves(rows, group * kBytes), _mm512_setzero_ps());
+    }
 #else
     static constexpr int kOffset = 0, kMost = 128;
     SWITCHYARD_INLINE static One one(const uint8_t *block) { return {look_up(table_of(kIq4Nl), codes_of_nibbles(block + 2)), half_at(block), 0}; }

@@ -32,6 +32,11 @@ struct Iq4Xs : scalar::Iq4Xs {
         made.factors = one_half(block);
         return made;
     }
+    static constexpr int kSlots = 1;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        const Bytes table = raised(table_of(kIq4Nl));
+        turn_nibbles(rows, 8, 16, [&](Bytes codes) SWITCHYARD_INLINE { return look_up(table, codes); }, put);
+    }
     static constexpr int kWidth = 32, kOffset = kRaised;
 #else
     static constexpr int kWidth = 32, kOffset = 0, kMost = 128;

@@ -9,15 +9,19 @@ struct Mxfp4 : scalar::Mxfp4 {
     static constexpr int kOffset = 12, kMost = 24;
 
 #if defined(__AVX512VNNI__)
+    static Bytes table() { return _mm512_add_epi8(table_of(kMxfp4), _mm512_set1_epi8(12)); }  // unsigned, no larger than needed
     SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 1, kBytes), made.codes);
-        const Bytes table = _mm512_add_epi8(table_of(kMxfp4), _mm512_set1_epi8(12));  // unsigned, and no larger than needed
-        for (Bytes &codes : made.codes) codes = look_up(table, codes);
+        for (Bytes &codes : made.codes) codes = look_up(table(), codes);
         made.scales = _mm_set_ps(e8m0_half(blocks[3 * kBytes]), e8m0_half(blocks[2 * kBytes]), e8m0_half(blocks[kBytes]),
                                  e8m0_half(blocks[0]));
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-12.0f));
         return made;
+    }
+    static constexpr int kSlots = 1;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        turn_nibbles(rows, 1, kBytes, [](Bytes codes) SWITCHYARD_INLINE { return look_up(table(), codes); }, put);
     }
 #else
     SWITCHYARD_INLINE static One one(const uint8_t *block) { return {look_up(table_of(kMxfp4), codes_of_nibbles(block + 1)), e8m0_half(block[0]), 0}; }

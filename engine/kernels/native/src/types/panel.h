@@ -1,5 +1,6 @@
 // A block of 32 rows unpacked once for many vectors: in tiles, of which a column's four bytes of a vector meet those of 16 rows.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "rows.h"
@@ -18,44 +19,41 @@ template <bool wide, int width> inline int32_t total_of(const RowVector &x, int6
 #if defined(__AVX512VNNI__)
 
 constexpr int64_t kTogether = 4;  // blocks of 32 that are unpacked together
+constexpr int kFewest = 4;        // vectors from which a panel pays
 constexpr int64_t kMostMultiplied = 5;
 template <class Type> constexpr int kFit = 0;  // products are added as whole numbers of 32 bits
 template <class Type> constexpr int kLarger = 0;  // what `put_together` adds to codes
 
-// 16 rows of 64 bytes, `stride` apart -> 16 vectors with four bytes of each row.
-inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t step) {
-    __m512i in[16], pairs[16];
-    for (int i = 0; i < 16; ++i) in[i] = bytes_at(rows + i * stride);
-    for (int i = 0; i < 16; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {  // in[i + c]: column c of every four, of rows i to i + 3
-        in[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        in[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        in[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        in[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
-    for (int c = 0; c < 4; ++c) {
-        const __m512i low = _mm512_shuffle_i32x4(in[c], in[4 + c], 0x88), high = _mm512_shuffle_i32x4(in[c], in[4 + c], 0xdd);
-        const __m512i more = _mm512_shuffle_i32x4(in[8 + c], in[12 + c], 0x88);
-        const __m512i most = _mm512_shuffle_i32x4(in[8 + c], in[12 + c], 0xdd);
-        const __m512i columns[4] = {_mm512_shuffle_i32x4(low, more, 0x88), _mm512_shuffle_i32x4(high, most, 0x88),
-                                    _mm512_shuffle_i32x4(low, more, 0xdd), _mm512_shuffle_i32x4(high, most, 0xdd)};
-        for (int four = 0; four < 4; ++four) _mm512_store_si512(out + step * (4 * four + c), columns[four]);
-    }
-}
+// What a type has beyond `wide`, `apart` or `four`, of 256 weights of 16 rows side by side:
+//   turned(rows, put)        calls put(group, slot, j, codes) with columns 32 * group + 4 * j to + 3, j in order, and groups whose calls
+//                            are mixed in slots of their own, fewer than kSlots
+//   turned_steps(rows, put)  calls put(i, scales, minima) for the i-th that share a scale
+struct NoPut {
+    template <class... Any> void operator()(Any...) const {}
+};
+template <class Type, class = void> constexpr bool kTurns = false;
+template <class Type>
+constexpr bool kTurns<Type, std::void_t<decltype(Type::turned(nullptr, NoPut()))>> = true;
+template <class Type, class = void> constexpr bool kTurnsSteps = false;
+template <class Type>
+constexpr bool kTurnsSteps<Type, std::void_t<decltype(Type::turned_steps(nullptr, NoPut()))>> = true;
 
 // 256 columns of all rows from `at` on to their place: tiles, of which each half of 16 rows has eight vectors.
 inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, int64_t) {
-    uint8_t *tiles = panel.codes + at * kPanelRows;
-    alignas(64) uint8_t vectors[16 * 64];
-    for (int64_t column = 0; column < kWide; column += 64)
-        for (int half = 0; half < 2; ++half) {
-            transpose(codes + half * 16 * kWide + column, kWide, vectors, 64);
-            for (int tile = 0; tile < 2; ++tile)
-                std::memcpy(tiles + (column / kGroup + tile) * 1024 + half * 512, vectors + tile * 512, 512);
+    for (int64_t column = 0; column < kWide; column += kGroup)
+        for (int64_t half = 0; half < 2; ++half) {
+            uint8_t *to = panel.codes + (at + column) * kPanelRows + half * 512;
+            turn([&](int row) SWITCHYARD_INLINE { return codes + (half * 16 + row) * kWide + column; },
+                 [&](int j, Bytes q) SWITCHYARD_INLINE { _mm512_store_si512(to + j * 64, q); });
         }
+}
+
+// Every `step`-th of 16 numbers of 16 rows, of each number those of all rows side by side.
+template <int step> void put_numbers(const float *numbers, int64_t count, float *to, int64_t stride) {
+    for (int64_t at = 0; at < count * step; at += 8)
+        turn([&](int row) SWITCHYARD_INLINE { return numbers + row * kPart + at; }, [&](int i, Bytes each) SWITCHYARD_INLINE {
+            if (i % step == 0) _mm512_store_si512(to + (at + i) / step * stride, each);
+        });
 }
 
 template <class Type> void put_wide(const uint8_t *, const Wide &wide, uint8_t *to) {
@@ -74,10 +72,9 @@ inline void put_floats(__m256i words, float scale, float *to) {
     _mm512_store_ps(to, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(words)), _mm512_set1_ps(scale)));
 }
 
-template <class Type> void put_together(const uint8_t *blocks, uint8_t *to, float *scales, float *offsets) {
+template <class Type, bool with_codes = true> void put_together(const uint8_t *blocks, uint8_t *to, float *scales, float *offsets) {
     const Four four = Type::four(blocks);
-    _mm512_store_si512(to, four.codes[0]);
-    _mm512_store_si512(to + 64, four.codes[1]);
+    if constexpr (with_codes) _mm512_store_si512(to, four.codes[0]), _mm512_store_si512(to + 64, four.codes[1]);
     _mm_store_ps(scales, four.scales);
     _mm_store_ps(offsets, four.offsets);
 }
@@ -165,7 +162,16 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
 #else
 
 constexpr int64_t kTogether = 1;
+constexpr int kFewest = kMostRowVectors + 1;
 constexpr int64_t kMostMultiplied = 4;
+template <class Type> constexpr bool kTurns = false;
+
+// Every `step`-th of 16 numbers of 16 rows, of each number those of all rows side by side.
+template <int step> void put_numbers(const float *numbers, int64_t count, float *to, int64_t stride) {
+    for (int64_t row = 0; row < 16; ++row, numbers += kPart)
+        for (int64_t i = 0; i < count; ++i) to[i * stride + row] = numbers[i * step];
+}
+
 template <class Type> constexpr int kLarger = Type::kSigned ? Type::kOffset : 0;
 
 template <class Type> void put_wide(const uint8_t *block, const Wide &wide, uint8_t *to) {
@@ -180,7 +186,7 @@ template <class Type> void put_apart(const uint8_t *blocks, const Apart &apart, 
     std::memcpy(scales, apart.scales, sizeof apart.scales);
 }
 
-template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
+template <class Type, bool with_codes = true> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
     const One one = Type::one(block);
     put_bytes(added(one.codes, kLarger<Type>), to);
     *scales = one.scale;
@@ -416,77 +422,184 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
 #endif
 #endif
 
-// Codes and, per 16 of them, scales and, where the type has them, minima of 256 weights.
-template <class Type> void put_block(const uint8_t *at, uint8_t *codes, float *scales, float *mins) {
-    if constexpr (kIsApart<Type>) {
+// Columns that share a scale, and whether they have a minimum.
+template <class Type> constexpr int width_of() {
+    if constexpr (Type::kElements == kGroup) return static_cast<int>(kGroup);
+    else return Type::kWidth;
+}
+template <class Type> constexpr bool has_mins() {
+    if constexpr (Type::kElements == kGroup) return Type::kOffset == 0 && !Type::kSigned;
+    else return Type::kLowest;
+}
+
+// Codes, unless they are put elsewhere, and, per 16 or, in blocks of 32, per 32 of them, scales and, where the type has them,
+// minima of 256 weights.
+template <class Type, bool with_codes = true> void put_block(const uint8_t *at, uint8_t *codes, float *scales, float *mins) {
+    if constexpr (Type::kElements == kGroup) {
+        for (int64_t i = 0; i < kWide / kGroup; i += kTogether)
+            put_together<Type, with_codes>(at + i * Type::kBytes, codes + i * kGroup, scales + i, mins + i);
+    } else if constexpr (kIsApart<Type>) {
         put_apart<Type>(at, Type::apart(at), codes, scales);
     } else {
         const Wide wide = Type::wide(at);
-        put_wide<Type>(at, wide, codes);
+        if constexpr (with_codes) put_wide<Type>(at, wide, codes);
         put_floats(wide.steps, wide.scale(), scales);
         if constexpr (Type::kLowest) put_floats(wide.mins, -wide.lowest(), mins);
     }
 }
 
-template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
-    panel->width = Type::kWidth;
+// Where blocks of 256 weights of some rows are.
+template <class Type, int rows> class BlocksOf {
+  public:
+    const uint8_t *at[rows];
+
+    void set(const uint8_t *const *row, int64_t block, int64_t columns) {
+        constexpr int64_t bytes = kWideBytes<Type>;
+        static const uint8_t no_row[bytes] = {};
+        for (int i = 0; i < rows; ++i)
+            at[i] = row[i] ? whole_blocks<Type>(row[i] + block * bytes, columns - block * kWide, room_ + i * bytes) : no_row;
+    }
+
+  private:
+    uint8_t room_[rows * kWideBytes<Type>];
+};
+
+// Fetches a block of a row that comes after all of these: a row is too short for its own to come in time, and those of all rows at
+// once would be more than a core waits for.  Where nothing comes after them (null), one that follows `at`.
+template <class Type> inline void fetch_block(const uint8_t *next, int64_t block, const uint8_t *at) {
+    const uint8_t *from = next ? next + block * kWideBytes<Type> : at + 2 * kWideBytes<Type>;
+    for (int64_t line = 0; line < kWideBytes<Type>; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
+
+#if defined(__AVX512VNNI__)
+// Scales and minima of 256 weights of 16 rows, those that meet the same codes `stride` after those before.
+template <class Type> SWITCHYARD_INLINE inline void put_steps(const uint8_t *const *at, float *scales, float *mins, int64_t stride) {
+    constexpr int width = width_of<Type>(), step = Type::kElements == kGroup ? 1 : width / kPart;
+    if constexpr (kTurnsSteps<Type>)
+        return Type::turned_steps(at, [&](int i, __m512 scale, __m512 least) SWITCHYARD_INLINE {
+            _mm512_store_ps(scales + i * stride, scale);
+            if constexpr (has_mins<Type>()) _mm512_store_ps(mins + i * stride, least);
+        });
+    alignas(64) float by_row[16 * kPart], mins_by_row[16 * kPart];
+    for (int row = 0; row < 16; ++row) put_block<Type, false>(at[row], nullptr, by_row + row * kPart, mins_by_row + row * kPart);
+    put_numbers<step>(by_row, kWide / width, scales, stride);
+    if constexpr (has_mins<Type>()) put_numbers<step>(mins_by_row, kWide / width, mins, stride);
+}
+#endif
+
+template <class Type> void unpack_panel(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
+    constexpr int width = width_of<Type>(), step = Type::kElements == kGroup ? 1 : width / kPart;
+    constexpr int64_t parts = kWide / width;
+    panel->width = width;
     panel->offset = Type::kOffset;
-    panel->has_mins = Type::kLowest;
-    alignas(64) uint8_t codes[kPanelRows * kWide];
-    alignas(64) float scales[16], mins[16];
-    uint8_t room[kWideBytes<Type>];
+    panel->has_mins = has_mins<Type>();
+    BlocksOf<Type, kPanelRows> blocks;
     for (int64_t block = 0; block * kWide < columns; ++block) {
-        for (int64_t row = 0; row < kPanelRows; ++row) {
-            const int64_t parts = kWide / Type::kWidth, step = Type::kWidth / kPart;
-            float *to_scales = panel->scales + block * parts * kPanelRows + row;
-            float *to_mins = panel->mins + block * parts * kPanelRows + row;
-            if (!rows[row]) {
-                std::memset(codes + row * kWide, 0, kWide);
-                for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = to_mins[part * kPanelRows] = 0;
-                continue;
+        float *scales = panel->scales + block * parts * kPanelRows, *mins = panel->mins + block * parts * kPanelRows;
+        blocks.set(rows, block, columns);
+#if defined(__AVX512VNNI__)
+        if constexpr (kTurns<Type>) {
+            for (int half = 0; half < 2; ++half) {
+                uint8_t *to = panel->codes + block * kWide * kPanelRows + half * 512;
+                Type::turned(blocks.at + 16 * half, [&](int group, int, int j, Bytes q) SWITCHYARD_INLINE {
+                    for (int row = 16 * half + 2 * group; j == 0 && row < 16 * half + 2 * group + 2; ++row)
+                        fetch_block<Type>(rows[kPanelRows + row], block, blocks.at[row]);
+                    _mm512_store_si512(to + group * 1024 + j * 64, q);
+                });
+                put_steps<Type>(blocks.at + 16 * half, scales + 16 * half, mins + 16 * half, kPanelRows);
             }
-            const uint8_t *at = rows[row] + block * kWideBytes<Type>;
-            for (int64_t line = 0; line < kWideBytes<Type>; line += 64)
-                __builtin_prefetch(at + line + 2 * kWideBytes<Type>);
-            put_block<Type>(whole_blocks<Type>(at, columns - block * kWide, room), codes + row * kWide, scales, mins);
-            for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = scales[part * step];
-            if constexpr (Type::kLowest)
-                for (int64_t part = 0; part < parts; ++part) to_mins[part * kPanelRows] = mins[part * step];
+            continue;
+        }
+#endif
+        alignas(64) uint8_t codes[kPanelRows * kWide];
+        alignas(64) float by_row[kPanelRows * kPart], mins_by_row[kPanelRows * kPart];
+        for (int64_t row = 0; row < kPanelRows; ++row) {
+            fetch_block<Type>(rows[kPanelRows + row], block, blocks.at[row]);
+            put_block<Type>(blocks.at[row], codes + row * kWide, by_row + row * kPart, mins_by_row + row * kPart);
         }
         put_tiles(codes, *panel, block * kWide, columns);
+        for (int64_t from = 0; from < kPanelRows; from += 16) {
+            put_numbers<step>(by_row + from * kPart, parts, scales + from, kPanelRows);
+            if constexpr (has_mins<Type>()) put_numbers<step>(mins_by_row + from * kPart, parts, mins + from, kPanelRows);
+        }
     }
 }
 
-template <class Type> void unpack_four(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
-    panel->width = kGroup;
-    panel->offset = Type::kOffset;
-    constexpr bool has_mins = Type::kOffset == 0 && !Type::kSigned;
-    panel->has_mins = has_mins;
-    alignas(64) uint8_t codes[kPanelRows * kWide];
-    const int64_t groups = columns / kGroup, step = Type::kBytes;
-    for (int64_t from = 0; from < groups; from += kWide / kGroup) {
-        for (int64_t row = 0; row < kPanelRows; ++row)
-            for (int64_t group = from; group < from + kWide / kGroup; group += kTogether) {
-                uint8_t last[kTogether * Type::kBytes];
-                const int64_t left = groups - group < kTogether ? groups - group : kTogether;
-                const int64_t there = rows[row] && left > 0 ? left : 0;
-                const uint8_t *at = last;
-                if (there == kTogether) {
-                    at = rows[row] + group * step;
-                } else {
-                    std::memset(last, 0, sizeof(last));
-                    if (there > 0) std::memcpy(last, rows[row] + group * step, static_cast<size_t>(there * step));
-                }
-                __builtin_prefetch(at + 512);
-                alignas(16) float scales[kTogether], offsets[kTogether];
-                put_together<Type>(at, codes + row * kWide + (group - from) * kGroup, scales, offsets);
-                for (int64_t i = 0; i < kTogether; ++i) {
-                    panel->scales[(group + i) * kPanelRows + row] = i < there ? scales[i] : 0;
-                    if constexpr (has_mins) panel->mins[(group + i) * kPanelRows + row] = i < there ? offsets[i] : 0;
+#if defined(__AVX512VNNI__)
+// Products of 16 rows, whose codes never leave the registers.
+template <class Type, int count> void multiply_turned(const uint8_t *const *rows, const uint8_t *const *next, int64_t columns, const RowVector *x, float *out) {
+    constexpr bool wide = Type::kElements != kGroup, lowest = has_mins<Type>();
+    constexpr int width = width_of<Type>(), of_part = width / 4, parts = static_cast<int>(kGroup) / width;
+    __m512 sums[count], before[count];
+    for (int v = 0; v < count; ++v) sums[v] = before[v] = _mm512_setzero_ps();
+    BlocksOf<Type, 16> blocks;
+    for (int64_t block = 0; block * kWide < columns; ++block) {
+        alignas(64) float scales[kWide / width * 16], mins[lowest ? kWide / width * 16 : 1];
+        alignas(64) float totals[wide && lowest ? count : 1][kWide / kPart];
+        blocks.set(rows, block, columns);
+        put_steps<Type>(blocks.at, scales, mins, 16);
+        if constexpr (wide && lowest)
+            for (int v = 0; v < count; ++v) totals_of_block<width>(x[v].parts + block * (kWide / kPart), totals[v]);
+        __m512i products[Type::kSlots][count];
+        Type::turned(blocks.at, [&](int group, int slot, int j, Bytes codes) SWITCHYARD_INLINE {
+            for (int row = 2 * group; j == 0 && row < 2 * group + 2; ++row) fetch_block<Type>(next[row], block, blocks.at[row]);
+            const int64_t at = block * (kWide / kGroup) + group;  // vectors are padded to whole blocks of 256
+            const int number = group * parts + j / of_part;
+#pragma GCC unroll 8
+            for (int v = 0; v < count; ++v) {
+                if (j % of_part == 0)
+                    products[slot][v] = lowest ? _mm512_setzero_si512()
+                                               : _mm512_set1_epi32(-Type::kOffset * total_of<wide, width>(x[v], at, j / of_part));
+                int32_t four;
+                std::memcpy(&four, x[v].q + at * kGroup + 4 * j, 4);
+                products[slot][v] = _mm512_dpbusd_epi32(products[slot][v], codes, _mm512_set1_epi32(four));
+                if (j % of_part != of_part - 1) continue;
+                __m512 scale = _mm512_load_ps(scales + number * 16);
+                const float own = wide ? 1.0f : x[v].scales[at];
+                if constexpr (!wide) scale = _mm512_mul_ps(scale, _mm512_set1_ps(own));
+                sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[slot][v]), scale, sums[v]);
+                if constexpr (lowest) {
+                    const float total = wide ? totals[wide ? v : 0][number] : own * static_cast<float>(x[v].sums[at]);
+                    sums[v] = _mm512_fmadd_ps(_mm512_load_ps(mins + number * 16), _mm512_set1_ps(total), sums[v]);
                 }
             }
-        put_tiles(codes, *panel, from * kGroup, columns);
+        });
+        if constexpr (wide)
+            for (int v = 0; v < count; ++v) {
+                before[v] = _mm512_fmadd_ps(sums[v], _mm512_set1_ps(x[v].scales[block]), before[v]);
+                sums[v] = _mm512_setzero_ps();
+            }
     }
+    for (int v = 0; v < count; ++v) _mm512_storeu_ps(out + v * kPanelRows, wide ? before[v] : sums[v]);
+}
+
+template <class Type> void multiply_few(const uint8_t *const *rows, int64_t columns, const RowVector *x, int64_t count, float *out) {
+    const auto there = [](const uint8_t *const *half) { return std::any_of(half, half + 16, [](const uint8_t *row) { return row; }); };
+    const int64_t parts = (count + 3) / 4;
+    for (int half = 0; half < 2; ++half) {
+        const uint8_t *const *mine = rows + 16 * half, *const *other = rows + 16 - 16 * half;
+        if (!there(mine)) continue;
+        const uint8_t *const *next = there(other) ? (half ? rows + kPanelRows : other) : mine + kPanelRows;
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t begin = count * part / parts, some = count * (part + 1) / parts - begin;
+            const auto loop = some == 4   ? multiply_turned<Type, 4>
+                              : some == 3 ? multiply_turned<Type, 3>
+                              : some == 2 ? multiply_turned<Type, 2>
+                                          : multiply_turned<Type, 1>;
+            loop(mine, next, columns, x + begin, out + begin * kPanelRows + 16 * half);
+        }
+    }
+}
+#endif
+
+// Where a scale has but 16 columns, the registers do not hold what is in work, and rows are as fast.
+template <class Type> constexpr bool kHasFew = kTurns<Type> && width_of<Type>() == kGroup;
+template <class Type> constexpr int fewest_of() { return kHasFew<Type> ? 1 : kTurns<Type> ? kMostRowVectors + 1 : kFewest; }
+template <class Type> constexpr decltype(RowType::multiply_few) few_of() {
+#if defined(__AVX512VNNI__)
+    if constexpr (kHasFew<Type>) return multiply_few<Type>;
+#endif
+    return nullptr;
 }
 
 template <bool wide, bool has_mins, int width, int fit>

@@ -31,6 +31,19 @@ struct Q2K : scalar::Q2K {
         made.factors = two_halves(block + 80);
         return made;
     }
+    template <class Put> SWITCHYARD_INLINE static void turned_pairs(const uint8_t *const *rows, int at, Put put) {
+        for (int half = 0; half < 2; ++half)
+            turn([&](int row) SWITCHYARD_INLINE { return rows[row] + at + 32 * half; }, [&](int j, Bytes q) SWITCHYARD_INLINE {
+                for (int i = 0; i < 4; ++i) put(4 * half + i, i, j, low_bits(turned_by(q, 2 * i), 3));
+            });
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) { turned_pairs(rows, 16, put); }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        const FourTurned head(rows, 0);
+        const __m512 scale = turned_halves(rows, 80), lowest = _mm512_sub_ps(_mm512_setzero_ps(), turned_halves(rows, 82));
+        for (int i = 0; i < 16; ++i)
+            put(i, turned_step(head.of[i / 4], i % 4, scale, 0, 15), turned_step(head.of[i / 4], i % 4, lowest, 4, 15));
+    }
 #else
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         return {words_of_low_nibbles(block), words_of_high_nibbles(block), half_at(block + 80), half_at(block + 82)};

@@ -10,9 +10,9 @@ struct Q3K : scalar::Q3K {
     static constexpr int kWidth = 16, kOffset = 4, kMost = 7;
 
     static Words steps_of(const uint8_t *block) {
-        uint64_t first, second;
-        unpack_steps_of_16(block + 96, &first, &second);
-        return subtracted(words_of(first, second), 32);
+        uint32_t steps[4];
+        unpack_steps_of_16(u32_at(block + 96), u32_at(block + 100), u32_at(block + 104), steps);
+        return subtracted(words_of(steps[0] | static_cast<uint64_t>(steps[1]) << 32, steps[2] | static_cast<uint64_t>(steps[3]) << 32), 32);
     }
 #if defined(__AVX512VNNI__)
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
@@ -28,6 +28,20 @@ struct Q3K : scalar::Q3K {
         made.mins = doubled<2>(steps);
         made.factors = one_half(block + 108);
         return made;
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        Bytes high[8];
+        turn([&](int row) SWITCHYARD_INLINE { return rows[row] + 0; }, [&](int j, Bytes q) SWITCHYARD_INLINE { high[j] = q; });
+        Q2K::turned_pairs(rows, 32, [&](int group, int slot, int j, Bytes q) SWITCHYARD_INLINE {
+            put(group, slot, j, with_bits(q, turned_by(high[j], group - 2), 4));
+        });
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        const FourTurned packed(rows, 92);
+        Turned steps[4];
+        unpack_steps_of_16(packed.of[1], packed.of[2], packed.of[3], steps);
+        const __m512 scale = turned_halves(rows, 108), none = _mm512_setzero_ps();
+        for (int i = 0; i < 16; ++i) put(i, turned_step(steps[i / 4], i % 4, scale, 0, 255, 32), none);
     }
 #else
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {

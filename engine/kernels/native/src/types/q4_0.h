@@ -16,6 +16,13 @@ struct Q4_0 : scalar::Q4_0 {
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-8.0f));
         return made;
     }
+    static constexpr int kSlots = 1;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        turn_nibbles(rows, 2, kBytes, [](Bytes codes) SWITCHYARD_INLINE { return codes; }, put);
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        for (int group = 0; group < 8; ++group) put(group, turned_halves(rows, group * kBytes), _mm512_setzero_ps());
+    }
 #else
     SWITCHYARD_INLINE static One one(const uint8_t *block) {
         const float scale = half_at(block);

@@ -16,6 +16,13 @@ struct Q4_1 : scalar::Q4_1 {
         made.offsets = four_halves(blocks + 2, kBytes);
         return made;
     }
+    static constexpr int kSlots = 1;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        turn_nibbles(rows, 4, kBytes, [](Bytes codes) SWITCHYARD_INLINE { return codes; }, put);
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        for (int group = 0; group < 8; ++group) put(group, turned_halves(rows, group * kBytes), turned_halves(rows, group * kBytes + 2));
+    }
 #else
     SWITCHYARD_INLINE static One one(const uint8_t *block) { return {codes_of_nibbles(block + 4), half_at(block), half_at(block + 2)}; }
 #endif

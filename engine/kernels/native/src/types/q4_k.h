@@ -26,6 +26,22 @@ struct Q4K : scalar::Q4K {
         made.factors = two_halves(block);
         return made;
     }
+    static constexpr int kSlots = 2;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        for (int i = 0; i < 4; ++i)
+            turn([&](int row) SWITCHYARD_INLINE { return rows[row] + 16 + 32 * i; }, [&](int j, Bytes q) SWITCHYARD_INLINE {
+                put(2 * i, 0, j, low_bits(q, 15));
+                put(2 * i + 1, 1, j, low_bits(shifted<4>(q), 15));
+            });
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        const FourTurned head(rows, 0);
+        const __m512 scale = turned_halves(head.of[0]), lowest = _mm512_sub_ps(_mm512_setzero_ps(), turned_halves(head.of[0] >> 16));
+        const Turned a = head.of[1], b = head.of[2], c = head.of[3];
+        const Turned scales[2] = {a, upper_scales(a, c)}, minima[2] = {b, upper_minima(b, c)};
+        for (int i = 0; i < 8; ++i)
+            put(i, turned_step(scales[i / 4], i % 4, scale, 0, 63), turned_step(minima[i / 4], i % 4, lowest, 0, 63));
+    }
 #else
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         uint64_t steps, least;

@@ -23,6 +23,19 @@ struct Q5K : scalar::Q5K {
         made.factors = two_halves(block);
         return made;
     }
+    static constexpr int kSlots = 2;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        Bytes high[8];
+        turn([&](int row) SWITCHYARD_INLINE { return rows[row] + 16; }, [&](int j, Bytes q) SWITCHYARD_INLINE { high[j] = q; });
+        for (int i = 0; i < 8; i += 2)
+            turn([&](int row) SWITCHYARD_INLINE { return rows[row] + 48 + 16 * i; }, [&](int j, Bytes q) SWITCHYARD_INLINE {
+                put(i, 0, j, with_bits(low_bits(q, 15), turned_by(high[j], i - 4), 16));
+                put(i + 1, 1, j, with_bits(low_bits(shifted<4>(q), 15), turned_by(high[j], i - 3), 16));
+            });
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        Q4K::turned_steps(rows, put);
+    }
 #else
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) { return Q4K::wide(block); }
     SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {

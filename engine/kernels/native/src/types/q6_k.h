@@ -24,6 +24,23 @@ struct Q6K : scalar::Q6K {
         made.factors = one_half(block + 208);
         return made;
     }
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        for (int i = 0; i < 2; ++i) {
+            Bytes high[8];
+            turn([&](int row) SWITCHYARD_INLINE { return rows[row] + 128 + 32 * i; }, [&](int j, Bytes q) SWITCHYARD_INLINE { high[j] = q; });
+            for (int half = 0; half < 2; ++half)
+                turn([&](int row) SWITCHYARD_INLINE { return rows[row] + 64 * i + 32 * half; }, [&](int j, Bytes q) SWITCHYARD_INLINE {
+                    put(4 * i + half, 0, j, with_bits(low_bits(q, 15), turned_by(high[j], 2 * half - 4), 48));
+                    put(4 * i + half + 2, 1, j, with_bits(low_bits(shifted<4>(q), 15), turned_by(high[j], 2 * half), 48));
+                });
+        }
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        const FourTurned steps(rows, 192);
+        const __m512 scale = turned_halves(rows, 208), none = _mm512_setzero_ps();
+        for (int i = 0; i < 16; ++i)  // signed bytes
+            put(i, turned_step(steps.of[i / 4] ^ 0x80808080, i % 4, scale, 0, 255, 128), none);
+    }
 #else
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         const Words steps = words_of_signed(block + 192);

@@ -19,6 +19,14 @@ struct Q8_0 : scalar::Q8_0 {
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-kRaised));
         return made;
     }
+    static constexpr int kSlots = 1;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
+        for (int group = 0; group < 8; ++group)
+            turn([&](int row) SWITCHYARD_INLINE { return rows[row] + group * kBytes + 2; }, [&](int j, Bytes q) SWITCHYARD_INLINE { put(group, 0, j, raised(q)); });
+    }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        for (int group = 0; group < 8; ++group) put(group, turned_halves(rows, group * kBytes), _mm512_setzero_ps());
+    }
 #else
     static constexpr int kOffset = 0, kMost = 128;
     SWITCHYARD_INLINE static One one(const uint8_t *block) { return {bytes_at(block + 2), half_at(block), 0}; }

@@ -28,20 +28,20 @@
 namespace {
 
 // Scales and minima of Q4_K and Q5_K, 6 bits each in 12 bytes: a byte for each of eight groups.
+template <class Word> inline Word upper_scales(Word a, Word c) { return (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030); }
+template <class Word> inline Word upper_minima(Word b, Word c) { return (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030); }
 inline void unpack_steps(const uint8_t *packed, uint64_t *scales, uint64_t *lowest) {
     const uint32_t a = u32_at(packed), b = u32_at(packed + 4), c = u32_at(packed + 8);
-    uint32_t upper = (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030), lower = (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030);
+    uint32_t upper = upper_scales(a, c), lower = upper_minima(b, c);
     __asm__("" : "+r"(upper), "+r"(lower));  // compilers make slow vectors of these
     *scales = static_cast<uint64_t>(upper) << 32 | (a & 0x3f3f3f3f);
     *lowest = static_cast<uint64_t>(lower) << 32 | (b & 0x3f3f3f3f);
 }
 
 // Scales of Q3_K, 6 bits each in 12 bytes: 32 too large, a byte for each of sixteen groups.
-inline void unpack_steps_of_16(const uint8_t *packed, uint64_t *first, uint64_t *second) {
-    const uint32_t a = u32_at(packed), b = u32_at(packed + 4), c = u32_at(packed + 8);
-    constexpr uint32_t low = 0x0f0f0f0f, high = 0x30303030;
-    *first = static_cast<uint64_t>((b & low) | (c << 2 & high)) << 32 | ((a & low) | (c << 4 & high));
-    *second = static_cast<uint64_t>((b >> 4 & low) | (c >> 2 & high)) << 32 | ((a >> 4 & low) | (c & high));
+template <class Word> inline void unpack_steps_of_16(Word a, Word b, Word c, Word *steps) {
+    steps[0] = (a & 0x0f0f0f0f) | (c << 4 & 0x30303030), steps[1] = (b & 0x0f0f0f0f) | (c << 2 & 0x30303030);
+    steps[2] = (a >> 4 & 0x0f0f0f0f) | (c & 0x30303030), steps[3] = (b >> 4 & 0x0f0f0f0f) | (c >> 2 & 0x30303030);
 }
 
 // Steps of IQ4_XS, 4 bits each in 4 bytes and 2 more in 2: 32 too large, a byte for each of eight groups.
@@ -139,6 +139,69 @@ template <int lower, int upper> inline Bytes rotated(Bytes bytes) {
 inline Bytes with_bits(Bytes first, Bytes second, int mask) {
     return _mm512_ternarylogic_epi64(first, second, _mm512_set1_epi8(static_cast<char>(mask)), 0xf8);
 }
+
+// Of 16 rows, row(i) says where 32 bytes are -> take(j, four bytes of each row), the j-th four of them.
+template <class Row, class Take> SWITCHYARD_INLINE inline void turn(Row row, Take take) {
+    __m512i in[8], pairs[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) in[i] = joined(row(i / 4 * 8 + i % 4), row(i / 4 * 8 + i % 4 + 4));
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
+    }
+    Bytes later[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+        const auto column = [&](int i) SWITCHYARD_INLINE {  // of rows i to i + 3 and i + 4 to i + 7
+            const Bytes a = pairs[i + c / 2], b = pairs[i + 2 + c / 2];
+            return c % 2 ? _mm512_unpackhi_epi64(a, b) : _mm512_unpacklo_epi64(a, b);
+        };
+        const Bytes upper = column(0), lower = column(4);
+        later[c] = _mm512_shuffle_i32x4(upper, lower, 0xdd);
+        take(c, _mm512_shuffle_i32x4(upper, lower, 0x88));
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) take(4 + c, later[c]);
+}
+// The same of 16 bytes.
+template <class Row, class Take> SWITCHYARD_INLINE inline void turn_few(Row row, Take take) {
+    __m512i in[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const auto two = [&](int at) SWITCHYARD_INLINE {
+            return _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen_at(row(at))), sixteen_at(row(at + 4)), 1);
+        };
+        in[i] = _mm512_inserti64x4(_mm512_castsi256_si512(two(i)), two(i + 8), 1);
+    }
+    const Bytes even = _mm512_unpacklo_epi32(in[0], in[1]), odd = _mm512_unpackhi_epi32(in[0], in[1]);
+    const Bytes more = _mm512_unpacklo_epi32(in[2], in[3]), most = _mm512_unpackhi_epi32(in[2], in[3]);
+    take(0, _mm512_unpacklo_epi64(even, more));
+    take(1, _mm512_unpackhi_epi64(even, more));
+    take(2, _mm512_unpacklo_epi64(odd, most));
+    take(3, _mm512_unpackhi_epi64(odd, most));
+}
+// A number of each of 16 rows, and four of them that lie side by side.
+typedef uint32_t Turned __attribute__((vector_size(64)));
+struct FourTurned {
+    Turned of[4];
+    SWITCHYARD_INLINE FourTurned(const uint8_t *const *rows, int64_t at) {
+        turn_few([&](int row) SWITCHYARD_INLINE { return rows[row] + at; }, [&](int i, Bytes each) SWITCHYARD_INLINE { of[i] = (Turned)each; });
+    }
+};
+inline __m512 turned_halves(Turned lower) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)lower)); }
+inline __m512 turned_halves(const uint8_t *const *rows, int at) {
+    alignas(32) uint16_t bits[16];
+    for (int i = 0; i < 16; ++i) std::memcpy(bits + i, rows[i] + at, 2);
+    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i *>(bits)));
+}
+// The n-th byte of each, some of its bits, times a scale.
+inline __m512 turned_step(Turned steps, int n, __m512 scale, int bits = 0, int mask = 255, int less = 0) {
+    const Turned whole = (steps >> (8 * n + bits) & static_cast<uint32_t>(mask)) - static_cast<uint32_t>(less);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps((__m512i)whole), scale);
+}
+// To the right by a number of bits, or to the left where it is negative, round each 64 of them.
+inline Bytes turned_by(Bytes bytes, int bits) { return _mm512_rorv_epi64(bytes, _mm512_set1_epi64(bits & 63)); }
 
 // A block of 256, its codes in their order. Products of four neighbours are packed, two registers side by side, so that each 128
 // bits have four words of the one and then four of the other: `first` and `second` are the words of scales that meet those of
@@ -261,6 +324,16 @@ inline void codes_of_nibbles(Bytes pairs, Bytes *codes) {
     const Bytes low = low_bits(pairs, 15), high = low_bits(shifted<4>(pairs), 15);
     codes[0] = _mm512_permutex2var_epi64(low, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high);
     codes[1] = _mm512_permutex2var_epi64(low, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), high);
+}
+// Eight groups of 32 whose pairs of nibbles lie at at, at + step, ... -> put(group, 0, j, code(nibbles)).
+template <class Code, class Put>
+SWITCHYARD_INLINE inline void turn_nibbles(const uint8_t *const *rows, int64_t at, int64_t step, Code code, Put put) {
+    for (int group = 0; group < 8; ++group) {
+        Bytes pairs[4];
+        turn_few([&](int row) SWITCHYARD_INLINE { return rows[row] + at + group * step; }, [&](int j, Bytes q) SWITCHYARD_INLINE { pairs[j] = q; });
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) put(group, 0, j, code(low_bits(j < 4 ? pairs[j] : shifted<4>(pairs[j - 4]), 15)));
+    }
 }
 // 16 bytes at each of four places.
 inline Bytes four_at(const uint8_t *at, int64_t step) {

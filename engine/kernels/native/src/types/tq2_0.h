@@ -21,6 +21,8 @@ struct Tq2 {
         wide->steps = wide->mins = _mm256_set1_epi16(1);
         wide->factors = one_half(half);
     }
+    static constexpr int kSlots = 4;
+    template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) { Q2K::turned_pairs(rows, 0, put); }
 #else
     static Wide one_scale(const uint8_t *half) {
         const Words ones = subtracted(no_words(), -1);
