@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.runtime.decode.graphs import GraphedSteps
-from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.graphs import GraphedSteps, GraphStep
 from engine.runtime.loaded_model import LoadedModel
-from tests.engine.on_devices import BEAMS, PROMPT, answer, chatting, opened, reference
-from tests.engine.single_streams import Alone
+from tests.engine.loaded_tiny import random_prompt
+from tests.engine.on_devices import BEAMS, NEW_TOKENS, PROMPT, Chats, answer, chatting, opened, reference
 
 FAMILIES = (
     "mixtral",
@@ -23,16 +22,23 @@ FAMILIES = (
 )
 
 
-def graphs_of(session: Alone) -> GraphedSteps:
-    """Of a session that repeats its steps."""
-    kv = session._session
-    assert isinstance(kv, KvSession)
-    assert kv.graphs is not None
-    return kv.graphs
+def graphs_of(session: Chats) -> GraphedSteps:
+    """What repeats steps."""
+    exact = session.batch.exact
+    assert exact is not None
+    assert exact.graphs is not None
+    return exact.graphs
+
+
+def step_of(graphs: GraphedSteps, rows: int = 1) -> GraphStep:
+    """The captured step of so many tokens."""
+    step = graphs._kinds[rows].step
+    assert step is not None
+    return step
 
 
 def check_conversation(family: str, folder: Path, **config: Any) -> LoadedModel:
-    """Two turns, beams between them, and the first again."""
+    """Two turns, beams between them, the first again, and several at once."""
     expected = reference(family, folder)
     with opened(expected.folder, **config) as model, chatting(model) as session:
         assert model.devices is not None, model.info.device_note
@@ -47,5 +53,9 @@ def check_conversation(family: str, folder: Path, **config: Any) -> LoadedModel:
         assert graphs.counters.replays > before
         assert list(answer(session, PROMPT, beams=BEAMS).token_ids) == expected.beams
         assert list(answer(session, PROMPT).token_ids) == expected.first
+        prompts = [PROMPT, expected.second_prompt, random_prompt(20, seed=1)]
+        alone = [answer(session, prompt).token_ids for prompt in prompts]
+        assert session.together(prompts, NEW_TOKENS) == alone
         assert graphs.counters.eager == 0
+        assert max(graphs._kinds) > 1 or graphs.most == 1
     return model

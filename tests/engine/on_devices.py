@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from engine.runtime.decode.generation import (
 from engine.runtime.load import binding as device_binding
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
+from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
-from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 MIB = 2**20
@@ -105,18 +107,60 @@ def opened(folder: Path, devices: int = 1, **config: Any) -> Iterator[LoadedMode
             assert card.memory.use().used == 0, (card.name, card.memory.use())
 
 
+class Chats:
+    """Requests of one model, one after the other."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.scheduler = Scheduler(loaded)
+
+    @property
+    def batch(self) -> ContinuousBatch:
+        """Where they are answered, if they share steps."""
+        assert self.scheduler._together is not None, self.scheduler.note
+        return self.scheduler._together
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that context takes."""
+        return self.scheduler.kv_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of context that are held."""
+        return self.scheduler.kv_tokens
+
+    def clear(self) -> None:
+        """Frees the context."""
+        self.scheduler.forget()
+
+    def generate_from_ids(self, ids: Sequence[int], sampling: SamplingParams, **options: Any) -> GenerationResult:
+        """Continues a prompt given as tokens."""
+        return self.scheduler.answer(BatchRequest(0, ids=tuple(ids), sampling=sampling, **options))
+
+    def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[int, ...]]:
+        """The tokens of answers to several prompts at the same time."""
+        ends = dict[int, Outcome]()
+        for number, prompt in enumerate(prompts):
+            request = BatchRequest(0, ids=tuple(prompt), sampling=SamplingParams(max_tokens=tokens), end_ids=NO_END)
+            self.scheduler.submit(request, partial(ends.__setitem__, number))
+        self.scheduler.serve()
+        found = [ends[number] for number in range(len(prompts))]
+        assert all(isinstance(end, GenerationResult) for end in found), found
+        return [end.token_ids for end in found if isinstance(end, GenerationResult)]
+
+
 @contextmanager
-def chatting(model: LoadedModel) -> Iterator[Alone]:
-    """A session that gives the memory of its KV back at the end."""
-    session = Alone(model)
+def chatting(model: LoadedModel) -> Iterator[Chats]:
+    """Requests that give the memory of their context back at the end."""
+    session = Chats(model)
     try:
         yield session
     finally:
-        session.clear()
+        session.scheduler.close()
 
 
 def answer(
-    session: Alone,
+    session: Chats,
     prompt: Sequence[int],
     tokens: int = NEW_TOKENS,
     *,

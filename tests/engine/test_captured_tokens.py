@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native.build import library_path
 from engine.kernels.native.exchange import OverdueError
+from engine.kernels.native.paged_attention import KvType, Piece
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.decode.tabled_attention import TabledAttention
+from engine.runtime.kv.layers import library_cache, new_cache
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.load import binding
 from engine.runtime.load import model as loading
 from engine.runtime.load.forms import Forms
@@ -29,7 +32,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler
-from tests.engine.graph_cases import graphs_of
+from tests.engine.graph_cases import graphs_of, step_of
 from tests.engine.on_devices import answer, chatting, opened, share_misses
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -91,16 +94,27 @@ class Steps:
     def __init__(self, model: LoadedModel, tokens: CardTokens | None) -> None:
         assert model.devices is not None
         step = self._step = StepModel(model.model, model.context_tokens)
-        self.cache, self._beside, self.held = new_cache(model.model), new_cache(model.model), _PROMPT.shape[1]
-        for cache in (self.cache, self._beside):
+        self._beside, self.held, like = new_cache(model.model), _PROMPT.shape[1], library_cache(model.model)
+        for cache in (self._beside, like):
             step(_PROMPT, cache, 0)
-        self.graphs = GraphedSteps(step, model.devices.devices[0], None, tokens)
+        kv_type = next(each for each in KvType if each.dtype == model.model.dtype)
+        caches = PagedCaches.like(like, kv_type, 2, 0)
+        assert caches is not None
+        self._pages = torch.tensor([1, 0], dtype=torch.int32)
+        step(_PROMPT, caches.of(Piece(self._pages, 0, self.held)), 0)
+
+        def one_by_one(ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
+            return step(torch.tensor([list(ids)]), caches.of(pieces[0]), positions[0])[0]
+
+        attention = TabledAttention(model.model, {}, model.context_tokens)
+        device = model.devices.devices[0]
+        self.graphs = GraphedSteps(step, device, caches, 64, attention, one_by_one, takes_rows=True, tokens=tokens)
         self._vocabulary, self._drawn = model.model.config.vocab_size, torch.Generator().manual_seed(3)
 
     def go_on(self, count: int) -> None:
         for _ in range(count):
             token = torch.randint(3, self._vocabulary, (1, 1), generator=self._drawn)
-            logits = self.graphs.step(token, self.cache, self.held)
+            logits = self.graphs.step(token[0].tolist(), [self.held], [Piece(self._pages, self.held, 1)])
             assert logits is not None, self.graphs.refused
             wanted, _ = self._step(token, self._beside, self.held)
             assert torch.cosine_similarity(logits.float(), wanted.float()).item() > 0.995
@@ -129,8 +143,7 @@ def test_tokens_are_those_of_the_dispatcher(
         steps.go_on(TOKENS)
         counters = steps.graphs.counters
         assert (counters.warm_ups, counters.captures, counters.replays, counters.eager) == (1, 1, TOKENS - 2, 0)
-        assert steps.graphs._step is not None
-        assert steps.graphs._step.pieces == 1
+        assert step_of(steps.graphs).pieces == 1
         of_cache = model.caches[0].counters
         assert min(of_cache.hits, of_cache.misses, of_cache.post_fetches) > 0
         launched = [kernel.defines[0][1] for kernel, _ in card.launched if kernel.source == "exchange.cu"]
@@ -172,8 +185,7 @@ def test_tokens_go_the_way_that_is_chosen(card: EmulatedCudaCard, tmp_path: Path
             number = int(tokens.records()["token"].max())
             steps.go_on(3)
             assert steps.graphs.counters.captures == 1 + turn
-            assert steps.graphs._step is not None
-            assert (steps.graphs._step.pieces == 1) == by_itself
+            assert (step_of(steps.graphs).pieces == 1) == by_itself
             assert (int(tokens.records()["token"].max()) > number) == by_itself
             assert len(choice._new) == 3
             assert counters.misses > before
@@ -230,8 +242,7 @@ def test_a_late_answer_is_asked_for_once_more_and_then_the_dispatcher_goes_on(
             steps.go_on(4)
         assert tokens.can_run_more == (late == 1)
         assert sum("by itself" in message for message in caplog.messages) == late - 1
-        assert steps.graphs._step is not None
-        assert steps.graphs._step.pieces == (1 if late == 1 else len(tokens._layers) + 1)
+        assert step_of(steps.graphs).pieces == (1 if late == 1 else len(tokens._layers) + 1)
         steps.graphs.forget()
 
 
@@ -261,7 +272,7 @@ def test_a_card_that_is_lost_is_asked_nothing_more(
         def lost(*_: object) -> None:
             raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "The card has fallen off the bus.")
 
-        monkeypatch.setattr(steps.graphs._step, "replay", lost)
+        monkeypatch.setattr(step_of(steps.graphs), "replay", lost)
         monkeypatch.setattr(tokens._card, "begin", lost)
         with pytest.raises(EngineError, match="bus"):
             steps.go_on(1)

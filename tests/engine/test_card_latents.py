@@ -24,8 +24,9 @@ from engine.kernels.quantise import quantise
 from engine.runtime.decode import tabled_attention
 from engine.runtime.load.binding import speed_up_on_cards
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
+from tests.engine.graph_cases import graphs_of
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
-from tests.engine.tiny_families import tiny_checkpoint, tiny_model
+from tests.engine.tiny_families import tiny_model
 
 pytestmark = needs_compiler
 CPU = torch.device("cpu")
@@ -161,23 +162,12 @@ def test_tokens_are_those_of_transformers(
         assert replaced(model.model) > 0
         card.launched.clear()
         assert list(answer(session, PROMPT).token_ids) == expected.first
+        assert session.together([expected.second_prompt, PROMPT], 12) == [(*expected.second,), (*expected.first,)]
+        assert max(graphs_of(session)._kinds) > 1
         sources = {kernel.source for kernel, _ in card.launched}
         assert {"latent_queries.cu", "latent_attention.cu", "latent_values.cu"} <= sources
         assert "attention.cu" not in sources
     reference.cache_clear()
-
-
-def test_a_window(tmp_path: Path, card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    folder = tiny_checkpoint("deepseek_v3", tmp_path, sliding_window=8)
-    found = []
-    for graphs in ("off", "on"):
-        with opened(folder, graphs=graphs) as model, chatting(model) as session:
-            card.launched.clear()
-            found.append(answer(session, PROMPT).token_ids)
-            ran = any(kernel.source == "latent_attention.cu" for kernel, _ in card.launched)
-            assert ran == (graphs == "on")
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -138,7 +138,7 @@ def test_whatever_is_in_the_slots(policy: str, slots: int, ways: int | None, tmp
 
 def test_prompts_and_tokens_take_turns(tmp_path: Path) -> None:
     folder = tiny_checkpoint("qwen3_moe", tmp_path)
-    with on_card(folder) as (model, tokens), chatting(model) as session:
+    with on_card(folder, speculation="off") as (model, tokens), chatting(model) as session:
         first = answer(session, list(range(5, 60)), 20).token_ids
         number = int(tokens._exchange.records()["token"].max())
         assert number >= 19

@@ -228,9 +228,10 @@ def test_what_is_not_an_expert_may_lack_memory_too(
         before = slots(model)
         attention = model.model.model.layers[1].self_attn
         failing = Failing(attention.forward, lambda: torch.OutOfMemoryError("no memory for attention"))
-        failing.coming = iter([False] * where + [True])
-        monkeypatch.setattr(attention, "forward", failing)
-        assert list(answer_while(model, nothing).token_ids) == tokens(PROMPT, TOKENS)
+        with chatting(model) as session:
+            failing.coming = iter([False] * where + [True])
+            monkeypatch.setattr(attention, "forward", failing)
+            assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
         assert failing.failed == 1
         assert 0 < slots(model) < before
 

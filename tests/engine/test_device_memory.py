@@ -125,6 +125,12 @@ def test_a_longer_context_takes_the_experts_place_and_gives_it_back(checkpoints:
             assert_within_budget(model, session.kv_bytes)
         with_beams = answer(session, TEXT[:200], beams=2)
         assert list(with_beams.token_ids) == library_tokens(library, TEXT[:200], 12, num_beams=2)
+        session.clear()
+        assert slots(model) == before
+    with opened(folder, vram_bytes=7 * MIB // 16, cache_slots=1000) as model, chatting(model) as session:
+        before, prompts = slots(model), [TEXT[:120], TEXT[50:170]]
+        alone = [tuple(library_tokens(library, prompt, 12)) for prompt in prompts]
+        assert session.together(prompts, 12) == alone
         assert slots(model) < before
         session.clear()
         assert slots(model) == before

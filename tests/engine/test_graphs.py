@@ -16,10 +16,11 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.kernels.torch_experts import TorchExperts
+from engine.runtime.decode import graphs
 from engine.runtime.decode.graphs import GraphStep
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from tests.combinations import some
-from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of
+from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of, step_of
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, memory_use, opened, reference, share_misses
 
@@ -61,10 +62,8 @@ def test_families_that_cannot_are_left_alone_and_it_is_said_once(
 
 
 @pytest.mark.parametrize("family", some(["mixtral", "qwen3_moe", "gpt_oss"], every=4))
-def test_long_answers_grow_out_of_their_rows_and_windows(
-    family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.runtime.kv.fixed.ROWS_STEP", 64)
+def test_long_answers_grow_out_of_their_pages(family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "GATHERED_PAGES", 2)
     folder = reference(family, checkpoints).folder
     prompt = random_prompt(20, seed=4)
     with opened(folder, cache_slots=4) as model, chatting(model) as session:
@@ -73,16 +72,15 @@ def test_long_answers_grow_out_of_their_rows_and_windows(
         assert answer(session, prompt, 150).token_ids == wanted
         counters = graphs_of(session).counters
         assert counters.eager == 0
-        assert counters.replays > 140
-        assert counters.captures == counters.warm_ups == (1 if family == "mixtral" else 3)
+        assert counters.replays > 130
+        assert counters.captures >= 3
 
 
 def test_a_step_is_cut_where_experts_are_called(checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)
     with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
         assert list(answer(session, PROMPT).token_ids) == expected.first
-        step = graphs_of(session)._step
-        assert step is not None
+        step = step_of(graphs_of(session))
         assert step.pieces == model.model.config.num_hidden_layers + 1
 
 
@@ -99,10 +97,8 @@ def test_experts_that_wait_for_nothing_are_part_of_the_graph(
                 setattr(module, BANK_LAYER, (layer, _WaitsForNothing(kernel)))
         assert list(answer(session, PROMPT).token_ids) == expected.first
         graphs = graphs_of(session)
-        step = graphs._step
         assert graphs.refused is None
-        assert step is not None
-        assert step.pieces == 1
+        assert step_of(graphs).pieces == 1
 
 
 class _WaitsForNothing:
@@ -165,15 +161,14 @@ def test_a_cancelled_answer_goes_on_from_its_cache(checkpoints: Path) -> None:
         assert graphs_of(session).counters.captures == 1
 
 
-def test_a_new_chat_and_other_kernels_are_captured_anew(checkpoints: Path) -> None:
+def test_a_step_serves_every_chat_and_is_captured_anew_with_other_kernels(checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)
     with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
-        graphs = graphs_of(session)
-        for _ in range(2):
+        for seed in range(2):
             assert list(answer(session, PROMPT).token_ids) == expected.first
-            session.clear()
-        assert graphs.counters.captures == 2
-        answer(session, PROMPT)
+            answer(session, random_prompt(40, seed=seed))
+        graphs = graphs_of(session)
+        assert graphs.counters.captures == len(graphs._kinds)  # of one token, and of tokens that were guessed
         recorder = RoutingRecorder(model)
         recorder.begin_sequence()
         before = graphs.counters.replays
@@ -186,25 +181,12 @@ def test_what_graphs_hold_is_counted_and_given_back(checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)
     with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
         answer(session, PROMPT)
-        step = graphs_of(session)._step
-        assert step is not None
+        step = step_of(graphs_of(session))
         assert step.nbytes > 0
         held = memory_use(model)[0].by_category[MemoryCategory.ACTIVATIONS]
         assert held >= step.nbytes
         session.clear()
         assert memory_use(model)[0].by_category[MemoryCategory.ACTIVATIONS] < held
-
-
-def test_windows_that_are_kept_beside_the_cache_are_counted(checkpoints: Path) -> None:
-    expected = reference("mixtral", checkpoints)
-    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
-        answer(session, PROMPT)
-        graphs = graphs_of(session)
-        assert graphs._cache is not None
-        assert graphs._step is not None
-        rings = sum(layer.keys.nbytes + layer.values.nbytes for layer in graphs._cache.layers)
-        assert rings > 0
-        assert graphs._memory.nbytes == rings + graphs._step.nbytes
 
 
 def test_a_device_without_room_for_graphs_does_without(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:

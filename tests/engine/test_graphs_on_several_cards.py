@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,14 +16,17 @@ from engine.devices.device import Device
 from engine.devices.emulated import RecordedGraph, open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.profiles import read_profile
+from engine.kernels.native.paged_attention import KvType, Piece
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel
+from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.decoder_layers import _carriers, layer_names, move_between
-from engine.runtime.kv.fixed import FixedPosition
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv import tabled
+from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.segments import SegmentedCapture, _Crossing, _Segments
 from tests.engine.cards_apart import CARDS, CardsApart
-from tests.engine.graph_cases import check_conversation, graphs_of
+from tests.engine.graph_cases import check_conversation, graphs_of, step_of
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses
 from tests.engine.tiny_families import tiny_model
 
@@ -61,15 +64,13 @@ def test_each_card_has_a_graph_of_its_own_layers(devices: int, checkpoints: Path
     expected = reference("qwen3_moe", checkpoints)
     with opened(expected.folder, 1, graphs="on", cache_slots=4) as alone, chatting(alone) as session:
         on_one = answer(session, PROMPT)
-        step = graphs_of(session)._step
-        assert step is not None
+        step = step_of(graphs_of(session))
         logits = step.logits.clone()
     with opened(expected.folder, devices, graphs="on", cache_slots=4) as model, chatting(model) as session:
         assert model.devices is not None
         assert list(answer(session, PROMPT).token_ids) == list(on_one.token_ids) == expected.first
         graphs = graphs_of(session)
-        step = graphs._step
-        assert step is not None
+        step = step_of(graphs)
         assert torch.equal(step.logits, logits)
         parts = [part for piece in step._pieces if isinstance(piece, _Segments) for part in piece.parts]
         crossings = sum(isinstance(part, _Crossing) for part in parts)
@@ -141,19 +142,10 @@ def test_a_failed_capture_leaves_no_card_capturing() -> None:
         card.close()
 
 
-def test_a_position_is_known_on_every_card() -> None:
-    position = FixedPosition(torch.device("cpu"))
-    there = position.on(torch.device("meta"))
-    assert there is position.on(torch.device("meta")) is not position
-    assert position.on(torch.device("cpu")) is position
-    assert there.rows.device.type == "meta"
-    position.set(5)
-    assert position.rows.tolist() == [5]
-
-
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mixtral"])
 @pytest.mark.parametrize("cards", [2, 3])
-def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int) -> None:
+def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tabled, "upload", lambda tensor, place: tensor.to(place))  # which would pin it for a card
     model = tiny_model(family, num_hidden_layers=4)
     if family == "mixtral":
         model.set_experts_implementation("batched_mm")  # what else the library has reads numbers back
@@ -175,16 +167,33 @@ def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int) -> N
         opened.enter_context(apart)
         move_between(model, names.on(of_layer), places, is_captured=True)
         step = StepModel(model, 64)
-        _, cache = step(prompt.to(places[0]), new_cache(model, 64), 0)
+        like = library_cache(model)
+        step(torch.tensor([[3]]).to(places[0]), like, 0)
+        caches = PagedCaches.like(like, KvType.FP32, 4, 0)
+        assert caches is not None
+        caches.resize(3, 0)
+        assert [paged.keys.device for paged in caches.layers] == [places[index] for index in of_layer]  # type: ignore[union-attr]
+        pages = [torch.tensor([page], dtype=torch.int32) for page in (2, 0)]
+        for own in pages:
+            step(prompt.to(places[0]), caches.of(Piece(own, 0, prompt.shape[1])), 0)
+
+        def one_by_one(ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
+            each = zip(ids, pieces, positions, strict=True)
+            return torch.cat([step(torch.tensor([[i]]).to(places[0]), caches.of(p), at)[0] for i, p, at in each])
+
         first = replace(devices[0], new_capture=lambda: SegmentedCapture(devices))
-        graphs = GraphedSteps(step, first)
+        attention = TabledAttention(model, {}, 64)
+        graphs = GraphedSteps(step, first, caches, 64, attention, one_by_one, takes_rows=True)
         for count, (token, expected) in enumerate(zip(tokens, told, strict=True)):
-            logits = graphs.step(torch.tensor([[token]]).to(places[0]), cache, prompt.shape[1] + count)
+            at = prompt.shape[1] + count
+            if count == 2:  # pages get other memory, where a longer context needs that
+                caches.resize(4, 0)
+            logits = graphs.step([token] * 2, [at] * 2, [Piece(own, at, 1) for own in pages])
             assert graphs.refused is None, graphs.refused
             assert logits is not None
             assert logits.device == places[0]
-            torch.testing.assert_close(logits[0], expected, check_device=False)
-        assert [layer.keys.device for layer in cache.layers] == [places[index] for index in of_layer]
-        assert (graphs.counters.warm_ups, graphs.counters.captures, graphs.counters.replays) == (1, 1, 2)
+            for row in logits:
+                torch.testing.assert_close(row, expected, check_device=False)
+        assert (graphs.counters.warm_ups, graphs.counters.captures, graphs.counters.replays) == (2, 2, 0)
         assert apart.copies
         graphs.forget()

@@ -414,7 +414,7 @@ def test_what_was_read_on_devices_is_kept_too(devices: int, tmp_path: Path) -> N
         ask(scheduler, B[:100])
         again = further(A[:150], first)
         (second,) = ask(scheduler, again)
-        assert second.reused_tokens == 128 == second.from_ram + second.from_disk
+        assert second.reused_tokens == len(A[:150]) + len(first.token_ids) - 1  # both are in pages there
         scheduler.close()
         with chatting(model) as alone:
             sampling = SamplingParams(max_tokens=8)

@@ -25,7 +25,7 @@ from engine.telemetry.analysis import lane_seconds
 from engine.telemetry.lanes import CPU_EXPERTS, DECODE, DENSE, EXPERTS, GPU, GRAPH, HEAD, PREFILL
 from engine.telemetry.recorder import RECORDER
 from engine.telemetry.trace_export import Collection, collected, trace_events
-from tests.engine.graph_cases import graphs_of
+from tests.engine.graph_cases import graphs_of, step_of
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, reference, share_misses
 from tests.engine.recorded_runs import of_lane, recorded_chat
 from tests.unit.trace_format import check_trace
@@ -117,7 +117,7 @@ def test_dense_work_of_every_layer_and_the_head_are_seen(folder: Path, options: 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_pieces_of_graphs_are_seen_with_their_layers(family: str, folder: Path) -> None:
     expected = reference(family, folder)
-    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
+    with opened(expected.folder, graphs="on", cache_slots=3, speculation="off") as model, chatting(model) as session:
         assert list(answer(session, PROMPT).token_ids) == expected.first
         telemetry = ModelTelemetry(model)
         numbers = [layer.number for layer in telemetry._layers]
@@ -127,9 +127,7 @@ def test_pieces_of_graphs_are_seen_with_their_layers(family: str, folder: Path) 
                 assert list(answer(session, expected.second_prompt).token_ids) == expected.second
         finally:
             telemetry.stop()
-        step = graphs_of(session)._step
-        assert step is not None
-        spans = step.spans
+        spans = step_of(graphs_of(session)).spans
     check_device_lane(collection)
     assert len(spans) == len(numbers) + 1
     assert spans[-1] == (HEAD, -1, 1)
@@ -146,7 +144,7 @@ def test_pieces_of_graphs_are_seen_with_their_layers(family: str, folder: Path) 
 
 def test_a_step_that_is_one_graph_is_one_span_and_its_capture_too(folder: Path) -> None:
     expected = reference("qwen3_moe", folder)
-    with opened(expected.folder, graphs="on") as model:
+    with opened(expected.folder, graphs="on", speculation="off") as model:
         kernels = _never_wait(model)
         collection, _ = recorded_chat(model)
     layers = len(kernels)

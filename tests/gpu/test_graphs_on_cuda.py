@@ -11,7 +11,7 @@ import torch
 from engine.devices.card import open_card
 from engine.devices.cuda import CUDA
 from engine.devices.memory_budget import MemoryCategory
-from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of
+from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of, step_of
 from tests.engine.on_devices import MIB, PROMPT, answer, chatting, memory_use, opened, reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,8 +38,7 @@ def test_with_all_experts_on_the_card_a_step_is_one_graph(family: str, folder: P
         answer(chat, PROMPT)
         graphs = graphs_of(chat)
         assert graphs.refused is None
-        assert graphs._step is not None
-        assert graphs._step.pieces == 1
+        assert step_of(graphs).pieces == 1
 
 
 def test_what_graphs_hold_is_counted_and_given_back(folder: Path) -> None:
@@ -49,12 +48,11 @@ def test_what_graphs_hold_is_counted_and_given_back(folder: Path) -> None:
         chatting(model) as chat,
     ):
         answer(chat, PROMPT)
-        step = graphs_of(chat)._step
-        assert step is not None
+        step = step_of(graphs := graphs_of(chat))
         assert step.nbytes > 0
         assert memory_use(model)[0].by_category[MemoryCategory.ACTIVATIONS] >= step.nbytes
         chat.clear()
-        assert graphs_of(chat)._step is None
+        assert not graphs._kinds
 
 
 def test_a_capture_that_fails_leaves_the_card_as_it_was() -> None:

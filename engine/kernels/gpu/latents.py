@@ -55,10 +55,10 @@ _SAME = 0.9
 
 @dataclass(frozen=True, slots=True)
 class LatentContext:
-    """The context of one layer in a step of a single token.
+    """The context of one layer in a step of a few tokens.
 
     Attributes:
-        held: int64 [1], tokens before.
+        held: int64 [q], tokens before each.
         window: tokens seen, itself included; 0: all.
     """
 
@@ -99,11 +99,11 @@ class CardLatents:
         cache: Any = None,
         **more: Any,
     ) -> Any:
-        """As the library's; a single token over tables is the kernels'."""
+        """As the library's; a few tokens over tables are the kernels'."""
         latents = getattr(cache, "latents", None)
-        if latents is not None and hidden_states.shape[:2] == (1, 1) and hidden_states.dtype in STATES:
+        if latents is not None and len(hidden_states) == 1 and hidden_states.dtype in STATES:
             context = latents(self._module.layer_idx, attention_mask)
-            if self._kernel.keeps(context.table):
+            if self._kernel.keeps(context.table) and hidden_states.shape[1] == len(context.held):
                 return self.step(hidden_states, position_embeddings, context), None
         return self.in_library(
             hidden_states=hidden_states,
@@ -114,8 +114,8 @@ class CardLatents:
         )
 
     def step(self, hidden_states: torch.Tensor, embeddings: Any, context: LatentContext) -> torch.Tensor:
-        """[1, 1, hidden] -> the same, with the token stored in its context."""
-        module, shape, norm = self._module, self._shape, self._norm
+        """[1, q, hidden] -> the same, with each token stored in its context."""
+        module, shape, norm, tokens = self._module, self._shape, self._norm, hidden_states.shape[1]
         if module.q_lora_rank is None:
             queries = module.q_proj(hidden_states)
         else:
@@ -124,25 +124,25 @@ class CardLatents:
             context.table,
             shape,
             self._matrix,
-            queries.view(1, shape.heads, shape.key_dim + shape.rope),
-            module.kv_a_proj_with_mqa(hidden_states).view(1, shape.rank + shape.rope),
+            queries.view(tokens, shape.heads, shape.key_dim + shape.rope),
+            module.kv_a_proj_with_mqa(hidden_states).view(tokens, shape.rank + shape.rope),
             LatentNorm(norm.weight, norm.epsilon, norm.form.offset, norm.form.rounds_once),
-            _angles(embeddings),
+            _angles(embeddings, tokens),
             self._form,
             context.held,
             scale=module.scaling,
             window=context.window,
         )
-        result: torch.Tensor = module.o_proj(found.view(1, 1, shape.heads * shape.value_dim))
+        result: torch.Tensor = module.o_proj(found.view(1, tokens, shape.heads * shape.value_dim))
         return result
 
 
-def _angles(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, [1, n]: complex numbers have them in turn."""
+def _angles(embeddings: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, [q, n]: complex numbers have them in turn."""
     if isinstance(embeddings, torch.Tensor):
-        both = torch.view_as_real(embeddings).reshape(1, -1)
+        both = torch.view_as_real(embeddings).reshape(tokens, -1)
         return both, both[:, 1:]
-    cos, sin = (each.reshape(1, -1) for each in embeddings)
+    cos, sin = (each.reshape(tokens, -1) for each in embeddings)
     return cos, sin
 
 

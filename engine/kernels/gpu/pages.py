@@ -28,6 +28,13 @@ class PageTable:
         self.kv_type, self.ring = kv_type, ring
         self.entries = torch.zeros(sequences, parts, 1 + pages, dtype=torch.int64, device=device)
 
+    @classmethod
+    def of(cls, kv_type: KvType, entries: torch.Tensor) -> PageTable:
+        """Whose entries are others' to write."""
+        table = cls(kv_type, 0, 0, entries.device)
+        table.entries = entries
+        return table
+
     @property
     def tokens(self) -> int:
         """Room for so many of a sequence."""

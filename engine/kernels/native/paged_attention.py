@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ class AttentionTerms:
 
 
 class PagedLayer:
-    """The pages of one attention layer, in RAM.
+    """The pages of one attention layer, in RAM or in a device's memory.
 
     Keys are [pages, kv_heads, PAGE_TOKENS, key_dim], values [pages, kv_heads, PAGE_TOKENS, value_dim].  Memory is not
     touched until tokens are added.
@@ -104,19 +105,27 @@ class PagedLayer:
             as fast as one piece; else a page's heads do, so that a page is moved as one.
         index_dim: width of the keys by which an index of important tokens is looked up, [pages, 1, PAGE_TOKENS,
             index_dim]; 0 without one.
+        place: the device whose memory they are; None for RAM.
     """
 
     def __init__(
-        self, shape: KvShape, kv_type: KvType, pages: int, *, by_head: bool = False, index_dim: int = 0
+        self,
+        shape: KvShape,
+        kv_type: KvType,
+        pages: int,
+        *,
+        by_head: bool = False,
+        index_dim: int = 0,
+        place: torch.device | None = None,
     ) -> None:
-        self.shape, self.kv_type, self.by_head = shape, kv_type, by_head
-        index = torch.empty(pages, 1, PAGE_TOKENS, index_dim, dtype=kv_type.dtype) if index_dim else None
-        self.index = index
+        self.shape, self.kv_type, self.by_head, self.place = shape, kv_type, by_head, place
 
-        def empty(*rest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def empty(*rest: int, heads: int = shape.kv_heads, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             if by_head:
-                return torch.empty(shape.kv_heads, pages, PAGE_TOKENS, *rest, dtype=dtype).transpose(0, 1)
-            return torch.empty(pages, shape.kv_heads, PAGE_TOKENS, *rest, dtype=dtype)
+                return torch.empty(heads, pages, PAGE_TOKENS, *rest, dtype=dtype, device=place).transpose(0, 1)
+            return torch.empty(pages, heads, PAGE_TOKENS, *rest, dtype=dtype, device=place)
+
+        self.index = empty(index_dim, heads=1, dtype=kv_type.dtype) if index_dim else None
 
         self.keys = empty(shape.key_dim, dtype=kv_type.dtype)
         self.values = empty(shape.value_dim, dtype=kv_type.dtype)
@@ -145,6 +154,13 @@ class PagedLayer:
             part.key_scales, part.value_scales = self.key_scales[:, cut], self.value_scales[:, cut]
         return part
 
+    def resize(self, pages: int) -> None:
+        """So many pages from now on, the first of which hold what they held: of those in a device's memory."""
+        assert not self.by_head
+        for name in ("keys", "values", "key_scales", "value_scales", "index"):
+            if (part := getattr(self, name)) is not None:
+                setattr(self, name, _resized(part, pages, self.place))
+
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
         for part in (self.keys, self.values, self.key_scales, self.value_scales, self.index):
@@ -169,7 +185,7 @@ class PagedLayer:
     @property
     def page_bytes(self) -> int:
         """Of a page."""
-        index = self.index[:1].nbytes if self.index is not None else 0
+        index = math.prod(self.index.shape[1:]) * self.index.element_size() if self.index is not None else 0
         return self.shape.page_bytes(self.kv_type) + index
 
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
@@ -204,19 +220,19 @@ class StatePages:
 
     @classmethod
     def like(cls, recent: torch.Tensor | None, state: torch.Tensor | None, pages: int) -> StatePages:
-        """Pages of what a layer of the library holds of a sequence, [1, channels, taps] and [1, ...]; it may have one
-        of both, or nothing at all."""
+        """Pages of what a layer of the library holds of a sequence, [1, channels, taps] and [1, ...], where that is; it
+        may have one of both, or nothing at all.  In a card's memory there are none yet: see `resize`."""
         made = cls(0, 0, (0,), pages)
         if recent is not None:
-            made.recent = torch.empty(pages, *recent.shape[1:], dtype=recent.dtype)
+            made.recent = recent.new_empty(pages if recent.device.type == "cpu" else 0, *recent.shape[1:])
         if state is not None:
-            made.states = torch.empty(pages, *state.shape[1:], dtype=state.dtype)
+            made.states = state.new_empty(pages if state.device.type == "cpu" else 0, *state.shape[1:])
         return made
 
     @property
     def page_bytes(self) -> int:
         """Of a sequence's state."""
-        return sum(part[:1].numel() * part.element_size() for part in (self.recent, self.states))
+        return sum(math.prod(part.shape[1:]) * part.element_size() for part in (self.recent, self.states))
 
     def clear(self, page: int) -> None:
         """Makes a page that of no tokens."""
@@ -228,15 +244,26 @@ class StatePages:
         self.recent[target].copy_(self.recent[source])
         self.states[target].copy_(self.states[source])
 
+    def resize(self, pages: int) -> None:
+        """See `PagedLayer.resize`."""
+        self.recent, self.states = (_resized(part, pages, part.device) for part in (self.recent, self.states))
+
     def discard(self, pages: Sequence[int]) -> None:
         """See `PagedLayer.discard`."""
         for part in (self.recent, self.states):
-            if part.numel():
+            if part.numel() and part.device.type == "cpu":
                 _discard(part, pages)
 
     def held(self) -> PagesStruct:
         """The struct of the pages; it points into them."""
         return PagesStruct(self.recent.data_ptr(), self.states.data_ptr())
+
+
+def _resized(part: torch.Tensor, pages: int, place: torch.device | None) -> torch.Tensor:
+    resized = torch.empty(pages, *part.shape[1:], dtype=part.dtype, device=place)
+    if kept := min(pages, len(part)):
+        resized[:kept] = part[:kept]
+    return resized
 
 
 def _discard(part: torch.Tensor, pages: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
+from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.batch.row_mixers import RowMixers
@@ -32,9 +33,10 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.pages import PageSizes
 from engine.runtime.kv.window_masks import configs_of
+from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
 from engine.runtime.schedule.row import PagedRow
@@ -119,8 +121,10 @@ class PackedModel:
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
-        if not packs_mixers(loaded):
-            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT, self._kv_type, self._states)
+        self._may_have_pages = has_pages(loaded) and policy.on_device == (loaded.devices is not None)
+        if not packs_mixers(loaded) or (policy.on_device and keeps_latents(loaded.model)):
+            left, may = policy.kv_bytes // _LEFT, self._may_have_pages
+            self.mixers = RowMixers(loaded, left, self._kv_type, self._states, may_have_pages=may)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
         self._native: NativeRows | None = None
@@ -141,7 +145,7 @@ class PackedModel:
         if loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
             apart = self.mixers.apart if self.mixers is not None else frozenset[Any]()
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
-        if policy.schedule is not HYBRID and self.mixers is None:
+        if policy.schedule is not HYBRID and self.mixers is None and not policy.on_device:
             self._pipeline = self._opened_pipeline()
         self.caches: PagedCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
@@ -156,6 +160,15 @@ class PackedModel:
         """See `PagePool`."""
         self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.own_caches else 0)) // self.page_bytes)
         """Pages that fit into the budget."""
+        if policy.on_device and loaded.devices is not None:
+            self.pages = PageRoom.most(loaded.devices, self.page_bytes)
+        self.room: PageRoom | None = None
+        """What pages take of devices, if they lie there."""
+        self.logits_place = loaded.device if policy.on_device else torch.device("cpu")
+        """Where a sweep's are."""
+        self._attention = dict[torch.device, PagedAttention]()
+        self._placed: tuple[Pieces, PlacedRows] | None = None
+        self._generation = 0
 
     def _slides(self) -> bool:
         """Whether layers with a window have pages of their own: all that is computed is over pages in RAM."""
@@ -198,6 +211,7 @@ class PackedModel:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
             is_over_pages = self._loaded.kernels is not None and (self.mixers is None or self.mixers.attends_over_pages)
+            is_over_pages = is_over_pages and not self.caches.are_of_card
             self._exact = PagedSteps.of(self._loaded, self.caches, self._attending if is_over_pages else None)
         return self._exact
 
@@ -212,6 +226,8 @@ class PackedModel:
             if self._native is not None:
                 self._native.allocate_states(states)
                 self.caches = self._native.caches()
+        if self._policy.on_device and self.caches is not None and (devices := self._loaded.devices) is not None:
+            self.room = PageRoom(devices, self.caches, pages_for(self.context_tokens))
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)
@@ -222,7 +238,7 @@ class PackedModel:
     def _shares_pages(self, pages: int, windows: int, *, by_head: bool) -> bool:
         """Whether modules attend over the same pages as the library's cache of this model, which are allocated then."""
         is_native = self._native is not None and self._native.has_all
-        if is_native or self._read is None or not has_pages(self._loaded):
+        if is_native or self._read is None or not self._may_have_pages:
             return False
         caches = PagedCaches.like(self._read, self._kv_type, pages, 0, windows, by_head=by_head)
         if caches is None or not self._states.attend_over(caches):
@@ -252,16 +268,20 @@ class PackedModel:
             while any(device.memory.excess for device in devices.devices) and self.lighten():
                 pass
 
-    def lighten(self) -> bool:
+    def lighten(self, *, is_exact: bool = False) -> bool:
         """After a sweep for which a device had no memory: the next one computes fewer tokens at once, beside fewer
-        experts, and at last without whole layers of them.  Whether there was anything of that to be done."""
+        experts, and at last without whole layers of them.  Whether there was anything of that to be done.
+
+        Args:
+            is_exact: whether the sweep was of `PagedSteps`, which read as much at once as they are told.
+        """
         devices = self._loaded.devices
         if devices is None:
             return False
         for device in devices.devices:
             device.recover()
         freed = sum(each.shrink() for each in devices.experts.activations)
-        tokens = max(PAGE_TOKENS, self._micro_batch_tokens // 2)
+        tokens = self._micro_batch_tokens if is_exact else max(PAGE_TOKENS, self._micro_batch_tokens // 2)
         is_less = devices.shrink() or tokens < self._micro_batch_tokens
         self._micro_batch_tokens = tokens
         if not is_less and self._pipeline is not None and self._pipeline.keeps_pages:
@@ -347,7 +367,7 @@ class PackedModel:
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
                 own = [piece for _row, piece in pieces]
-                is_swept = len(own) > 1 and not self._exact.is_native
+                is_swept = len(own) > 1 and not self._exact.is_native and self._exact.most_rows == 1
                 logits = (self._beams if is_swept else self._exact.write)(ids, own, positions)
         begin = 0
         for each in work if heard else ():
@@ -366,7 +386,10 @@ class PackedModel:
             recording = (
                 self.mixers.record_pieces([[token] for token in ids], positions, own)
                 if self.mixers is not None
-                else self._layers.record(torch.tensor([ids]), torch.tensor([positions]))
+                else self._layers.record(
+                    torch.tensor([ids], device=self._loaded.device),
+                    torch.tensor([positions], device=self._loaded.device),
+                )
             )
         batch = _MicroBatch(own, recording, recording.hidden, list(range(len(ids))))
         for index in range(len(self._layers)):
@@ -425,14 +448,32 @@ class PackedModel:
 
     @contextmanager
     def _where_pages_are(self) -> Iterator[None]:
-        """Without a schedule attention is computed in RAM, unless some of the pages are on the device."""
-        pipeline = self._pipeline
+        """Without a schedule attention is computed in RAM, unless pages, or some of them, are on the device."""
+        pipeline, caches = self._pipeline, self.caches
         if pipeline is not None and pipeline.keeps_pages:
             self._states.elsewhere = pipeline.attend_now
+        elif self.mixers is None and caches is not None and caches.are_of_card:
+            if self._generation != caches.generation:
+                self._generation = caches.generation
+                self._states.attend_over(caches)
+            self._states.elsewhere = self._attend_there
         try:
             yield
         finally:
             self._states.elsewhere = None
+
+    def _attend_there(
+        self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention over pages in a device's memory, see `PagedStates.elsewhere`."""
+        pieces, place = self._states.pieces, queries.device
+        assert pieces is not None
+        if self._placed is None or self._placed[0] is not pieces:
+            self._placed = pieces, PlacedRows(pieces)
+        attention = self._attention.setdefault(place, PagedAttention(place, None))
+        states = (each[0].transpose(0, 1).contiguous() for each in (queries, keys, values))
+        layer, terms = self._states.layer_of(module)[0], self._states.terms_of(module)
+        return attention.attend(layer, terms, self._placed[1], *states)[None]
 
     def time_parts(self) -> PartsTimer | None:
         pipeline = self._pipeline
@@ -443,6 +484,10 @@ class PackedModel:
 
     def close(self) -> None:
         """Releases the device memory that sweeps use, and what rows left.  Safe to call twice."""
+        if self._exact is not None:
+            self._exact.close()
+        if self.room is not None:
+            self.room.release()
         if self.mixers is not None:
             self.mixers.forget()
         if self._pipeline is not None:
@@ -544,7 +589,7 @@ class PackedModel:
         if not hidden.shape[1]:
             return torch.empty(0)
         with self._attending(None):
-            logits = (self._native or self._layers).logits(hidden).cpu()
+            logits = (self._native or self._layers).logits(hidden).to(self.logits_place)
         # Micro-batches are not in row order.
         order = [each for part in parts for each in part if each.wants_logits]
         wanted = [each for each in work if each.wants_logits]

@@ -73,6 +73,7 @@ class BatchPolicy:
         row_tokens: a row's tokens at its end, as planned, where keys and values stay on the device.
         outdated: asked after sweeps of all rows: why they are to be planned again, or an empty text.
         kv_type: storage type of keys and values; `None` for the model's own precision.
+        on_device: whether keys and values lie where the layers are that they belong to, on a card; else in RAM.
         ahead: tokens of an answer for which a row reserves pages at a time; `None` for all of them before it begins, so
             that it never has to step aside for another of its kind.
         window, kept: if not 0, tokens only attend to the last `window` tokens and the first `kept` (StreamingLLM, Xiao
@@ -93,6 +94,7 @@ class BatchPolicy:
     row_tokens: int = 0
     outdated: Callable[[], str] = _never
     kv_type: KvType | None = None
+    on_device: bool = False
     window: int = 0
     kept: int = 0
     ahead: int | None = None

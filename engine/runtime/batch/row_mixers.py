@@ -23,7 +23,6 @@ from engine.runtime.batch.layers import DecoderLayers, Further, Recording, repla
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.row_prefixes import LeftCaches
 from engine.runtime.decode.kv_session import KvRoom
-from engine.runtime.decode.paged_steps import has_pages
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.layers import library_cache, new_cache
@@ -95,17 +94,20 @@ class RowMixers(DecoderLayers):
         left_bytes: of the caches that rows leave for others whose prompts begin as theirs, if they have their own.
         kv_type: of keys and values in pages.
         states: has native attention compute over pages where that is what mixers attend by.
+        may_have_pages: whether pages may hold what layers keep.
 
     Raises:
         LookupError: the model does not hand its layers a cache, computes something between them, or its answer would
             depend on how a prompt is read.
     """
 
-    def __init__(self, loaded: LoadedModel, left_bytes: int, kv_type: KvType, states: PagedStates) -> None:
+    def __init__(
+        self, loaded: LoadedModel, left_bytes: int, kv_type: KvType, states: PagedStates, *, may_have_pages: bool
+    ) -> None:
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
-        if loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
+        if not may_have_pages and loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
             raise LookupError("this model's layers are on several devices")
         self._loaded = loaded
         self._caches: PagedCaches | None = None
@@ -113,7 +115,7 @@ class RowMixers(DecoderLayers):
         self._states = states
         with torch.inference_mode():
             try:
-                may_attend = loaded.kernels is not None and not has_index(loaded.model)
+                may_attend = loaded.kernels is not None and loaded.device.type == "cpu" and not has_index(loaded.model)
                 with paged(states, configs_of(loaded.model)) if may_attend else nullcontext():
                     self._mixers, self._read = self._probe()
             except LookupError:  # it attends in another way
@@ -122,7 +124,7 @@ class RowMixers(DecoderLayers):
             states.are_met = True
             self._compare()
         self._kv_type = kv_type
-        pages = PagedCaches.like(self._read, kv_type, 1, 1) if has_pages(loaded) else None
+        pages = PagedCaches.like(self._read, kv_type, 1, 1) if may_have_pages else None
         self.has_pages = pages is not None
         """Whether rows' caches are pages."""
         self.attends_over_pages = pages is not None and bool(states.shapes) and states.attend_over(pages)

@@ -1,6 +1,6 @@
 """Rows over caches of their own, computed one after the other by the library's model: what pages do not hold.
 
-That is so of encoder-decoders, of layers that keep what pages do not know or come from disk, and on cards.
+That is so of encoder-decoders, of layers that keep what pages do not know or come from disk, and on Apple's chips.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class SessionRows:
     """
 
     state_bytes = pages_beside = 0
-    caches = mixers = own_caches = None
+    caches = mixers = own_caches = room = None
+    was_usual = True
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class SessionRows:
     ) -> None:
         self._loaded, self._policy, self._kept = loaded, policy, kept
         self.device, self.chunk_tokens = loaded.device, loaded.chunk_tokens
+        self.logits_place = loaded.device
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         self.guesses = (loaded.speculates if speculates is None else speculates) and not self._encodes
         self.context_tokens = loaded.context_tokens * (1 + self._encodes)  # prompt and answer each have all of it
@@ -151,11 +153,15 @@ class SessionRows:
         """Each row is computed as if alone."""
         return self
 
+    def reads_less(self, tokens: int) -> bool:  # noqa: ARG002 - as of `PagedSteps`
+        """See `PagedSteps`; a session does by itself."""
+        return False
+
     def threads(self) -> AbstractContextManager[None]:
         """See `PackedModel`."""
         return self._loaded.token_by_token()
 
-    def lighten(self) -> bool:
+    def lighten(self, *, is_exact: bool = False) -> bool:  # noqa: ARG002 - as of `PackedModel`
         """After a step for which there was no memory: frees what is only held in case that somebody goes on with it;
         whether there was anything."""
         had = self.tokens - sum(session.tokens for session in self._in_use)

@@ -7,22 +7,22 @@ device's clock when a piece began and ended, and which layers are in it; nothing
 
 The first step of a kind is computed twice: the ordinary way, and on the tensors that stay, which brings kernels into
 being and allocates what libraries want.  Where the two do not agree, a family means something by its cache that is not
-known here, and nothing is captured.  The second step is captured, the others repeat it.  A kind is how many rows of
-keys a step attends to; it ends when the cache gets other buffers, when another cache comes, or when others compute
-experts.
+known here, and nothing is captured.  The second step is captured, the others repeat it.  A kind is how many tokens a
+step has, of one sequence or several; it ends when others compute experts, or, where no kernel attends, when it has to
+read more pages, or others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
@@ -33,14 +33,18 @@ from engine.experts.dispatch import bound_kernel, compute_experts, interrupted_b
 from engine.experts.recording import LAYER_NUMBER
 from engine.kernels.interface import captured_state, is_capturable
 from engine.kernels.native.exchange import OverdueError
+from engine.kernels.native.experts import MAX_TOKENS
+from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
-from engine.runtime.kv.fixed import FixedCache, FixedPosition
-from engine.runtime.kv.tabled import TabledCache
+from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
+from engine.runtime.kv.tabled import GATHERED_PAGES, RowPlaces, RowsCache
 from engine.telemetry.lanes import DENSE, GRAPH, HEAD
 from engine.telemetry.recorder import RECORDER
 
 _log = logging.getLogger(__name__)
+
+OneByOne = Callable[[Sequence[int], Sequence[Piece], Sequence[int]], torch.Tensor]
 
 _UNLIKE = {True: 1e-4, False: 0.03}
 """1 - cosine of logits, in fp32 and in what is rounded more: sums in another order, and a router's near tie."""
@@ -189,17 +193,37 @@ class GraphCounters:
     eager: int = 0
 
 
+@dataclass
+class _Kind:
+    """Steps of so many tokens.
+
+    Attributes:
+        cache: that they read and write.
+        step: once it is captured.
+        generation: of the pages that the step reads without a table.
+    """
+
+    cache: RowsCache
+    generation: int
+    step: GraphStep | None = None
+    is_by_itself: bool = False
+
+
 class GraphedSteps:
-    """Decode steps of one sequence on one device.  Not for several threads.
+    """The next tokens of a few sequences over pages of a device.  Not for several threads.
 
     Args:
         model: computes a step.
-        device: that the whole model is on; it can capture.
-        tabled: attention by the card's kernel, if it has one; where that does not do what the library does, it is left
-            alone from then on.
+        device: that the whole model is on, or begins on; it can capture.
+        caches: the pages.
+        context_tokens: of the longest sequence.
+        attention: over pages.
+        one_by_one: computes the same tokens in the ordinary way: logits [q, V] of ids, positions and sequences.
+        takes_rows: whether layers take several tokens at once.
         tokens: those that the device runs by itself, experts and all: such a step is one graph.
 
     Attributes:
+        most: tokens of a step.
         refused: why this model's steps are not captured any more, once that was found out; it is said in the log once.
     """
 
@@ -207,186 +231,214 @@ class GraphedSteps:
         self,
         model: StepModel,
         device: Device,
-        tabled: TabledAttention | None = None,
+        caches: PagedCaches,
+        context_tokens: int,
+        attention: TabledAttention,
+        one_by_one: OneByOne,
+        *,
+        takes_rows: bool,
         tokens: CardTokens | None = None,
     ) -> None:
-        self._model, self._device, self._tabled, self._tokens = model, device, tabled, tokens
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
-        self._position = FixedPosition(device.torch_device)
+        self._model, self._device, self._attention, self._tokens = model, device, attention, tokens
+        self._caches, self._one_by_one, self._context_tokens = caches, one_by_one, context_tokens
+        self._keeps_latents = keeps_latents(model.model)
         self._memory = device.memory.reserve(0, MemoryCategory.ACTIVATIONS)
-        self._beside = 0
-        self._of: Cache | None = None
-        self._cache: FixedCache | None = None
-        self._step: GraphStep | None = None
-        self._is_by_itself = False
+        self._places: RowPlaces | None = None
+        self._kinds: dict[int, _Kind] = {}
+        self._gathers = False
+        self._most = MAX_TOKENS if takes_rows else 1
         # To a mask a ring of the last tokens is not a chunk that begins again from time to time.
-        self._chunked = "attention in chunks" if model.attends_in_chunks else model.why_not_repeated
+        chunked = "attention in chunks" if model.attends_in_chunks else model.why_not_repeated
         self.counters = GraphCounters()
+        self.was_repeated = False
+        """Whether the last step was: others take longer than such steps do."""
         self.refused: str | None = None
+        if chunked:
+            self._refuse(chunked)
 
-    def step(self, token: torch.Tensor, cache: Cache | None, held: int) -> torch.Tensor | None:
-        """Appends one token [1, 1] to a cache that holds `held`; logits [1, V] after it.
+    @property
+    def most(self) -> int:
+        """Tokens of a step."""
+        return self._most if self.refused is None and not self._gathers else 1
+
+    def step(self, ids: Sequence[int], positions: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor | None:
+        """Computes tokens of sequences, a position for each; logits [q, V].
 
         Returns:
             `None` if the step is to be computed the ordinary way.
 
         Raises:
-            EngineError: experts could not be computed; the cache is of no use then.
+            EngineError: experts could not be computed; what the step was to write is of no use then.
         """
-        fixed = self._fixed(cache, held)
-        if fixed is None:
+        places, rows, replays = self._opened(), len(ids), self.counters.replays
+        self.was_repeated = False
+        if places is None or rows > self.most or not all(piece.held for piece in pieces):
             self.counters.eager += 1
             return None
-        self._token.copy_(token)
-        self._position.set(held)
-        if self._step is None and not fixed.is_warm:
-            assert cache is not None
-            logits = self._warm_up(fixed, cache, held)
-        else:
-            repeated = self._by_itself(fixed) if self._runs_tokens else self._dispatched(fixed)
-            if repeated is None:
-                self.leave()
-                return None
-            logits = repeated
-        fixed.stepped(held + 1)
-        return logits.clone()
+        pages = places.set(ids, positions, pieces)
+        kind = self._kinds.get(rows)
+        if kind is None or not self._is_current(kind, pages):
+            return self._warm_up(places, pages, ids, positions, pieces)
+        repeated = self._by_itself(kind) if rows == 1 and self._runs_tokens else self._dispatched(kind)
+        self.was_repeated = self.counters.replays > replays
+        return repeated.clone() if repeated is not None else None
 
     @property
     def _runs_tokens(self) -> bool:
         tokens = self._tokens
         return tokens is not None and tokens.is_captured and tokens.can_run_more and tokens.takes_next
 
-    def _dispatched(self, cache: FixedCache) -> torch.Tensor | None:
+    def _dispatched(self, kind: _Kind) -> torch.Tensor | None:
         """The step with the experts between its pieces."""
         tokens = self._tokens
-        is_chosen = tokens is not None and tokens.is_captured and tokens.can_run_more
+        is_chosen = tokens is not None and tokens.is_captured and tokens.can_run_more and kind.cache.rows == 1
         with tokens.dispatched() if tokens is not None and is_chosen else nullcontext():
-            return self._repeat(cache)
+            return self._repeat(kind)
 
-    def _by_itself(self, cache: FixedCache) -> torch.Tensor | None:
+    def _by_itself(self, kind: _Kind) -> torch.Tensor | None:
         """The step as a token of the device's own.  One that came to nothing has changed nothing that its repetition
         does not write again."""
         assert self._tokens is not None
         for is_last in (False, True):
             try:
                 with self._tokens.token():
-                    return self._repeat(cache)
+                    return self._repeat(kind)
             except OverdueError as error:
                 if is_last:
                     self._tokens.give_up(str(error))
-        return self._repeat(cache)
+        return self._repeat(kind)
 
-    def _repeat(self, cache: FixedCache) -> torch.Tensor | None:
+    def _repeat(self, kind: _Kind) -> torch.Tensor | None:
         """The step once more, captured before if it is the first or something has changed."""
         by_itself = self._tokens is not None and self._tokens.is_open
-        if self._step is not None and not (self._step.is_current and self._is_by_itself == by_itself):
-            self._forget_step()
-        self._is_by_itself = by_itself
-        if self._step is None:
-            return self._capture(cache)
+        if kind.step is not None and not (kind.step.is_current and kind.is_by_itself == by_itself):
+            self._forget_step(kind)
+        kind.is_by_itself = by_itself
+        if kind.step is None:
+            return self._capture(kind)
         self.counters.replays += 1
-        return self._step.replay()
-
-    def leave(self) -> None:
-        """Before other code uses the cache: writes back what is kept elsewhere meanwhile."""
-        if self._cache is not None and self._cache.leave():
-            self.forget()
+        return kind.step.replay()
 
     def forget(self) -> None:
-        """Lets go of the cache and of all that was captured."""
-        self._forget_step()
-        self._cache = self._of = None
+        """Lets go of all that was captured."""
+        for kind in self._kinds.values():
+            self._forget_step(kind)
+        self._kinds, self._places = {}, None
         self._memory.release()
 
-    def _fixed(self, cache: Cache | None, held: int) -> FixedCache | None:
-        """The cache of steps that are repeated, a new one where the old one does not do."""
-        if self.refused is not None or cache is None or not held:
-            return None
-        if self._cache is not None and self._of is cache and self._cache.holds(held, held + 1):
-            return self._cache
-        self.leave()
-        self.forget()
-        try:
-            kind = FixedCache if self._tabled is None else TabledCache
-            self._beside = kind.bytes_beside(cache)
-            self._memory.resize(self._beside)
-        except DeviceMemoryError as error:
-            self._refuse(str(error))
-            return None
-        made = self._chunked or kind.over(cache, held + 1, self._position)
-        if isinstance(made, str):
-            self._memory.release()
-            self._refuse(made)
-            return None
-        self._of, self._cache = cache, made
-        return made
+    def _opened(self) -> RowPlaces | None:
+        """Where tokens go; None if there is no memory for that, or no step is repeated any more."""
+        if self._places is None and self.refused is None:
+            place = self._device.torch_device
+            places = RowPlaces(self._caches, self._most, self._context_tokens, place)
+            try:
+                self._memory.resize(places.nbytes)
+                self._places = places
+            except DeviceMemoryError as error:
+                self._refuse(str(error))
+        return self._places
 
-    def _forward(self, cache: FixedCache) -> torch.Tensor:
-        attending = self._tabled.over(cache) if isinstance(cache, TabledCache) and self._tabled else nullcontext()
-        with attending:
-            return self._model.at(self._position.ids, self._token, cache)[0]
+    def _is_current(self, kind: _Kind, pages: int) -> bool:
+        """Whether such steps read the pages that there are, as many as are needed."""
+        if self._attention.kernels and kind.cache.rows == 1 and not self._gathers:
+            return True  # a table says where they are
+        return kind.generation == self._caches.generation and pages <= kind.cache.pages
 
-    def _captured_forward(self, cache: FixedCache) -> torch.Tensor:
+    def _forward(self, cache: RowsCache) -> torch.Tensor:
+        assert self._places is not None
+        positions, ids = self._places.positions[:, : cache.rows], self._places.ids[:, : cache.rows]
+        with self._attention.over(cache):
+            return self._model.rows_at(positions, ids, cache)
+
+    def _captured_forward(self, cache: RowsCache) -> torch.Tensor:
         if self._tokens is not None and self._tokens.is_captured and self._tokens.is_open:
             return self._tokens.whole(lambda: self._forward(cache))
         return self._forward(cache)
 
-    def _warm_up(self, fixed: FixedCache, cache: Cache, held: int) -> torch.Tensor:
+    def _warm_up(
+        self,
+        places: RowPlaces,
+        pages: int,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        pieces: Sequence[Piece],
+    ) -> torch.Tensor:
         """The step both ways; what counts is the ordinary one, and whether they agree."""
-        fixed.is_warm = True
         self.counters.warm_ups += 1
+        if (before := self._kinds.pop(len(ids), None)) is not None:
+            self._forget_step(before)
+        found, why = None, "its steps come out differently when keys lie in a fixed place"
         try:
-            found: torch.Tensor | None = self._forward(fixed)
+            rounded = min(-(-pages // GATHERED_PAGES) * GATHERED_PAGES, places.most_pages)
+            cache = RowsCache(self._caches, places, len(ids), rounded, gathers=self._gathers)
+            found = self._forward(cache)
         except (EngineError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a family that wants to know more of its cache than this one can say
-            found = None
-            self._doubt(_sentence(error))
-        logits = self._model(self._token, cache, held)[0]
+            why = _sentence(error)
+        logits = self._one_by_one(ids, pieces, [positions[at] for at in _begins(pieces)])
         if found is not None:
-            likeness = torch.cosine_similarity(found.float(), logits.float()).item()
-            if not likeness > 1 - _UNLIKE[self._model.dtype == torch.float32]:
-                self._doubt("its steps come out differently when keys lie in a fixed place")
+            likeness = torch.cosine_similarity(found.float(), logits.float()).min().item()
+            if likeness > 1 - _UNLIKE[self._model.dtype == torch.float32]:
+                self._kinds[len(ids)] = _Kind(cache, self._caches.generation)
+                return logits
+        self._doubt(len(ids), why)
         return logits
 
-    def _capture(self, cache: FixedCache) -> torch.Tensor | None:
+    def _capture(self, kind: _Kind) -> torch.Tensor | None:
         assert self._device.new_capture is not None
         try:
-            step = GraphStep(self._device.new_capture(), lambda: self._captured_forward(cache))
+            step = GraphStep(self._device.new_capture(), lambda: self._captured_forward(kind.cache))
         except ExpertsFailedError as error:
             raise error.reason from None
         except Exception as error:  # whatever a family does that cannot be repeated
             self._refuse(_sentence(error))
             return None
         try:
-            self._memory.resize(self._beside + step.nbytes)
+            self._memory.resize(self._memory.nbytes + step.nbytes)
         except DeviceMemoryError as error:
             step.close()
             self._refuse(str(error))
             return None
-        self._step = step
+        kind.step = step
         self.counters.captures += 1
         return step.logits
 
-    def _doubt(self, why: str) -> None:
-        """A step cannot be repeated as it is: the next one is tried with the library's attention, if this was not."""
-        self._cache = self._of = None  # what the step left there is not written back
-        self._memory.release()
-        if self._tabled is None:
+    def _doubt(self, rows: int, why: str) -> None:
+        """A step cannot be repeated as it is: the next one is tried with fewer tokens, with PyTorch's operators, or by
+        modules that attend by themselves, if this was not."""
+        if rows > 1:
+            self._most = 1
+            _log.info("steps of several tokens are not repeated on %s: %s", self._device.name, why)
+            return
+        if self._attention.kernels:
+            _log.info("PyTorch's operators compute attention on %s: %s", self._device.name, why)
+            self._attention.kernels = {}
+        elif self._keeps_latents and not self._gathers:
+            self._gathers = True
+        else:
             self._refuse(why)
             return
-        _log.info("PyTorch's operators compute attention on %s: %s", self._device.name, why)
-        self._tabled = None
+        for kind in self._kinds.values():
+            self._forget_step(kind)
+        self._kinds = {}
 
     def _refuse(self, why: str) -> None:
         self.refused = why
+        self.forget()
         FALLS.say(f"The graph of decode steps on {self._device.name}", "operators launched one by one", why)
 
-    def _forget_step(self) -> None:
-        if self._step is not None:
-            self._step.close()
-            self._step = None
-            self._memory.resize(self._beside)
+    def _forget_step(self, kind: _Kind) -> None:
+        if kind.step is not None:
+            held = kind.step.nbytes
+            kind.step.close()
+            kind.step = None
+            self._memory.resize(max(0, self._memory.nbytes - held))
+
+
+def _begins(pieces: Sequence[Piece]) -> list[int]:
+    """Which tokens are the first ones of their sequences."""
+    return [0, *accumulate(piece.tokens for piece in pieces)][:-1]
 
 
 def _sentence(error: Exception) -> str:

@@ -12,16 +12,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from engine.common import clock
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import FALLS
-from engine.common.sizes import rounded_down, rounded_up
-from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.decode.drafter import Drafter
 from engine.runtime.decode.generation import BeamModel, ProgressCallback, Reading, ReusedCallback, ignore_reused
-from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
-from engine.runtime.decode.tabled_attention import tabled_attention
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import from_cache, into_cache
@@ -48,8 +45,8 @@ SNAPSHOT_TOKENS = 16
 """How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
 prefix of a prompt asked again, or followed by another turn, lie but a few tokens that the chat template added."""
 
-_CAPTURED, _DRAFTS = "A captured step", "The layer that drafts"
-"""What gives way where pictures are read."""
+_DRAFTS = "The layer that drafts"
+"""Gives way where pictures are read."""
 _FEWEST_APART = 8 * BLOCK_TOKENS
 """Between two snapshots in the middle of a prompt."""
 _MOST_SNAPSHOTS = 8
@@ -76,13 +73,6 @@ class KvSession:
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._device = loaded.device
         self._devices = loaded.devices
-        captures = loaded.graph_device
-        self.graphs: GraphedSteps | None = None
-        if captures is not None:
-            places = [device.torch_device for device in loaded.devices.devices] if loaded.devices is not None else []
-            tabled = tabled_attention(loaded.model, places, loaded.context_tokens)
-            tokens = loaded.devices.experts.tokens if loaded.devices is not None else None
-            self.graphs = GraphedSteps(self._step, captures, tabled, tokens)
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
         head = draft_head_of(loaded.model) if guesses and loaded.speculates else None
@@ -140,7 +130,6 @@ class KvSession:
         """Offers all that is held to those who come later, until it is needed for something else."""
         cache, kept = self.cache, self._kept
         if cache is not None and kept is not None:
-            self._leave_graphs()
             layout = BlockLayout.of_cache(cache, len(self._ids))
             if layout is not None:
                 kept.offer(self, self._ids, layout, from_cache(cache, layout), self.chat)
@@ -155,8 +144,6 @@ class KvSession:
         """Frees the cache."""
         if self._kept is not None:
             self._kept.withdraw(self)
-        if self.graphs is not None:
-            self.graphs.forget()
         if self._drafter is not None:
             self._drafter.clear()
         self._cache = None
@@ -192,7 +179,6 @@ class KvSession:
         """
         asked, prompt = len(prompt), [*prompt, *answer]
         self._beam_room.release()
-        self._leave_graphs()
         restart_angles(self._model)
         self.layout = self._sight.layout(prompt) if self._sight is not None else None
         self._say_falls()
@@ -240,14 +226,10 @@ class KvSession:
     def _say_falls(self) -> None:
         """What cannot be done behind pictures gives way, and says so."""
         drafter = self._drafter
-        for what, is_there, instead in (
-            (_CAPTURED, self.graphs is not None and bool(self._shift), "single launches"),
-            (_DRAFTS, drafter is not None and self.layout is not None, "tokens one by one"),
-        ):
-            if is_there:
-                FALLS.say(what, instead, "it knows no positions behind pictures")
-            else:
-                FALLS.is_over(what)
+        if drafter is not None and self.layout is not None:
+            FALLS.say(_DRAFTS, "tokens one by one", "it knows no positions behind pictures")
+        else:
+            FALLS.is_over(_DRAFTS)
         if drafter is not None and self.layout is not None:
             drafter.clear()
 
@@ -260,13 +242,11 @@ class KvSession:
         """Whether `several` computes so many tokens now, and `take_back` forgets them exactly.
 
         Each comes out as from `step`, bit by bit where the native kernels compute the step; the library, which does so
-        for models with a draft head, may sum in another order.  None does where steps are captured: on a card a further
-        token is worth a third to two thirds of a step (`docs/step-time.md`), which guesses rarely are.
+        for models with a draft head, may sum in another order.
         """
         after = len(self._ids) + tokens
         return (
-            self.graphs is None
-            and after <= min(self._context_tokens, self._exact)
+            after <= min(self._context_tokens, self._exact)
             and not self._crosses(len(self._ids), after)
             and (self._step.takes(tokens, self._cache) or self._sweeps(tokens))
         )
@@ -336,7 +316,6 @@ class KvSession:
         """`width` sequences that start with what is held; this cache stays as it is."""
         assert self._cache is not None
         assert self._whole
-        self._leave_graphs()
         room = self._beam_room
         return BeamCache(self._step, self._cache, len(self._ids), width, self._device, room, self._shift)
 
@@ -346,14 +325,9 @@ class KvSession:
         self._room.make(self._cache, held + len(ids))
         try:
             with self._listening():
-                captured = self.graphs if len(ids) == 1 and not self._shift else None
-                again = captured.step(tokens, self._cache, held) if captured is not None else None
-                if again is not None:
-                    logits = again
-                else:
-                    layout = self.layout
-                    given = layout.given(held, ids, self._model) if layout is not None else None
-                    logits, self._cache = self._step(tokens, self._cache, self._position(held), given)
+                layout = self.layout
+                given = layout.given(held, ids, self._model) if layout is not None else None
+                logits, self._cache = self._step(tokens, self._cache, self._position(held), given)
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 raise
@@ -381,10 +355,6 @@ class KvSession:
         self._fitting_tokens = max(PAGE_TOKENS, tokens // 2)
         self._chunk_tokens = min(self._chunk_tokens, self._fitting_tokens)
         return True
-
-    def _leave_graphs(self) -> None:
-        if self.graphs is not None:
-            self.graphs.leave()
 
     def _compute_again(self, ids: list[int]) -> torch.Tensor:
         """With the experts in less memory than before; logits after the last of `ids`."""
@@ -634,7 +604,8 @@ class KvRoom:
                 wanted = grown_capacity(now, tokens, self._most_tokens)
                 capacity = tokens + min(wanted - tokens, self._spare_tokens(index, tokens, rows))
                 self._bound(cache, index, self._most_tokens if capacity == wanted else capacity)
-            self._resize(index, max(held[index], rows * (kv.fixed + capacity * kv.per_token)), tokens)
+            nbytes = max(held[index], rows * (kv.fixed + capacity * kv.per_token))
+            self._devices.resize_kv(index, self._reservations[index], nbytes, tokens)
 
     def count(self, cache: Cache | None) -> None:
         """After a forward: the bytes that are really held.
@@ -646,7 +617,8 @@ class KvRoom:
             return
         for index, nbytes in enumerate(self._held(cache)):
             if nbytes != self._reservations[index].nbytes:
-                self._resize(index, nbytes, cache.get_seq_length() if cache is not None else 0)
+                tokens = cache.get_seq_length() if cache is not None else 0
+                self._devices.resize_kv(index, self._reservations[index], nbytes, tokens)
 
     def release(self) -> None:
         """The cache is gone: its memory is the experts' again."""
@@ -659,12 +631,10 @@ class KvRoom:
     def _spare_tokens(self, index: int, tokens: int, rows: int) -> int:
         """Of more tokens than so many there is room for, those that leave as much to the steps' activations."""
         assert self._devices is not None
-        kv, experts, use = self._devices.kv[index], self._devices.experts, self._devices.devices[index].memory.use()
+        kv = self._devices.kv[index]
         if not kv.per_token:
             return self._most_tokens
-        there = use.total - use.used + self._reservations[index].nbytes
-        there += sum(cache.nbytes for cache in experts.caches[index])
-        there += sum(each.nbytes for each in experts.activations[index : index + 1])
+        there = self._devices.spare(index) + self._reservations[index].nbytes
         return max(0, there - rows * (kv.fixed + tokens * kv.per_token)) // (2 * rows * kv.per_token)
 
     def _bound(self, cache: Cache | None, index: int, most_tokens: int) -> None:
@@ -680,27 +650,6 @@ class KvRoom:
         for layer, nbytes in enumerate(cache_layer_bytes(cache)):
             held[self._devices.layers.of_cache_layer(layer)] += nbytes
         return held
-
-    def _resize(self, index: int, nbytes: int, tokens: int) -> None:
-        reservation = self._reservations[index]
-        assert self._devices is not None
-        try:
-            reservation.resize(nbytes)
-            return
-        except DeviceMemoryError as error:
-            short = error.asked - error.free + self._devices.devices[index].memory.excess
-            experts = self._devices.experts
-            if experts.give_back(index, short) < short and index < len(experts.activations):
-                experts.activations[index].shrink()  # what earlier steps needed: no step is under way
-        try:
-            reservation.resize(nbytes)
-        except DeviceMemoryError as error:
-            raise EngineError(
-                ErrorCode.NOT_ENOUGH_MEMORY,
-                f"A context of {tokens:,} tokens needs another {rounded_up(error.asked)} of "
-                f"{self._devices.devices[index].name}, which has {rounded_down(error.free)} left: start a new chat, "
-                "allow it more with --vram, or use --device cpu.",
-            ) from None
 
 
 def common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,13 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
-from engine.kernels.native.paged_attention import KvType, PagedLayer, Piece, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
+from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
+from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
+from engine.runtime.decode.tabled_attention import attention_over_pages
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
@@ -54,16 +57,15 @@ def packs_mixers(loaded: LoadedModel) -> bool:
 def has_pages(loaded: LoadedModel) -> bool:
     """Whether sequences of a model are computed over pages only, as far as these can hold what its layers keep."""
     return (
-        loaded.devices is None
-        and loaded.stream is None  # to see what attends, its layers would have to be read
-        and loaded.device.type == "cpu"
+        loaded.stream is None  # to see what attends, its layers would have to be read
+        and loaded.device.type != "mps"  # which shares the memory of the CPU, and has no kernel that attends over pages
         and not getattr(loaded.model.config, "is_encoder_decoder", False)
         and exact_tokens(loaded.model) >= loaded.context_tokens
     )
 
 
 class PagedSteps:
-    """Of one model on the CPU.
+    """Of one model.
 
     Attributes:
         chunk_tokens: how much of a prompt is computed at once.
@@ -77,11 +79,27 @@ class PagedSteps:
     def __init__(self, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> None:
         self._model, self._attending = loaded.model, attending
         self.is_native = _are_native(loaded)
-        self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._step = StepModel(loaded.model, loaded.context_tokens, has_card=loaded.devices is not None)
         self._caches, self._most_tokens = caches, loaded.context_tokens
         self._threads = torch.get_num_threads()
         self.chunk_tokens = loaded.chunk_tokens
+        self._device, self._has_card = loaded.device, loaded.devices is not None
+        self._pieces, self._set_aside = PromptPieces(loaded), ExitStack()
         self.guesses = loaded.speculates
+        self.graphs: GraphedSteps | None = None
+        """What repeats steps on a card."""
+        if loaded.graph_device is not None and loaded.devices is not None:
+            places = [device.torch_device for device in loaded.devices.devices]
+            self.graphs = GraphedSteps(
+                self._step,
+                loaded.graph_device,
+                caches,
+                loaded.context_tokens,
+                attention_over_pages(loaded.model, places, loaded.context_tokens),
+                self._one_by_one,
+                takes_rows=family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows,
+                tokens=loaded.devices.experts.tokens,
+            )
         self._head = draft_head_of(loaded.model) if loaded.speculates else None
 
     @staticmethod
@@ -128,7 +146,32 @@ class PagedSteps:
     @property
     def most_rows(self) -> int:
         """Tokens that `write` computes together now."""
+        if self.graphs is not None:
+            return self.graphs.most
         return MOST_ROWS if self.is_native and self._step.rows_of(MOST_ROWS) is not None else 1
+
+    @property
+    def was_usual(self) -> bool:
+        """Whether the last step took what such steps take: none is captured while it is computed."""
+        return self.graphs is None or self.graphs.refused is not None or self.graphs.was_repeated
+
+    def close(self) -> None:
+        """Frees what is held for steps that are repeated."""
+        self._set_aside.close()
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def at_once(self, left: int) -> int:
+        """How many of the tokens that are left of a prompt to read next; on a card, memory for them is set aside."""
+        self._set_aside.close()
+        return min(left, self._set_aside.enter_context(self._pieces.of(left, self.chunk_tokens)))
+
+    def reads_less(self, tokens: int) -> bool:
+        """After a piece of a prompt for which a card had no memory: from now on they are shorter, if they can be."""
+        if tokens <= PAGE_TOKENS or not self._has_card:
+            return False
+        self.chunk_tokens = min(self.chunk_tokens, max(PAGE_TOKENS, tokens // 2))
+        return True
 
     def read(
         self,
@@ -154,10 +197,10 @@ class PagedSteps:
         if len(ids) == 1 and start and given is None:
             return self.write(ids, [piece], [position])
         watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
-        with self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
+        with self._set_aside, self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
             if RECORDER.on:
                 RECORDER.forward()
-            tokens = torch.tensor([list(ids)]) if given is None else torch.empty(0)
+            tokens = torch.tensor([list(ids)], device=self._device) if given is None else torch.empty(0)
             logits, _ = self._step(tokens, self._caches.of(piece), position, given)
         if RECORDER.on:
             RECORDER.head()
@@ -179,19 +222,26 @@ class PagedSteps:
         step = self._step.rows_of(len(ids)) if self.is_native else None
         if step is not None:
             logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
+        elif self.graphs is not None and (repeated := self.graphs.step(ids, places, pieces)) is not None:
+            logits = repeated
         else:  # the library computes, or somebody listens to layers
-            (piece,) = pieces
-            singles, state, passes = list[torch.Tensor](), piece.state, self._attending is not None
-            for place, token in enumerate(ids):
+            logits = self._one_by_one(ids, pieces, positions)
+        if RECORDER.on:
+            RECORDER.head()
+        return logits
+
+    def _one_by_one(self, ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
+        singles, passes, left = list[torch.Tensor](), self._attending is not None, iter(ids)
+        for piece, position in zip(pieces, positions, strict=True):
+            state = piece.state
+            for place in range(piece.tokens):
                 held = piece.held + place
                 own, state = replace(piece, held=held, tokens=1, state=state), piece.next_state
                 with self._attending(Pieces([own])) if self._attending is not None else nullcontext():
                     cache = self._caches.of(own, passes=passes)
-                    singles.append(self._step(torch.tensor([[token]]), cache, positions[0] + place)[0])
-            logits = torch.cat(singles)
-        if RECORDER.on:
-            RECORDER.head()
-        return logits
+                    token = torch.tensor([[next(left)]], device=self._device)
+                    singles.append(self._step(token, cache, position + place)[0])
+        return torch.cat(singles)
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:
@@ -206,8 +256,13 @@ class PagedSteps:
 
 def _are_native(loaded: LoadedModel) -> bool:
     """Whether native calls compute steps."""
+    layers = decoder_layers(loaded.model)
+    if loaded.devices is not None and any(_has_state(layer.__dict__.get("forward")) for layer in layers):
+        return False  # states in pages are those of the library then
+    if loaded.device.type != "cpu" or loaded.graph_device is not None:
+        return False
     return loaded.kernels is not None and all(
-        knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in decoder_layers(loaded.model)
+        knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,19 +71,26 @@ class StepModel:
     Args:
         model: a causal language model in eval mode.
         context_tokens: longest context; positions are laid out for it, and for more if more is needed.
+        has_card: whether experts are computed now on a card and now beside it: several tokens need not be rounded as
+            each alone.
     """
 
-    def __init__(self, model: Any, context_tokens: int) -> None:
+    def __init__(self, model: Any, context_tokens: int, *, has_card: bool = False) -> None:
         parameters = inspect.signature(model.forward).parameters
         self._model = model
         self._device: torch.device = model.device
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._wants_positions = "position_ids" in parameters
         self._positions = self._lay_out(context_tokens)
-        self._single = TokenStep.of(model)
+        self._single = TokenStep.of(model, has_card=has_card)
         self._last_layer = _last_layer(model)
         trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", context_tokens)
         self._angles_grow = "dynamic" in kinds_by_length(model) and context_tokens > trained
+
+    @property
+    def model(self) -> Any:
+        """The library's."""
+        return self._model
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,12 +138,7 @@ class StepModel:
         end = start + count
         if end > self._positions.shape[1]:
             self._positions = self._lay_out(2 * end)
-        extra: dict[str, Any] = {"logits_to_keep": count} if self._last_only else {}
-        if self._wants_positions:
-            extra["position_ids"] = self._positions[:, start:end]
-        output = self._model(input_ids=tokens, cache=cache, use_cache=True, return_dict=True, **extra)
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return self._all_logits(tokens, self._positions[:, start:end], cache)
 
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
@@ -177,6 +179,21 @@ class StepModel:
         return self._of_library(
             {"input_ids": tokens, "position_ids": positions} if self._wants_positions else {"input_ids": tokens}, cache
         )
+
+    def rows_at(self, positions: torch.Tensor, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Logits [q, V] after each of tokens [1, q] at these positions, which may be of several sequences."""
+        count = tokens.shape[1]
+        if count == 1:
+            return self.at(positions, tokens, cache)[0]
+        return self._all_logits(tokens, positions, cache)
+
+    def _all_logits(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+        extra: dict[str, Any] = {"logits_to_keep": tokens.shape[1]} if self._last_only else {}
+        if self._wants_positions:
+            extra["position_ids"] = positions
+        output = self._model(input_ids=tokens, cache=cache, use_cache=True, return_dict=True, **extra)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def _of_library(self, given: Mapping[str, Any], cache: Cache | None) -> tuple[torch.Tensor, Cache]:
         with self._last_row_only():
@@ -221,7 +238,8 @@ def _last_norm(model: Any) -> Any:
 class TokenStep:
     """Steps of single tokens, of a few that are tried together, or of a few sequences, through one model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, has_card: bool) -> None:
+        self._has_card = has_card
         inner, path = model.model, fast_path_of(model, "model")
         assert path is not None
         self._embed, self._norm, self._head = _embedding(model), _last_norm(model), model.lm_head
@@ -235,14 +253,14 @@ class TokenStep:
         self._whole = WholeModel.of(self._layers, self._norm, self._head)
 
     @classmethod
-    def of(cls, model: Any) -> TokenStep | None:
+    def of(cls, model: Any, *, has_card: bool = False) -> TokenStep | None:
         """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
         if fast_path_of(model, "model") is None or _embedding(model).weight.dtype != torch.bfloat16:
             return None
         layers = model.model.layers
         if not all(isinstance(layer.__dict__.get("forward"), SingleTokenLayer) for layer in layers):
             return None
-        return cls(model)
+        return cls(model, has_card=has_card)
 
     @property
     def card(self) -> CardTokens | None:
@@ -289,7 +307,7 @@ class TokenStep:
             tokens <= MOST_ROWS
             and self._angles.is_fixed
             and not any(self._hooks)
-            and (self.card is None if tokens == 1 else all(layer.is_native for layer in self._layers))
+            and (self._has_card or tokens == 1 or all(layer.is_native for layer in self._layers))
         )
 
     def rows(self, ids: list[int], positions: list[int], held: Sequence[PagesStruct], pieces: Pieces) -> torch.Tensor:
@@ -306,13 +324,21 @@ class TokenStep:
         """
         embedded = self._embed(torch.tensor([ids]))
         hidden, angles = self._begun(embedded), self._angles.at_each(positions, embedded)
-        whole = None if self._norm._forward_hooks else self._whole
-        logits = whole.rows(hidden, held, pieces, angles) if whole is not None else None
-        if logits is not None:
-            return self._ended(logits)
-        for layer, pages in zip(self._layers, held, strict=True):
-            hidden = layer.rows(hidden, pages, pieces, angles[layer.attention.type])
-        return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])
+        with self._by_card(len(ids)):
+            whole = None if self._norm._forward_hooks else self._whole
+            logits = whole.rows(hidden, held, pieces, angles) if whole is not None else None
+            if logits is not None:
+                return self._ended(logits)
+            for layer, pages in zip(self._layers, held, strict=True):
+                hidden = layer.rows(hidden, pages, pieces, angles[layer.attention.type])
+            return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])
+
+    def _by_card(self, tokens: int) -> AbstractContextManager[None]:
+        """A single token is a card's own, or the dispatcher's; several are the dispatcher's."""
+        card = self.card
+        if card is None or tokens > 1:
+            return nullcontext()
+        return card.token() if card.takes_next else card.dispatched()
 
     def _begun(self, rows: torch.Tensor) -> torch.Tensor:
         """An embedding's rows as what layers take."""

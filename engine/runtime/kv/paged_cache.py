@@ -40,18 +40,26 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         window: as the library's `sliding_window`; 0 without one.
 
     Args:
+        pages: those of the sequence, int64, where the layer's are.
         passes: whether attention is computed over the pages, and writes to them: it is handed tokens as they are.
     """
 
     def __init__(
-        self, paged: PagedLayer, struct: PagesStruct, window: int, piece: Piece, *, passes: bool = False
+        self,
+        paged: PagedLayer,
+        struct: PagesStruct,
+        window: int,
+        piece: Piece,
+        pages: torch.Tensor,
+        *,
+        passes: bool = False,
     ) -> None:
         super().__init__()
         self._passes = passes
         self.struct, self.window, self.sliding_window = struct, window, window
         self.is_sliding = bool(window)
         self._paged, self._piece = paged, piece
-        self._pages = pages_seen(piece, has_window=self.is_sliding)
+        self._pages = pages
         self.cumulative_length = piece.held
 
     def take(self, tokens: int) -> Pieces | None:
@@ -74,8 +82,8 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         after = self.cumulative_length = held + key_states.shape[-2]
         if self._passes:
             return key_states, value_states
-        numbers = torch.arange(held, after)
-        pages, rows = self._pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
+        numbers = torch.arange(held, after, device=self._pages.device)
+        pages, rows = self._pages[numbers // PAGE_TOKENS], numbers % PAGE_TOKENS
         paged = self._paged
         for states, part, scales in (
             (key_states, paged.keys, paged.key_scales),
@@ -98,7 +106,7 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     ) -> torch.Tensor:
         """[1, H, end - first, D]."""
         begin = first // PAGE_TOKENS
-        pages = self._pages[begin : -(-end // PAGE_TOKENS)].long()
+        pages = self._pages[begin : -(-end // PAGE_TOKENS)]
         rows = slice(first - begin * PAGE_TOKENS, end - begin * PAGE_TOKENS)
         # By pages, which lie together; indexing another view would copy all pages that there are.
         stored = part.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, rows]
@@ -120,8 +128,8 @@ class PagedIndexedLayer(PagedCacheLayer):
 
     indexer_position_ids = None
 
-    def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece) -> None:
-        super().__init__(paged, struct, 0, piece)
+    def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece, pages: torch.Tensor) -> None:
+        super().__init__(paged, struct, 0, piece, pages)
         self._indexed = piece.held
 
     def update(
@@ -136,8 +144,8 @@ class PagedIndexedLayer(PagedCacheLayer):
         index, held = self._paged.index, self._indexed
         assert index is not None
         self._indexed = held + states.shape[1]
-        numbers = torch.arange(held, self._indexed)
-        index[self._pages[numbers // PAGE_TOKENS].long(), 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
+        numbers = torch.arange(held, self._indexed, device=index.device)
+        index[self._pages[numbers // PAGE_TOKENS], 0, numbers % PAGE_TOKENS] = states[0].to(index.dtype)
         return self._read(index, None, 0, self._indexed, index.dtype)[0]
 
     def update_index(self, states: torch.Tensor) -> torch.Tensor:
@@ -200,18 +208,19 @@ class PagedCaches:
         """By layer, the pages of all tokens of a sequence."""
         self.in_windows = [paged if slid else None for paged, slid in zip(layers, kinds, strict=True)]
         """By layer, those of a window."""
-        self.structs = [
-            paged.held() if isinstance(paged, StatePages) else paged.held(window)
-            for paged, window in zip(layers, windows, strict=True)
-        ]
+        self.generation = 0
+        """Another one whenever they get other memory."""
+        self._point()
         self._states = [paged for paged in layers if isinstance(paged, StatePages) and paged.page_bytes]
 
     @classmethod
     def like(
         cls, cache: Any, kv_type: KvType, pages: int, states: int, windows: int = 0, *, by_head: bool = False
     ) -> PagedCaches | None:
-        """So many pages of what the library's cache has of its layers, of which it has read a token; None if pages
-        cannot hold all of that.
+        """So many pages of what the library's cache has of its layers, of which it has read a token, where these are;
+        None if pages cannot hold all of that.
+
+        In a card's memory there are none yet: see `resize`.
 
         Args:
             kv_type: of keys and values.
@@ -231,13 +240,31 @@ class PagedCaches:
                 and layer.is_initialized
                 and (layer.keys.dtype == kv_type.dtype or (is_narrow and not slides[-1]))
             ):
-                made.append(PagedLayer(_shape_of(layer), kv_type, own_pages, by_head=by_head))
+                made.append(_pages_like(layer, kv_type, own_pages, by_head=by_head))
             elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
-                made.append(PagedLayer(_shape_of(layer), own, pages, by_head=by_head, index_dim=index))
+                made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
             else:
                 return None
         return cls(made, slides, slides=windows > 0)
+
+    def _point(self) -> None:
+        self.structs = [
+            paged.held() if isinstance(paged, StatePages) else paged.held(window)
+            for paged, window in zip(self.layers, self.windows, strict=True)
+        ]
+
+    @property
+    def are_of_card(self) -> bool:
+        """Whether they lie in memory that the CPU does not read."""
+        return any(part.device.type != "cpu" for paged in self.layers for part in parts_of_pages(paged))
+
+    def resize(self, pages: int, states: int) -> None:
+        """So many pages and states from now on; the first ones hold what they held."""
+        for paged in self.layers:
+            paged.resize(pages if isinstance(paged, PagedLayer) else states)
+        self.generation += 1
+        self._point()
 
     def bytes_by_window(self) -> dict[int, int]:
         """Of the keys and values of a page, of all layers that have the same window; 0 stands for none."""
@@ -275,13 +302,19 @@ class PagedCaches:
         """A sequence's, for a forward of its next tokens; see `PagedCacheLayer`."""
         if piece.state != piece.next_state:
             self.copy_state(piece.state, piece.next_state)
+        kinds = {
+            (paged.keys.device, window > 0)
+            for paged, window in zip(self.layers, self.windows, strict=True)
+            if isinstance(paged, PagedLayer)
+        }
+        pages = {kind: pages_seen(piece, has_window=kind[1]).to(kind[0], torch.int64) for kind in kinds}
         cache = DynamicCache()
         cache.layers = [
             _state_layer(paged, piece)
             if isinstance(paged, StatePages)
-            else PagedCacheLayer(paged, struct, window, piece, passes=passes)
+            else PagedCacheLayer(paged, struct, window, piece, pages[paged.keys.device, window > 0], passes=passes)
             if paged.index is None
-            else PagedIndexedLayer(paged, struct, piece)
+            else PagedIndexedLayer(paged, struct, piece, pages[paged.keys.device, window > 0])
             for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
         ]
         return cache
@@ -346,9 +379,21 @@ def has_index(model: Any) -> bool:
     return cache is not None and any(index_of(layer) is not None for layer in cache.layers)
 
 
+def keeps_latents(model: Any) -> bool:
+    """Whether attention keeps what its keys and values are made of."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
 def _shape_of(layer: Any) -> KvShape:
     heads = layer.keys.shape[1]
     return KvShape(heads, heads, layer.keys.shape[-1], layer.values.shape[-1])
+
+
+def _pages_like(layer: Any, kv_type: KvType, pages: int, *, by_head: bool, index_dim: int = 0) -> PagedLayer:
+    place = layer.keys.device
+    if place.type == "cpu":
+        return PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head, index_dim=index_dim)
+    return PagedLayer(_shape_of(layer), kv_type, 0, index_dim=index_dim, place=place)
 
 
 def _state_layer(paged: StatePages, piece: Piece) -> Any:

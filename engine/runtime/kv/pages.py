@@ -7,8 +7,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from engine.common.errors import EngineError
 from engine.common.footprint import PAGE_TOKENS, pages_for, window_pages
 
 Prefix = bytes
@@ -127,6 +128,19 @@ class _Places:
             owner(own)
 
 
+class Room(Protocol):
+    """Memory of pages and states.
+
+    Attributes:
+        pages, states: so many of the first have any.
+    """
+
+    pages: int
+    states: int
+
+    def resize(self, pages: int, states: int) -> None: ...
+
+
 class PagePool:
     """Memory of the size of `capacity` pages, for all that rows hold of their tokens.
 
@@ -158,6 +172,8 @@ class PagePool:
         page_weight, window_weight = sizes.page, sizes.window
         self.capacity, self.state_weight = capacity, state_weight
         self.page_weight, self.window_weight = page_weight, window_weight
+        self.room: Room | None = None
+        """What gives memory to the first pages and states, where it does not come by itself."""
         self.beside, self.shares = beside or 2 * state_weight, beside is None
         self._pages = _Places(capacity // page_weight, page_weight)
         # Whoever holds a window's page holds that of the same tokens.
@@ -259,7 +275,11 @@ class PagePool:
         self._reserved -= pages
 
     def take(self, kind: PageKind = PageKind()) -> int:  # noqa: B008 - it cannot be changed
-        """Takes a page out of a reservation."""
+        """Takes a page out of a reservation.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: a device has none for it.
+        """
         return self._take(self._pages, kind.discard)
 
     def take_window(self, kind: PageKind) -> int:
@@ -267,24 +287,52 @@ class PagePool:
         self._windows_held += 1
         return self._take(self._windows, kind.discard_windows)
 
+    def fit(self, *, if_many: bool = False) -> bool:
+        """Gives up the memory of the last pages and states that hold nothing, or only if these are half of all; whether
+        there was any."""
+        if self.room is None:
+            return False
+        pages, states = (max(kind.touched, default=-1) + 1 for kind in (self._pages, self._states))
+        if (2 * pages if if_many else pages) >= self.room.pages and states >= self.room.states:
+            return False
+        self.room.resize(pages, states)
+        return True
+
     def take_state(self, kind: PageKind) -> int:
         """Takes a state out of a reservation of its weight."""
         return self._take(self._states, kind.discard_states)
 
     def _take(self, places: _Places, discard: Discard) -> int:
         assert self._reserved >= places.weight
-        self._reserved -= places.weight
         while not places.free or self.filled + places.weight > self.capacity:
             evicted, number = self._oldest_idle()
             evicted.free.append(number)
             if evicted is not places:
                 evicted.discard([number])
+        if self.room is not None:
+            self._make_room(self.room, places)
+        self._reserved -= places.weight
         number = places.free.pop()
         places.holders[number] = 1
         if places.touched.get(number, discard) != discard:
             places.discard([number])
         places.touched[number] = discard
         return number
+
+    def _make_room(self, room: Room, places: _Places) -> None:
+        """Has the next free one of these places have memory."""
+        wanted, are_pages = places.free[-1] + 1, places is self._pages
+        if wanted <= (room.pages if are_pages else room.states):
+            return
+        try:
+            room.resize(*((wanted, room.states) if are_pages else (room.pages, wanted)))
+        except EngineError:
+            if not places.idle:
+                raise
+            evicted = None
+            while evicted is not places:
+                evicted, number = self._oldest_idle()
+                evicted.free.append(number)
 
     def _hold(self, places: _Places, number: int) -> bool:
         """One more holder; whether there was none."""

@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.experts.activations import Activations
@@ -16,8 +17,10 @@ from engine.experts.shared import Ways
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.paged_attention import PAGE_TOKENS, StatePages
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.kv.memory import KvCost
+from engine.runtime.kv.paged_cache import PagedCaches
 
 
 @dataclass
@@ -230,6 +233,35 @@ class ModelDevices:
             room = min(room, (left - kv.fixed) // kv.per_token) if kv.per_token else room
         return room
 
+    def spare(self, index: int) -> int:
+        """Bytes of a device that are free, or that experts and what steps needed would give up."""
+        use, experts = self.devices[index].memory.use(), self.experts
+        held = sum(cache.nbytes for cache in experts.caches[index])
+        return use.total - use.used + held + sum(each.nbytes for each in experts.activations[index : index + 1])
+
+    def resize_kv(self, index: int, reservation: Reservation, nbytes: int, tokens: int) -> None:
+        """Memory of a device for a context of so many tokens, from experts if need be; no step may be under way.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
+        """
+        try:
+            reservation.resize(nbytes)
+            return
+        except DeviceMemoryError as error:
+            short, experts = error.asked - error.free + self.devices[index].memory.excess, self.experts
+            if experts.give_back(index, short) < short and index < len(experts.activations):
+                experts.activations[index].shrink()  # what earlier steps needed
+        try:
+            reservation.resize(nbytes)
+        except DeviceMemoryError as error:
+            raise EngineError(
+                ErrorCode.NOT_ENOUGH_MEMORY,
+                f"A context of {tokens:,} tokens needs another {rounded_up(error.asked)} of "
+                f"{self.devices[index].name}, which has {rounded_down(error.free)} left: start a new chat, "
+                "allow it more with --vram, or use --device cpu.",
+            ) from None
+
     def shrink(self) -> bool:
         """After a device has run out of memory: gives up a quarter of the slots, for good if nobody holds the rest."""
         freed = 0
@@ -248,3 +280,68 @@ class ModelDevices:
         self._fixed = []
         for device in self.devices:
             device.close()
+
+
+class PageRoom:
+    """What pages take of a model's devices: as many have memory there as are in use.
+
+    Args:
+        caches: of the pages, all of which there may ever be if the CPU reads them: memory comes as it is written to.
+        longest: pages of the longest context, which there is room for once experts have given way.
+    """
+
+    def __init__(self, devices: ModelDevices, caches: PagedCaches, longest: int) -> None:
+        self._devices, self._caches, self._longest = devices, caches, longest
+        self._page, self._state = ([0] * len(devices.devices) for _ in range(2))
+        for number, paged in enumerate(caches.layers):
+            of_what = self._state if isinstance(paged, StatePages) else self._page
+            of_what[devices.layers.of_cache_layer(number)] += paged.page_bytes
+        self._reservations = [device.memory.reserve(0, MemoryCategory.KV) for device in devices.devices]
+        self.pages = self.states = 0
+        """That have memory."""
+
+    @property
+    def name(self) -> str:
+        """Of the devices, for messages."""
+        return ", ".join(device.name for device in self._devices.devices)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all devices."""
+        return sum(reservation.nbytes for reservation in self._reservations)
+
+    @staticmethod
+    def most(devices: ModelDevices, page_bytes: int) -> int:
+        """Pages that there is memory for on all devices, half of which stays for experts."""
+        whole = sum(kv.per_token for kv in devices.kv)
+        found = [
+            devices.spare(index) * whole // (2 * page_bytes * kv.per_token)
+            for index, kv in enumerate(devices.kv)
+            if kv.per_token
+        ]
+        return min(found, default=0)
+
+    def resize(self, pages: int, states: int) -> None:
+        """Memory for so many, and for some more where there is enough.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
+        """
+        if pages > self.pages:
+            wanted = max(pages, min(2 * self.pages, max(self._longest, pages + pages // 8)))
+            more = [self._devices.spare(index) // (2 * each) for index, each in enumerate(self._page) if each]
+            pages = min(wanted, pages + max(0, min(more, default=0)))
+        for index, reservation in enumerate(self._reservations):
+            nbytes = pages * self._page[index] + states * self._state[index]
+            self._devices.resize_kv(index, reservation, nbytes, pages * PAGE_TOKENS)
+        if self._caches.are_of_card:
+            self._caches.resize(pages, states)
+        fewer, self.pages, self.states = pages < self.pages, pages, states
+        if fewer:
+            self._devices.experts.take_back()
+
+    def release(self) -> None:
+        """The pages are gone: their memory is the experts' again."""
+        for reservation in self._reservations:
+            reservation.release()
+        self._devices.experts.take_back()

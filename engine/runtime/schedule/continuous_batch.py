@@ -20,6 +20,7 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -139,6 +140,7 @@ class ContinuousBatch:
                 pages = min(pages, most_pages * (sizes.page + sizes.window))
             self.pool, self._kind = PagePool(pages, model.pages_beside, state_weight, sizes), kind
             model.allocate(self.pool.pages, self.pool.states, self.pool.windows, by_head=exact)
+            self.pool.room = model.room
             self.exact = model.exact_steps() if exact else None
         else:
             self.pool, self._kind = above.pool, above._kind
@@ -390,7 +392,10 @@ class ContinuousBatch:
     @property
     def held_bytes(self) -> int:
         """Bytes of what rows hold now, or have left to be shared."""
-        return self._sessions.nbytes if self._sessions is not None else self.pool.filled * self._model.page_bytes
+        if self._sessions is not None:
+            return self._sessions.nbytes
+        room = self._model.room
+        return room.nbytes if room is not None else self.pool.filled * self._model.page_bytes
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -466,7 +471,7 @@ class ContinuousBatch:
         work, self._work = self._work, []
         if any(each.is_piggybacked for each in work):
             self.piggybacked = _nobody
-        elif work and self._model.lighten():
+        elif work and (self.pool.fit() or self._model.lighten(is_exact=work[0].is_exact) or self._reads_less(work)):
             pass
         elif len(work) > 1 or (self._sessions is not None and self.rows):
             self._most_rows = max(1, len(self.rows) // 2)
@@ -478,8 +483,22 @@ class ContinuousBatch:
             return False
         elif work:
             row = work[0].row
-            self._leave(row).on_row(row.answer(error=error if isinstance(error, EngineError) else _no_memory(row)))
+            said = error if isinstance(error, EngineError) else self._no_memory(row)
+            self._leave(row).on_row(row.answer(error=said))
         return bool(work)
+
+    def _reads_less(self, work: list[Work]) -> bool:
+        first, exact = work[0], self.exact
+        return exact is not None and first.is_exact and first.row.is_reading and exact.reads_less(first.tokens)
+
+    def _no_memory(self, row: PagedRow) -> EngineError:
+        tokens, room = len(row.prompt) + len(row.sequence.ids), self._model.room
+        where, option = ("", "--ram") if room is None else (f" on {room.name}", "--vram")
+        return EngineError(
+            ErrorCode.NOT_ENOUGH_MEMORY,
+            f"There is not enough memory{where} for {tokens:,} tokens of context: shorten the prompt, close other "
+            f"programs or allow more memory with {option}.",
+        )
 
     def _end_sweep(self) -> None:
         """No row has advanced: what was computed of it is computed again."""
@@ -534,9 +553,10 @@ class ContinuousBatch:
         self._drop_written()
         try:
             with of_one():
-                begin, sessions = new.begin, self._sessions
+                sessions = self._sessions
+                begin = partial(new.begin, device=self._model.logits_place)
                 if sessions is not None:
-                    begin = partial(begin, sessions.answer_prefix(new), sessions.device)
+                    begin = partial(new.begin, sessions.answer_prefix(new), sessions.device)
                 is_cancelled, sequence = new.request.cancelled(), begin()
         except SequenceError as error:
             source.on_row(new.ended(error))
@@ -590,7 +610,7 @@ class ContinuousBatch:
         """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
         if self.pool.held or self.pool.elsewhere():
             return False
-        self._leave(row).on_row(row.answer(error=_no_memory(row)))
+        self._leave(row).on_row(row.answer(error=self._no_memory(row)))
         return True
 
     def _make_room(self) -> None:
@@ -637,7 +657,7 @@ class ContinuousBatch:
         writing = [row for row in self.rows if not row.is_reading]
         most = exact.most_rows
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
-        most_read = min(exact.chunk_tokens, len(only.prompt) - only.held) if only is not None else 0
+        most_read = exact.at_once(len(only.prompt) - only.held) if only is not None else 0
         if only is not None and (tokens := self._up_to(only, most_read)):
             yield [Work(only, tokens, is_exact=True)]
         shared = [row for row in reading if row is not only and not row.request.repeats]
@@ -773,7 +793,8 @@ class ContinuousBatch:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
         is_searched = self._sessions is not None and work[0].row.search is not None
-        if tokens <= MOST_ROWS and not is_searched:  # else they were several steps
+        is_usual = self.exact is None or self.exact.was_usual
+        if tokens <= MOST_ROWS and not is_searched and is_usual:  # else they were several steps
             self._prices.took(tokens, self._sweep_s)
         for each in work:
             row, guess, of_row, lag = each.row, each.guess, logits[at : at + each.tokens], each.row.lag
@@ -866,8 +887,11 @@ class ContinuousBatch:
             self.pool.needs(row.held, self._kind),
             kept.ram_budget // self._model.page_bytes if kept is not None else 0,
         )
+        if self._policy.on_device:  # room for a context is nobody else's
+            most = max(most, pages_for(self._model.context_tokens))
         if (too_many := self.pool.spare - most) > 0:
             self.pool.give_back(too_many)
+        self.pool.fit(if_many=True)
 
     def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
         layout, states, windows = BlockLayout.of_pages(caches.in_full), row.states, self._hold_windows(row)
@@ -966,14 +990,6 @@ def _choose(row: PagedRow, logits: torch.Tensor) -> int:
 
 def _is_memory(error: BaseException) -> bool:
     return is_out_of_memory(error) or (isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY)
-
-
-def _no_memory(row: PagedRow) -> EngineError:
-    return EngineError(
-        ErrorCode.NOT_ENOUGH_MEMORY,
-        f"There is not enough memory for {len(row.prompt) + len(row.sequence.ids):,} tokens of context: shorten the "
-        "prompt, close other programs or allow more memory with --ram.",
-    )
 
 
 def _too_long(new: PreparedRow, tokens: int) -> EngineError:

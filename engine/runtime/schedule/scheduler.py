@@ -25,6 +25,7 @@ from engine.common.falls import FALLS
 from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
+from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_for, why_not_packed
 from engine.runtime.batch.session_rows import SessionRows
@@ -115,8 +116,9 @@ class Scheduler:
         self._are_exact = PagedSteps.are_likely(loaded)
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
-        if self._are_exact:
-            self._shared()  # now, and not before somebody's first token
+        if self._are_exact:  # now, and not before somebody's first token
+            with suppress(torch.OutOfMemoryError):  # of a card: the first request says what is wrong, or there is again
+                self._shared()
         else:
             rows.prepare()
 
@@ -429,8 +431,7 @@ class Scheduler:
         if self._together is None and not self._apart:
             policy = replace(policy_for(self.loaded), ahead=AHEAD_TOKENS)
             try:
-                model = PackedModel(self.loaded, policy)
-                self._together = ContinuousBatch(model, policy, kept=self._kept, keeps=True, exact=True)
+                self._together = self._on_device(policy) or self._over_pages(policy)
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
@@ -440,6 +441,21 @@ class Scheduler:
             self._together.make_room = self._sessions.model.lighten
             self._together.is_short = self._are_short
         return self._together
+
+    def _on_device(self, policy: BatchPolicy) -> ContinuousBatch | None:
+        """Over pages of the model's devices; None if these do not hold what its layers keep."""
+        if not self._are_exact or self.loaded.devices is None:
+            return None
+        with suppress(LookupError):
+            found = self._over_pages(replace(policy, on_device=True, schedule=HYBRID))
+            if found.exact is not None:
+                return found
+            found.free()
+        return None
+
+    def _over_pages(self, policy: BatchPolicy) -> ContinuousBatch:
+        model = PackedModel(self.loaded, policy)
+        return ContinuousBatch(model, policy, kept=self._kept, keeps=True, exact=True)
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
         """Where jobs are answered: over the pages of requests.

@@ -17,6 +17,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, PagedLayer, Piece, Pieces, attend
 from engine.kernels.reference import attend_in_torch, store_tokens
 from engine.runtime.kv.parts import parts_of_pages
+from engine.runtime.kv.tabled import gathered_pages
 
 _MASK_ELEMENTS = 2**25
 """Of masks that are made at a time: sinks take one for each head."""
@@ -113,7 +114,7 @@ class PagedAttention:
             first = max(0, int(held.min()) + 1 - terms.window) // PAGE_TOKENS
         numbers = upload(rows.pages[of, first : -(-end // PAGE_TOKENS)], self._device)
         begin = first * PAGE_TOKENS
-        keys, values = (part[:, :, : end - begin] for part in _gathered(layer, numbers, queries.dtype))
+        keys, values = (part[:, :, : end - begin] for part in gathered_pages(layer, numbers, queries.dtype))
         is_grouped = layer.shape.heads != layer.shape.kv_heads
         asked = queries.transpose(1, 2)
         if count == 1 and tokens in (1, end) and not terms.window and terms.sinks is None:
@@ -245,16 +246,3 @@ def _attended(
     return scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
-
-
-def _gathered(layer: PagedLayer, numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [R, kv_heads, n, dim] in pages [R, P], which are on the device."""
-
-    def read(store: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        # [R, P, heads, PAGE_TOKENS, dim] -> [R, heads, P * PAGE_TOKENS, dim]
-        found = store[numbers].transpose(1, 2).flatten(2, 3)
-        if scales is None:
-            return found.to(dtype)
-        return (found.float() * scales[numbers].transpose(1, 2).flatten(2, 3)[..., None]).to(dtype)
-
-    return read(layer.keys, layer.key_scales), read(layer.values, layer.value_scales)
