@@ -317,11 +317,13 @@ class Pieces:
         self.pieces = tuple(pieces)
         self.tokens = 0
         self.struct = (PieceStruct * len(pieces))()
-        self._windows = (PieceStruct * len(pieces))()
+        has_windows = any(piece.windows is not None for piece in pieces)
+        self._windows = (PieceStruct * len(pieces))() if has_windows else self.struct
         for place, piece in enumerate(pieces):
             rest = (piece.held, piece.tokens, self.tokens, piece.state, piece.next_state)
             self.struct[place] = PieceStruct(piece.pages.data_ptr(), *rest)
-            self._windows[place] = PieceStruct(pages_seen(piece, has_window=True).data_ptr(), *rest)
+            if has_windows:
+                self._windows[place] = PieceStruct(pages_seen(piece, has_window=True).data_ptr(), *rest)
             self.tokens += piece.tokens
 
     def address_for(self, held: PagesStruct) -> int:
