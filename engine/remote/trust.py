@@ -16,8 +16,6 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx2
-
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, write_private
 from engine.common.http import system_trust
@@ -119,6 +117,8 @@ def trust_of(endpoint: Endpoint) -> ssl.SSLContext:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody; the system's list takes a while to read
     if not endpoint.ca_file:
         return system_trust()
+    import httpx2  # only now: the window and the engine begin with the keys above
+
     context = httpx2.create_ssl_context()
     try:
         pem = Path(endpoint.ca_file).read_bytes()
