@@ -29,7 +29,7 @@ MAY_NAME_FAMILIES = (
     "engine/checkpoint/synthetic",  # makes models up
     "engine/checkpoint/starter/",  # writes the starter's config.json
 )
-ENGLISH = {"align", "beam", "git"}
+ENGLISH = {"align", "beam", "git", "mamba"}
 """Words, and names of other things, that are also the `model_type` of a family."""
 _QUOTED = re.compile(r"""(["'])([\w.-]+)\1""")
 _IMPORTED = re.compile(r"^\s*(from|import)\s+transformers\.models\.(?!auto\.)", re.MULTILINE)
