@@ -85,6 +85,7 @@ _HEADS = ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads",
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
 _NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx has its experts and heads there
+_LETTERS = {"M": "mamba", "*": "attention"}
 _POSITIONS = 6
 """An indexed layer stores three 64-bit positions per token: six 32-bit numbers."""
 
@@ -181,6 +182,8 @@ def _kinds(text: dict[str, Any], layers: int) -> list[str]:
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and types:
         return [str(kind) for kind in types]
+    if isinstance(pattern := text.get("hybrid_override_pattern"), str) and pattern:  # as Nemotron-H is published
+        return [_LETTERS.get(letter, "mlp") for letter in pattern]
     period = number_of(text, ("attn_layer_period",))
     if period:  # state-space layers with an attention layer every `period`
         offset = number_of(text, ("attn_layer_offset",))
