@@ -48,7 +48,7 @@ class StartupReport(QObject):
         reached("painting")
         phases = _phases_since(begun_s)
         heavy = sorted(
-            {name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy", "pyqtgraph"}
+            {name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy", "pyqtgraph", "httpx2"}
         )
         told = {"window_usable_s": round(sum(phases.values()), 4), "phases_s": phases, "heavy_modules": heavy}
         write_whole(self._path, json.dumps(told) + "\n")

@@ -16,7 +16,7 @@ import torch
 from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import opened
 from engine.bench.report import PeerError, Report, in_turn
-from engine.checkpoint.gguf.arrangements import gguf_at
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry
 from engine.checkpoint.shards import read_tensors

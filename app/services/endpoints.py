@@ -21,7 +21,7 @@ from engine.remote.endpoint import (
     saved_endpoints,
     without_sight,
 )
-from engine.remote.trust import forget_key, key_of_this_run, save_key
+from engine.remote.keys import forget_key, key_of_this_run, save_key
 
 if TYPE_CHECKING:
     from engine.remote.capabilities import About

@@ -47,7 +47,7 @@ from engine.protocol import (
     UnloadModel,
 )
 from engine.remote.endpoint import Endpoint, RemoteModel, saved_endpoints
-from engine.remote.trust import key_of_this_run
+from engine.remote.keys import key_of_this_run
 from engine.telemetry.messages import (
     CacheReport,
     CacheTier,

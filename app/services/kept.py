@@ -18,7 +18,6 @@ from PySide6.QtCore import QCoreApplication, QObject, Signal
 
 from app.services.background import TaskQueue
 from app.services.chat_store.records import clean_text, sampling_from_dict
-from engine.checkpoint.profile import suggested_sampling
 from engine.common.config import SamplingParams
 from engine.common.files import write_private
 from engine.common.model_info import ModelInfo
@@ -57,7 +56,11 @@ def own_sampling(model: ModelInfo | None) -> SamplingParams:
 
     Balanced if no model is known, or if none is suggested: greedy answers of small models loop.
     """
-    suggested = suggested_sampling(Path(model.path)) if model is not None and model.path else SamplingParams()
+    suggested = SamplingParams()
+    if model is not None and model.path:
+        from engine.checkpoint.profile import suggested_sampling  # imported late: it is slow to load
+
+        suggested = suggested_sampling(Path(model.path))
     sampling = Preset.BALANCED.value if suggested.temperature == 0 else suggested
     return replace(sampling, max_tokens=THINKING_TOKENS if model is not None and model.thinks else ANSWER_TOKENS)
 

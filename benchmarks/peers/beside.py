@@ -22,9 +22,9 @@ from benchmarks.peers.library import LIBRARY, OFFLOAD, TransformersPeer, acceler
 from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import opened, random_text
 from engine.bench.report import PeerError, Report, in_turn
-from engine.checkpoint.gguf.arrangements import gguf_at
 from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.starter.package import extract_member, obtain_wheel, read_recipe
 from engine.common.config import EngineConfig, SamplingParams

@@ -31,7 +31,7 @@ from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
 from engine.checkpoint.embedding import FOLDER, MODULES, embedding_of, is_of_embedding
-from engine.checkpoint.gguf.arrangements import LABEL, all_parts, gguf_at
+from engine.checkpoint.gguf.names import LABEL, all_parts, gguf_at
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
 from engine.checkpoint.model_directories import OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.checkpoint.gguf.arrangements import SUFFIX
+from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.library import is_about, model_files
 from engine.checkpoint.manifest import read_manifest
 from engine.checkpoint.model_directories import FOLDER, OWN, Found, find_models, origin_of

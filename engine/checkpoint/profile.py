@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import EXPERTS, MAX_CONFIG_BYTES, PER_TOKEN, read_config, read_json, text_part
-from engine.checkpoint.gguf.arrangements import gguf_at
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
 from engine.checkpoint.manifest import read_manifest
 from engine.checkpoint.pictures import why_blind
@@ -85,6 +85,7 @@ _HEADS = ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads",
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
 _NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx has its experts and heads there
+_LETTERS = {"M": "mamba", "*": "attention"}
 _POSITIONS = 6
 """An indexed layer stores three 64-bit positions per token: six 32-bit numbers."""
 
@@ -181,6 +182,8 @@ def _kinds(text: dict[str, Any], layers: int) -> list[str]:
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and types:
         return [str(kind) for kind in types]
+    if isinstance(pattern := text.get("hybrid_override_pattern"), str) and pattern:  # as Nemotron-H is published
+        return [_LETTERS.get(letter, "mlp") for letter in pattern]
     period = number_of(text, ("attn_layer_period",))
     if period:  # state-space layers with an attention layer every `period`
         offset = number_of(text, ("attn_layer_offset",))

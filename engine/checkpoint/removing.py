@@ -7,7 +7,7 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.gguf.arrangements import gguf_at
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.importing import discard
 from engine.checkpoint.library import converted_of, exclusive_use, files_of, forget_usage, remove_converted, total_bytes
 from engine.checkpoint.model_directories import Found, model_folders

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.checkpoint.gguf.arrangements import SUFFIX
+from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.model_directories import FOLDER, OWN
 from engine.common.untrusted import open_untrusted

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_digest
 
-from engine.checkpoint.gguf.arrangements import MAGIC
 from engine.checkpoint.gguf.file import CONVERTED, read_converted
+from engine.checkpoint.gguf.names import MAGIC
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import is_full, take_lock

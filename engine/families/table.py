@@ -335,6 +335,9 @@ TABLE: dict[str, Family] = {
         mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
     "muse_spark": Family(types=("muse_spark_text",), packs_rows=True),
+    "nemotron3_5_transcribe": Family(
+        types=("nemo_speechlm",), refused="writes down speech, and Switchyard gives models text only"
+    ),
     # Nemotron 3 Nano: Mamba 2, attention and experts, each a layer.
     "nemotron_h": Family(
         fast_path=fast_path(
@@ -353,9 +356,6 @@ TABLE: dict[str, Family] = {
             angles="none",
             rotates=lambda _attention: False,
         ),
-    ),
-    "nemotron3_5_transcribe": Family(
-        types=("nemo_speechlm",), refused="writes down speech, and Switchyard gives models text only"
     ),
     "nllb_moe": Family(types=("nllb-moe",), adapter="nllb_moe", experts_per_token=2, takes_turns=True),
     "olmoe": Family(

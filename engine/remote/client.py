@@ -44,7 +44,8 @@ from engine.remote.failures import (
     said_in_stream,
     unreachable,
 )
-from engine.remote.trust import check_key, read_key, trust_of
+from engine.remote.keys import check_key, read_key
+from engine.remote.trust import trust_of
 
 MINUTE_S = 60.0
 

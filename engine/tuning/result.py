@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.common.config import EngineConfig
-from engine.hardware.probe import is_busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +133,8 @@ class TuningResult:
     @property
     def was_busy(self) -> bool:
         """Whether other programs used so much CPU that the figures are unreliable."""
+        from engine.hardware.probe import is_busy  # only now: the window begins with these messages
+
         return is_busy(self.others)
 
     @property

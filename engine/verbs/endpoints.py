@@ -72,7 +72,7 @@ def _add_options(action: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Performs the action; returns the exit code."""
     from engine.remote.endpoint import parse_endpoint, remove_endpoint, saved_endpoints
-    from engine.remote.trust import forget_key
+    from engine.remote.keys import forget_key
 
     if args.action in (None, "list"):
         saved = saved_endpoints()
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _add(args: argparse.Namespace) -> None:
     from engine.remote.endpoint import endpoint_at, plain_name, save_endpoint, saved_endpoints
-    from engine.remote.trust import check_key, save_key, variable_of
+    from engine.remote.keys import check_key, save_key, variable_of
 
     endpoint = endpoint_at(
         args.address,

@@ -19,7 +19,7 @@ from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchSampled, EndpointKey
 from engine.common.config import HERE, BatchJob, EngineConfig
-from engine.remote import trust
+from engine.remote import keys
 from engine.remote.endpoint import Endpoint, save_endpoint
 from tests.app.scripted_batches import ScriptedBatches, row, shown_page
 from tests.app.test_batch_page import drop, words
@@ -144,11 +144,11 @@ def test_keys_of_this_run_go_along_and_no_others(switchyard_home: Path) -> None:
     job = BatchJob("in.csv", "out.csv", endpoints=("Desk", HERE))
     assert keys_for(job) == ()
     for endpoint, key in ((local, "sk-1"), (Endpoint("Other", "http://127.0.0.1:10/v1"), "sk-2")):
-        trust.save_key(endpoint, key)
+        keys.save_key(endpoint, key)
     assert keys_for(job) == (EndpointKey("Desk", "sk-1"),)
     assert keys_for(BatchJob("in.csv", "out.csv")) == ()
     for endpoint in (local, Endpoint("Other", "http://127.0.0.1:10/v1")):
-        trust.forget_key(endpoint)
+        keys.forget_key(endpoint)
 
 
 def test_a_job_is_given_to_a_cluster_where_ray_is_installed(

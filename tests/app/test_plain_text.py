@@ -28,7 +28,7 @@ APP = Path(__file__).resolve().parents[2] / "app"
 FILE_NAME = "<b>it<img src=hills.png>"
 MEANT = {
     "views/batch/job_view.py",
-    "views/chat/conversation_delegate.py",
+    "views/chat/conversation_panel.py",
     "views/chat/user_message.py",
     "views/monitor/summary.py",
 }

@@ -12,7 +12,7 @@ from pytestqt.qtbot import QtBot
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.views.settings.server_dialog import ServerDialog, ServersCard
-from engine.remote import trust
+from engine.remote import keys
 from engine.remote.endpoint import endpoint_at, endpoints_file, save_endpoint, saved_endpoints
 from engine.remote.nearby import Nearby
 from engine.remote.trust import fingerprint
@@ -29,8 +29,8 @@ def server() -> Iterator[BadEndpoint]:
 
 @pytest.fixture
 def card(settings: Settings, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> ServersCard:
-    monkeypatch.setattr(trust, "_this_run", {})
-    monkeypatch.setattr(trust, "_of_keyring", {})
+    monkeypatch.setattr(keys, "_this_run", {})
+    monkeypatch.setattr(keys, "_of_keyring", {})
     endpoints = Endpoints(settings)
     made = ServersCard(endpoints)
     qtbot.addWidget(made, before_close_func=lambda _card: endpoints.close())
@@ -67,7 +67,7 @@ def test_added_tested_kept_changed_and_removed(card: ServersCard, server: BadEnd
         dialog.save.click()
     (kept,) = saved_endpoints()
     assert (kept.name, kept.url, kept.price_in, kept.found.models) == ("Rack", server.url, 0.5, (MODEL,))
-    assert trust.read_key(kept) == SECRET
+    assert keys.read_key(kept) == SECRET
     assert SECRET not in endpoints_file().read_text()
     qtbot.waitUntil(lambda: rows(card) == ["Edit Rack", "Remove Rack"])
     server.asked.clear()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.gguf import gguf_of
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
-from engine.checkpoint.shards import from_bfloat16, read_safetensors, write_safetensors
+from engine.checkpoint.safetensors_numpy import from_bfloat16, read_safetensors, write_safetensors
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.errors import EngineError, ErrorCode
 

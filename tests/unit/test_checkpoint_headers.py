@@ -204,6 +204,20 @@ def test_kv_of_latent_attention_and_of_linear_layers() -> None:
     assert kv_of_model(latent).numbers == 3 * (16 + 4)
     hybrid = {**MIXTRAL, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     assert kv_of_model(hybrid).numbers == 2 * 4
+    nemotron = {  # a letter for each layer, of which two sum up and one attends
+        "num_hidden_layers": 5,
+        "hybrid_override_pattern": "MEM*-",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "n_groups": 8,
+    }
+    assert kv_of_model(nemotron).numbers == 2 * 2 * 128
+    assert kv_of_model(nemotron).state_bytes == 2 * 4 * ((64 * 64 + 2 * 8 * 128) * 4 + 64 * 64 * 128)
 
 
 def test_sources_of_an_expert(tmp_path: Path) -> None:

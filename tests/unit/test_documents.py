@@ -90,6 +90,15 @@ def test_files_that_are_named_exist(document: Path) -> None:
     for line in _commands(document):
         for name in re.findall(r"(?<![\w/.-])(?:app|engine|installers|tests)/[\w/.*-]*\w", line):
             assert list(CHECKOUT.glob(name)) or re.search(r"/[A-Z]+\b", name), name  # `NAME.py` stands for one
+        # One beside another is named without its folder.
+        if re.fullmatch(r"(?:[a-z_]+/)*[a-z_]+\.py", line):
+            assert any(path.endswith(f"/{line}") for path in _modules()), line
+
+
+@lru_cache
+def _modules() -> list[str]:
+    folders = ("app", "engine", "installers", "tests")
+    return [f"/{path.relative_to(CHECKOUT).as_posix()}" for each in folders for path in (CHECKOUT / each).rglob("*.py")]
 
 
 def _missing_tests(text: str) -> list[str]:

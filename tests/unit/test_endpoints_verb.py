@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine import cli
-from engine.remote import trust
+from engine.remote import keys
 from engine.remote.endpoint import endpoints_file, saved_endpoints
 from tests.bad_endpoint import MODEL, BadEndpoint
 
@@ -28,8 +28,8 @@ def server() -> Iterator[BadEndpoint]:
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "_this_run", {})
-    monkeypatch.setattr(trust, "_of_keyring", {})
+    monkeypatch.setattr(keys, "_this_run", {})
+    monkeypatch.setattr(keys, "_of_keyring", {})
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
@@ -70,7 +70,7 @@ def test_a_key_comes_from_the_standard_input_or_the_environment(
     assert {each.key for each in server.posted} == {SECRET}
     assert SECRET not in endpoints_file().read_text()
     server.asked.clear()
-    monkeypatch.setattr(trust, "_this_run", {})
+    monkeypatch.setattr(keys, "_this_run", {})
     monkeypatch.setenv("SWITCHYARD_KEY_RACK", f"{SECRET}2")
     told(capsys, "endpoints", "test", "rack")
     assert {each.key for each in server.posted} == {f"{SECRET}2"}

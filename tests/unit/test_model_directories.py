@@ -28,7 +28,7 @@ from engine.checkpoint.model_directories import (
     origin_of,
 )
 from engine.checkpoint.names import check_new_name, folder_name, name_of
-from engine.checkpoint.shards import write_safetensors
+from engine.checkpoint.safetensors_numpy import write_safetensors
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
 from tests.refusals import refused

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.remote import trust
+from engine.remote import keys
 from engine.remote.endpoint import (
     Endpoint,
     endpoint_at,
@@ -158,8 +158,8 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], str]:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new process."""
-    monkeypatch.setattr(trust, "_this_run", {})
-    monkeypatch.setattr(trust, "_of_keyring", {})
+    monkeypatch.setattr(keys, "_this_run", {})
+    monkeypatch.setattr(keys, "_of_keyring", {})
 
 
 def test_a_key_is_kept_in_the_keyring_and_in_no_file(
@@ -167,53 +167,53 @@ def test_a_key_is_kept_in_the_keyring_and_in_no_file(
 ) -> None:
     endpoint = endpoint_at("https://api.example.org", "big one")
     save_endpoint(endpoint)
-    assert trust.save_key(endpoint, f" {SECRET}\n")
+    assert keys.save_key(endpoint, f" {SECRET}\n")
     forget(monkeypatch)
-    assert trust.read_key(endpoint) == SECRET
+    assert keys.read_key(endpoint) == SECRET
     home = endpoints_file().parents[1]
     assert not any(SECRET in file.read_text(errors="replace") for file in home.rglob("*") if file.is_file())
-    trust.forget_key(endpoint)
-    assert trust.read_key(endpoint) == ""
+    keys.forget_key(endpoint)
+    assert keys.read_key(endpoint) == ""
     assert ring == {}
 
 
 def test_a_key_is_for_the_address_that_it_was_given_for(ring: dict[tuple[str, str], str]) -> None:
     endpoint = endpoint_at("https://api.example.org", "big one")
-    trust.save_key(endpoint, SECRET)
-    assert trust.read_key(replace(endpoint, url="https://elsewhere.example.org/v1")) == ""
-    assert trust.read_key(replace(endpoint, url="http://api.example.org/v1")) == ""
-    assert trust.read_key(replace(endpoint, url="https://api.example.org/v2")) == ""
-    assert trust.read_key(replace(endpoint, name="renamed")) == SECRET
+    keys.save_key(endpoint, SECRET)
+    assert keys.read_key(replace(endpoint, url="https://elsewhere.example.org/v1")) == ""
+    assert keys.read_key(replace(endpoint, url="http://api.example.org/v1")) == ""
+    assert keys.read_key(replace(endpoint, url="https://api.example.org/v2")) == ""
+    assert keys.read_key(replace(endpoint, name="renamed")) == SECRET
 
 
 def test_without_a_keyring_a_key_lasts_for_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
     endpoint = endpoint_at("https://api.example.org", "big one")
-    assert not trust.save_key(endpoint, SECRET)
-    assert trust.read_key(endpoint) == trust.key_of_this_run(endpoint) == SECRET
+    assert not keys.save_key(endpoint, SECRET)
+    assert keys.read_key(endpoint) == keys.key_of_this_run(endpoint) == SECRET
     forget(monkeypatch)
-    assert trust.read_key(endpoint) == ""
+    assert keys.read_key(endpoint) == ""
 
 
 def test_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
     endpoint = endpoint_at("https://10.0.0.5:8000/v1")
-    assert trust.variable_of(endpoint) == "SWITCHYARD_KEY_10_0_0_5_8000"
+    assert keys.variable_of(endpoint) == "SWITCHYARD_KEY_10_0_0_5_8000"
     monkeypatch.setenv("SWITCHYARD_KEY_10_0_0_5_8000", SECRET)
-    assert trust.read_key(endpoint) == SECRET
+    assert keys.read_key(endpoint) == SECRET
 
 
 @pytest.mark.parametrize("key", ["two words", "tab\tkey", "ünïcode", "x" * 5000])
 def test_what_cannot_be_a_key(key: str) -> None:
     with pytest.raises(EngineError) as refused:
-        trust.save_key(endpoint_at("https://api.example.org"), key)
+        keys.save_key(endpoint_at("https://api.example.org"), key)
     assert key not in refused.value.message
 
 
 @pytest.mark.parametrize("address", ["http://10.0.0.5:8000", "http://example.org", "http://[fe80::1]:80"])
 def test_no_key_crosses_the_network_readable(address: str) -> None:
     with pytest.raises(EngineError, match="readable") as refused:
-        trust.save_key(endpoint_at(address), SECRET)
+        keys.save_key(endpoint_at(address), SECRET)
     assert SECRET not in refused.value.message
 
 
@@ -222,7 +222,7 @@ def test_no_key_crosses_the_network_readable(address: str) -> None:
 )
 def test_where_a_key_may_go(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
-    assert trust.check_key(endpoint_at(address), SECRET) == SECRET
+    assert keys.check_key(endpoint_at(address), SECRET) == SECRET
 
 
 def test_an_endpoint_shows_no_key(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from engine.checkpoint.headers import read_header
-from engine.checkpoint.shards import from_bfloat16, read_safetensors, to_bfloat16, write_safetensors
+from engine.checkpoint.safetensors_numpy import from_bfloat16, read_safetensors, to_bfloat16, write_safetensors
 
 BELOW_OVERFLOW = 2.0**127
 

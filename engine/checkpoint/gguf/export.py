@@ -30,7 +30,8 @@ from engine.checkpoint.gguf.checkpoint import expanded, gguf_config, gguf_tensor
 from engine.checkpoint.gguf.file import GgufFile
 from engine.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, PreTokenizer
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.shards import from_bfloat16, read_tensors
+from engine.checkpoint.safetensors_numpy import from_bfloat16
+from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import parse_json, read_untrusted
 from engine.families.gguf import Gguf, Key, Made

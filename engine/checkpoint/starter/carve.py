@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.packed import PackedEntry, as_array, unpacked
-from engine.checkpoint.shards import Float32, Tensors, from_bfloat16, to_bfloat16
+from engine.checkpoint.safetensors_numpy import Float32, Tensors, from_bfloat16, to_bfloat16
 from engine.checkpoint.starter.package import Dimensions
 
 _LAYER_NAMES = (
