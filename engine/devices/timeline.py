@@ -212,14 +212,13 @@ class Timeline:
         """See `Event.cancel`: only what was put off has not begun."""
         with self.lock:
             items = event.queue.items
-            found = next((one for one in items if one.event is event and one.work is not None), None)
-            if found is None or (
-                found is items[0] and (event.queue.runner is not None or event.queue.end_s is not None)
-            ):
+            at = next((at for at, one in enumerate(items) if one.event is event and one.work is not None), None)
+            if at is None or (at == 0 and (event.queue.runner is not None or event.queue.end_s is not None)):
                 return False
-            items.remove(found)
-            if items:  # what was to begin after others still does
-                items[0].after = [*found.after, *items[0].after]
+            found = items[at]
+            del items[at]
+            behind = items[at] if at < len(items) else event.queue  # what was to begin after others still does
+            behind.after = [*found.after, *behind.after]
             event.issued_failure, now_s = cancelled_error(event.queue.name), self.clock.now()
             event.settle(now_s, now_s)
             return True

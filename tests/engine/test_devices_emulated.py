@@ -27,6 +27,7 @@ from engine.devices.opening import open_devices
 from engine.devices.timeline import Timeline
 from engine.hardware.profiles import DeviceProfile, emulated_cards, has_fixed_host, timed_profiles
 from tests.device_contract import DeviceContract, fail
+from tests.engine.vram_cache_parts import holding
 
 US = 1e-6
 MIB = 2**20
@@ -463,8 +464,8 @@ def test_events_from_any_thread_and_across_devices(device: Device) -> None:
 
 def test_what_has_not_begun_can_be_cancelled(device: Device) -> None:
     ran = list[int]()
-    (there, here), (elsewhere, _) = big(device, 1000), big(device, 1000)
-    first = device.h2d_stream.copy(there, here)
+    elsewhere, here = big(device, 1000)
+    first = holding(device, device.streams.index(device.h2d_stream))
     unwanted = device.h2d_stream.copy(elsewhere.fill_(1), here)
     wanted = device.h2d_stream.submit(lambda: ran.append(1))
     assert unwanted.cancel()

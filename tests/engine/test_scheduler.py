@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.beam_search import beam_search
+from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import GenerationResult, drained, ignore_progress
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.decode.sequence import SequenceError
 from engine.runtime.decode.step_model import StepModel
+from engine.runtime.kv.reuse import KvSnapshot
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
@@ -258,9 +263,85 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
         ask("again", tuple(random_prompt(5)))
         ask("with it", tuple(random_prompt(6)))
         scheduler.serve()
-    assert isinstance(ends["again"], EngineError)
-    assert isinstance(ends["with it"], EngineError)
+    with monkeypatch.context() as patched:
+        patched.setattr(ContinuousBatch, "_row_of", lambda batch, *_args: fails(batch, None, 0))
+        ask("never begun", tuple(random_prompt(5)))
+        ask("behind it", tuple(random_prompt(6)))
+        scheduler.serve()
+    for name in ("again", "with it", "never begun", "behind it"):
+        assert isinstance(ends[name], EngineError)
     assert not scheduler.is_busy
+
+
+def test_who_waits_for_a_place_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.runtime.schedule.scheduler._MOST_SESSIONS", 1)
+    scheduler, written, ends, told = Scheduler(tiny_loaded("doge")), list[int](), list[Outcome](), list[int]()
+    first = BatchRequest(
+        0,
+        ids=tuple(random_prompt(9)),
+        sampling=SamplingParams(max_tokens=9),
+        end_ids=NO_END,
+        on_text=lambda _text, count: written.append(count),
+    )
+    scheduler.submit(first, lambda _outcome: None)
+
+    def ended(outcome: Outcome) -> None:
+        ends.append(outcome)
+        told.append(len(written))
+
+    scheduler.submit(replace(first, cancelled=lambda: len(written) >= 3), ended)
+    scheduler.serve()
+    (end,) = ends
+    assert isinstance(end, GenerationResult)
+    assert (end.finish_reason, told, len(written)) == ("cancelled", [3], 9)
+
+
+def _breaks(*_args: object) -> torch.Tensor:
+    raise EngineError(ErrorCode.INTERNAL, "This is a test.")
+
+
+def test_what_was_tried_in_vain_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are computed again, for rows of a job by itself too; what goes wrong there ends that answer alone, and
+    rows that a failure has left begin again."""
+    loaded, take_back = tiny_loaded("qwen3_next"), KvSession.take_back
+    sampling, prompts = SamplingParams(max_tokens=6), [random_prompt(9, seed=number) for number in range(2)]
+    expected = [Alone(loaded).generate_from_ids(ids, sampling, end_ids=NO_END).token_ids for ids in prompts]
+
+    def several(session: KvSession, ids: list[int]) -> torch.Tensor:
+        assert session._cache is not None
+        session._before = KvSnapshot(session._cache, session.tokens)
+        return torch.cat([session.step(torch.tensor([[each]]), each) for each in ids])
+
+    def fails(session: KvSession, tokens: int) -> None:
+        if session.ids[:9] == prompts[0]:
+            raise RuntimeError("of this test")
+        take_back(session, tokens)
+
+    monkeypatch.setattr(KvSession, "several", several)
+    monkeypatch.setattr(PagedRow, "guess", lambda _row, *_args: Guess((0,), (1.0,), (0,)))
+    for module in ("executor", "scheduler"):
+        monkeypatch.setattr(f"engine.runtime.schedule.{module}.why_not_packed", lambda _model: "this is a test")
+    asked = [
+        BatchRequest(number, ids=tuple(ids), sampling=sampling, end_ids=NO_END) for number, ids in enumerate(prompts)
+    ]
+    executor, answers, rows = BatchExecutor(loaded, POLICY), dict[int, GenerationResult](), iter(asked)
+    run = partial(executor.run, rows, lambda answer: answers.__setitem__(answer.row, answer))
+    with monkeypatch.context() as patched:
+        patched.setattr(StepModel, "__call__", _breaks)
+        with pytest.raises(EngineError):
+            run()
+    run()
+    executor.close()
+    assert [answers[number].token_ids for number in range(2)] == expected
+
+    monkeypatch.setattr(KvSession, "take_back", fails)
+    scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
+    for request in asked:
+        scheduler.submit(request, lambda outcome, number=request.row: ends.__setitem__(number, outcome))  # type: ignore[misc]
+    scheduler.serve()
+    assert isinstance(ends[0], SequenceError)
+    assert isinstance(ends[1], GenerationResult)
+    assert ends[1].token_ids == expected[1]
 
 
 def test_time_is_shared_evenly_once_everybody_has_begun() -> None:

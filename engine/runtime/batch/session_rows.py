@@ -49,6 +49,7 @@ class RowSession:
         """Whether a step computes so many tokens of its answer."""
         return isinstance(self.session, KvSession) and self.session.takes(tokens)
 
+    @torch.inference_mode()  # as they were computed: states are, once more
     def take_back(self, tokens: int) -> None:
         """Forgets the last tokens, which did not come true."""
         assert isinstance(self.session, KvSession)
@@ -226,6 +227,7 @@ class SessionRows:
         """The tokens that its answer continues."""
         return EncoderDecoderSession.prefix(self._loaded) if self._encodes else new.text
 
+    @torch.inference_mode()
     def begin(self, row: PagedRow) -> None:
         """A row goes on from what is there of its prompt, and of its answer if it has stepped aside."""
         request, answer = row.request, row.sequence.ids

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -440,11 +440,11 @@ class ContinuousBatch:
         except BaseException as error:
             # No row has advanced: the next try overwrites what was computed.
             self._sweep = None
-            if not _is_memory(error):
-                raise
             for each in self._work:
                 if self._sessions is not None or (each.is_certain and each.row.state is not None):
                     self._put_aside(each.row)  # its state may be anything
+            if not _is_memory(error):
+                raise
             if not self._lighten(error):
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, _TAKEN) from None
             return False
@@ -509,14 +509,21 @@ class ContinuousBatch:
     def _leave(self, row: PagedRow) -> RowSource:
         """A row is over, wherever it stands: returns its pages, and who asked."""
         (self.rows if row in self.rows else self._aside).remove(row)
-        row.close()
         source = self._source_of.pop(row)
         source.rows.remove(row)
+        row.close()  # last: a lost device fails here, and again whenever what is left is given up
         # There may be memory for more again.
         self._most_rows, self._sweep_tokens = min(self._policy.rows, self._most_rows + 1), self._policy.sweep_tokens
         return source
 
     def _drop_cancelled(self) -> None:
+        own = self._own
+        for new in [new for new in (own.next, *self._new) if new is not None and _is_cancelled(new)]:
+            if new is own.next:
+                own.next = None
+            else:
+                self._new.remove(new)
+            own.on_row(new.ended())
         for row in [*self.rows, *self._aside]:
             with self._work_for(row):
                 if row.beams is None and row.request.cancelled():
@@ -541,9 +548,14 @@ class ContinuousBatch:
             source = min(able, key=lambda source: len(source.rows))
             able.append(able.pop(able.index(source)))
             new = source.take()
+            try:
+                has_room = new is None or self._admit_new(new, source)
+            except BaseException:
+                source.next = new  # for `give_up`: it has not been told of anything
+                raise
             if new is None:
                 able.remove(source)
-            elif not self._admit_new(new, source):
+            elif not has_room:
                 return
             else:  # whoever has waited longest is next
                 self.sources.append(self.sources.pop(self.sources.index(source)))
@@ -808,7 +820,10 @@ class ContinuousBatch:
             back_s = 0.0
             if isinstance(row.own, RowSession) and taken < each.tokens:
                 begun_s = clock.now()
-                row.own.take_back(each.tokens - taken)
+                with self._work_for(row):
+                    row.own.take_back(each.tokens - taken)
+                if row not in self._source_of:  # it has ended
+                    continue
                 back_s = clock.now() - begun_s
                 self._prices.took_back(back_s)
             if row.state is None or lag + taken == each.tokens:
@@ -977,6 +992,13 @@ def _blocks_of_windows(caches: PagedCaches, windows: dict[int, int], tokens: int
 def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:
     while True:
         yield new.popleft() if new else None
+
+
+def _is_cancelled(new: PreparedRow) -> bool:
+    """Whether nobody wants the answer to a request that still waits; what goes wrong is told once it is admitted."""
+    with suppress(SequenceError):
+        return new.request.cancelled()
+    return False
 
 
 def _nobody() -> Sequence[PagedRow]:

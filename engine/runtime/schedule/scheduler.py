@@ -127,11 +127,6 @@ class Scheduler:
         """Whether requests wait or are being answered."""
         return bool(self._waiting or self._admitted)
 
-    @property
-    def under_way(self) -> int:
-        """Requests that wait or are being answered."""
-        return len(self._asked())
-
     def _asked(self) -> list[Asked]:
         """All requests that are being answered, or wait."""
         return [*self._admitted.values(), *self._waiting]
@@ -271,9 +266,11 @@ class Scheduler:
         except BaseException as error:
             if not self._has_lost_card(error):
                 asked = self._asked()
-                self.forget()
-                for each in asked:
-                    each.end(error)
+                try:
+                    self.forget()
+                finally:
+                    for each in asked:
+                        each.end(error)
                 raise
             places = self._places
             assert places is not None
@@ -423,8 +420,8 @@ class Scheduler:
         if asked.begun is None and place.exact is not None and not self._has_any(place):
             with of_one():
                 asked.on_begin()
-        asked.place, self._admitted[request.row] = place, asked
         place.submit(asked.prepared, self._answered, asked.begun)
+        asked.place, self._admitted[request.row] = place, asked
 
     def _shared(self) -> ContinuousBatch | None:
         """Where requests share sweeps; None if they cannot."""
@@ -493,7 +490,8 @@ class Scheduler:
             if self._has_lost_card(error):
                 raise
             for number in batch.give_up():
-                self._admitted.pop(number).end(error)
+                if (asked := self._admitted.pop(number, None)) is not None:
+                    asked.end(error)
 
     def _answered(self, answer: GenerationResult) -> None:
         asked = self._admitted.pop(answer.row)
