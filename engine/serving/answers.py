@@ -19,9 +19,10 @@ from engine.common.chat import Tool, ToolCall, ToolChoice
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import json_text
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
+from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Ask, Began, Finished, Progress, Token
 from engine.serving.link import AnswerEvent
-from engine.serving.service import Offer, Service, body_of, while_connected
+from engine.serving.service import Offer, Service, body_of, current_exchange, while_connected
 
 PING_S = 10.0
 """A stream in which nothing has happened for so long says that it is still there."""
@@ -227,8 +228,11 @@ async def _opened(request: Request, lines: Lines, reply: Reply) -> Lines:
                     await asyncio.wait({coming}, timeout=PING_S)
                 try:
                     line = coming.result()
-                except EngineError as error:
-                    yield reply.breaks(error)
+                except Exception as error:  # whoever reads is told, rather than cut off
+                    current_exchange().breaks = "failed"
+                    if not isinstance(error, EngineError):
+                        log_failure(error, "answering a request")
+                    yield reply.breaks(as_engine_error(error, "answering a request"))
                     return
                 if line is None:
                     return

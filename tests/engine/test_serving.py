@@ -24,6 +24,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
 from engine.serving import connections
+from engine.serving.answers import Answer
 from engine.serving.broker import ModelBroker
 from engine.serving.link import BrokerLink, EngineLink
 from engine.serving.server import Address, Server
@@ -712,6 +713,31 @@ def test_an_engine_that_dies_ends_each_stream_in_its_own_form(path: str, fields:
     finally:
         server.stop()
         link.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/chat/completions", '{"error": {"message": "'),
+        ("/v1/messages", 'event: error\ndata: {"type": "error"'),
+        ("/api/chat", '{"error": "'),
+    ],
+)
+def test_a_fault_of_ours_ends_a_stream_in_its_own_form(monkeypatch: pytest.MonkeyPatch, path: str, said: str) -> None:
+    def fails(_answer: Answer, _event: Any) -> list[Any]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Answer, "_read", fails)
+    served: list[Served] = []
+    server = Server(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0), served.append)
+    try:
+        body = {"messages": HELLO, "max_tokens": 5, "stream": True}
+        answer = plain_http.post(f"http://127.0.0.1:{server.start()}{path}", json=body, timeout=20)
+        assert answer.status_code == 200
+        assert said in answer.text
+    finally:
+        server.stop()
+    assert [each.outcome for each in served] == ["failed"]
 
 
 HI = (ChatMessage("user", "Hello"),)
