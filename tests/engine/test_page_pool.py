@@ -276,9 +276,9 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             assert page not in held
             assert page not in self.held
 
-    @rule(if_many=st.booleans())
-    def fit(self, *, if_many: bool) -> None:
-        self.pool.fit(if_many=if_many)
+    @rule(if_many=st.booleans(), forgets=st.booleans())
+    def fit(self, *, if_many: bool, forgets: bool) -> None:
+        self.pool.fit(if_many=if_many, forgets=forgets)
 
     @rule()
     def forget(self) -> None:
@@ -444,6 +444,9 @@ def test_chats_that_follow_each_other_take_no_more_of_a_card_than_is_kept_of_the
             pool.give_back(too_many)
         pool.fit(if_many=True)
     assert (pool.spare, room.pages) == (8, 12)
+    assert pool.fit(forgets=True)  # before a request is given up for want of memory
+    assert (pool.spare, room.pages) == (0, 0)
+    assert not pool.fit(forgets=True)
 
 
 def _layers(count: int, place: torch.device) -> list[PagedLayer | StatePages]:

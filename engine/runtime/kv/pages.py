@@ -287,11 +287,17 @@ class PagePool:
         self._windows_held += 1
         return self._take(self._windows, kind.discard_windows)
 
-    def fit(self, *, if_many: bool = False) -> bool:
+    def fit(self, *, if_many: bool = False, forgets: bool = False) -> bool:
         """Gives up the memory of the last pages and states that hold nothing, or only if these are half of all; whether
-        there was any."""
+        there was any.
+
+        Args:
+            forgets: the prefix cache goes first.
+        """
         if self.room is None:
             return False
+        if forgets:
+            self.give_back(self.spare)
         pages, states = (max(kind.touched, default=-1) + 1 for kind in (self._pages, self._states))
         if (2 * pages if if_many else pages) >= self.room.pages and states >= self.room.states:
             return False
