@@ -232,15 +232,19 @@ class Timeline:
         Raises:
             EngineError: the event is behind what the calling thread is doing.
         """
+        patience_s = None if until_s is None else until_s - self.clock.now()
         while True:
             with self.lock:
                 queue = self._next_to_do(event, until_s)
                 if queue is None:
                     return
                 if queue.runner is not None:
-                    if until_s is not None:
-                        return
-                    if queue.runner == threading.get_ident():
+                    is_mine = queue.runner == threading.get_ident()
+                    if patience_s is not None:
+                        if is_mine or patience_s <= 0 or not self._changed.wait(patience_s):
+                            return
+                        continue
+                    if is_mine:
                         raise EngineError(
                             ErrorCode.INTERNAL,
                             f"Work on {event.queue.name} waits for what is queued behind it: report this.",

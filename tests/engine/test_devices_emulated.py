@@ -348,6 +348,19 @@ def test_work_is_done_when_somebody_asks_for_what_needs_it(device: Device) -> No
     assert ran == [1, 3, 2]
 
 
+def test_waiting_with_a_limit_waits_for_what_another_thread_does(device: Device) -> None:
+    has_begun, goes_on = threading.Event(), threading.Event()
+    event = device.compute_stream.submit(lambda: (has_begun.set(), goes_on.wait(30)))
+    other = in_thread(event.wait)
+    assert has_begun.wait(30)
+    assert not event.done()
+    later = threading.Timer(0.05, goes_on.set)
+    later.start()
+    assert event.wait(timeout_s=1e6)
+    other.join()
+    later.join()
+
+
 PROGRAM = st.lists(
     st.tuples(st.sampled_from(["write", "read", "copy", "look"]), st.integers(0, 3), st.integers(0, 3)), max_size=25
 )

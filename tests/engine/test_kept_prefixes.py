@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
@@ -458,6 +458,14 @@ _DO = st.lists(
 )
 
 
+_DAMAGED: list[tuple[str, list[int], int]] = [
+    *(("offer", [0, 1], 300), ("write", [2, 1, 1], 142), ("damage", [0, 2, 1], 133), ("offer", [2, 2, 0, 0, 2], 198)),
+    *(("write", [0, 2], 255), ("withdraw", [1], 286), ("write", [2, 2, 1], 200), ("find", [2, 2, 0, 0, 2], 0)),
+]
+"""What the disk had no room for is withdrawn while nobody writes."""
+
+
+@example(steps=_DAMAGED, room=8, on_disk=3)
 @settings(max_examples=20)
 @given(steps=_DO, room=st.integers(0, 9), on_disk=st.integers(0, 9))
 def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
@@ -503,3 +511,22 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
     kept.withdraw("one")
     kept.close()
     assert kept.ram_bytes == 0
+
+
+def test_the_end_of_a_text_that_is_too_long_for_the_disk_does_not_replace_its_beginning(tmp_path: Path) -> None:
+    keep_chat(CHAT, tmp_path)
+    room, ids = 3 * (LAYOUT.nbytes + 100), [token for token in range(5) for _ in range(BLOCK_TOKENS)]
+    kept = KeptPrefixes(ROOT, 2**20, KeptFiles(tmp_path, lambda _folder, _held: room))
+    kept.offer("one", ids, LAYOUT, Held(ids).copy, CHAT)
+    assert kept.settle(30)
+    kept.withdraw("one")
+    assert kept.settle(30)
+    found = kept.find([*ids, 7], 0, CHAT)
+    assert found is not None
+    assert found.tokens == len(ids)  # the rest is in RAM
+    kept.close()
+    kept = KeptPrefixes(ROOT, 0, KeptFiles(tmp_path, lambda _folder, _held: room))
+    found = kept.find([*ids, 7], 0, CHAT)
+    assert found is not None
+    assert found.tokens == 3 * BLOCK_TOKENS
+    kept.close()

@@ -13,18 +13,47 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.footprint import PAGE_TOKENS, pages_for
+from engine.devices.cpu import open_cpu
+from engine.devices.memory_budget import MemoryCategory
+from engine.kernels.native.paged_attention import KvShape, KvType, PagedLayer, Piece, StatePages
+from engine.runtime.kept.state import PagedState, StateLayout
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
+from engine.runtime.kv.tabled import RowPlaces
+from engine.runtime.load.devices import ModelDevices, PageRoom
 from engine.runtime.schedule.row import PagedRow
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
 """All alike, so that rows share pages."""
 _AT_ONCE = 3 * PAGE_TOKENS
 _SIZES = [PageSizes(1), PageSizes(1), *(PageSizes(1, 1 + window % 2, window % 4, window) for window in (1, 17, 31, 70))]
+
+
+class _Room:
+    """Memory of a card.
+
+    Args:
+        holder: of what pages and states hold, if anybody asks.
+    """
+
+    def __init__(self, holder: Any = None) -> None:
+        self.pages = self.states = 0
+        self._holder = holder
+
+    def resize(self, pages: int, states: int) -> None:
+        self.pages, self.states = pages, states
+        if self._holder is not None:
+            for held, most in ((self._holder.held, pages), (self._holder.states, states)):
+                for number in [number for number in held if number >= most]:
+                    del held[number]
 
 
 @dataclass(eq=False)
@@ -41,11 +70,17 @@ class _Row:
 class PagesInAnyOrder(RuleBasedStateMachine):
     """Rows that begin, share, read, answer, step aside, take over and end, over one pool."""
 
-    @initialize(capacity=st.integers(1, 20), state_weight=st.integers(0, 3), sizes=st.sampled_from(_SIZES))
-    def start(self, capacity: int, state_weight: int, sizes: PageSizes) -> None:
+    @initialize(
+        capacity=st.integers(1, 20),
+        state_weight=st.integers(0, 3),
+        sizes=st.sampled_from(_SIZES),
+        on_card=st.booleans(),
+    )
+    def start(self, capacity: int, state_weight: int, sizes: PageSizes, *, on_card: bool) -> None:
         if sizes.window:
             state_weight = 0
         self.pool = PagePool(capacity * (sizes.page + sizes.window), None, state_weight, sizes)
+        self.pool.room = _Room(self) if on_card else None
         self.in_windows: dict[int, list[int]] = {}
         """Window's page -> all tokens up to its last one."""
         self.held_windows: list[int] = []
@@ -241,6 +276,10 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             assert page not in held
             assert page not in self.held
 
+    @rule(if_many=st.booleans(), forgets=st.booleans())
+    def fit(self, *, if_many: bool, forgets: bool) -> None:
+        self.pool.fit(if_many=if_many, forgets=forgets)
+
     @rule()
     def forget(self) -> None:
         self.pool.forget_prefixes()
@@ -263,8 +302,8 @@ class PagesInAnyOrder(RuleBasedStateMachine):
     def pages_are_counted(self) -> None:
         if not hasattr(self, "pool"):
             return
-        uses = self._uses()
-        assert all(0 <= page < self.pool.pages for page in uses)
+        uses, room = self._uses(), self.pool.room
+        assert all(0 <= page < (room or self.pool).pages for page in uses)
         windows = self._uses_of_windows()
         assert all(0 <= page < self.pool.windows for page in windows)
         assert self.pool.held_windows == len(windows)
@@ -272,7 +311,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             assert len(set(mine.row.pages.tolist())) == len(mine.row.pages)
         assert self.pool.held == len(uses)
         states = self._uses_of_states()
-        assert all(0 <= state < self.pool.states for state in states)
+        assert all(0 <= state < (room or self.pool).states for state in states)
         assert self.pool.held_states == len(states)
         of_rows = [state for mine in self.alive if mine.row.state is not None for state in self._own_states(mine)]
         assert len(set(of_rows)) == len(of_rows), "two rows write to a state"
@@ -389,3 +428,91 @@ class PagesInAnyOrder(RuleBasedStateMachine):
 
 TestPagesInAnyOrder = PagesInAnyOrder.TestCase
 TestPagesInAnyOrder.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+
+
+def test_chats_that_follow_each_other_take_no_more_of_a_card_than_is_kept_of_them() -> None:
+    pool, room = PagePool(400), _Room()
+    pool.room = room
+    for chat in range(80):
+        assert pool.reserve(4)
+        taken = [pool.take() for _ in range(4)]
+        for place, page in enumerate(taken):
+            pool.publish(page, bytes([chat, place]))
+        for page in taken:
+            pool.release(page)
+        if (too_many := pool.spare - 8) > 0:
+            pool.give_back(too_many)
+        pool.fit(if_many=True)
+    assert (pool.spare, room.pages) == (8, 12)
+    assert pool.fit(forgets=True)  # before a request is given up for want of memory
+    assert (pool.spare, room.pages) == (0, 0)
+    assert not pool.fit(forgets=True)
+
+
+def _layers(count: int, place: torch.device) -> list[PagedLayer | StatePages]:
+    return [PagedLayer(KvShape(1, 1, 8, 8), KvType.FP32, 0, place=place) for _ in range(count)]
+
+
+def test_a_card_that_refuses_memory_within_its_budget_says_so_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_pages: int) -> None:
+        raise torch.OutOfMemoryError
+
+    with open_cpu(2**20) as device:
+        layers = _layers(3, torch.device("meta"))
+        caches, each = PagedCaches(layers, [0, 0, 0]), sum(layer.page_bytes for layer in layers)
+        room = PageRoom(ModelDevices([device]), caches, 4)
+        pool = PagePool(100)
+        pool.room = room
+        assert pool.reserve(10)
+        page = pool.take()
+        before, generation = room.pages, caches.generation
+        with monkeypatch.context() as patch:
+            patch.setattr(layers[1], "resize", refuse)
+            with pytest.raises(EngineError, match="refused memory") as refused:
+                room.resize(before + 1, 0)
+            assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
+            assert (room.pages, room.nbytes) == (before, before * each)
+            assert caches.generation > generation  # some layers lie elsewhere now
+            pool.publish(page, b"a")
+            pool.release(page)
+            assert pool.take() in range(before)  # what nobody holds gives way
+            with pytest.raises(EngineError):
+                room.resize(0, 0)
+            assert (room.pages, room.nbytes) == (0, 0)
+        assert device.memory.use().by_category[MemoryCategory.KV] == 0
+
+
+def test_states_of_a_model_without_attention_have_a_card_s_memory_too() -> None:
+    held = torch.empty(1, 4, 4, device="meta")
+    caches = PagedCaches([StatePages.like(None, held, 3)], [0])
+    assert caches.are_of_card
+    caches.resize(0, 2)
+    assert caches.layers[0].states.shape == (2, 4, 4)  # type: ignore[union-attr]
+
+
+def test_what_a_card_holds_is_kept_from_where_it_lies_now() -> None:
+    made = StatePages.like(None, torch.ones(1, 4, 4), 2)
+    layers: list[PagedLayer | StatePages] = [made, *_layers(1, torch.device("cpu"))]
+    caches, pages = PagedCaches(layers, [0, 0]), torch.tensor([0, 1], dtype=torch.int32)
+    caches.resize(2, 2)
+    state = PagedState(caches, pages, 40, 1)
+    layout = StateLayout.of(state)
+    caches.resize(3, 3)
+    made.states[1] = 5
+    data = torch.empty(layout.nbytes, dtype=torch.uint8)
+    state.copy(data)
+    assert (layout.parts(data)[0][0] == 5).all()
+
+
+def test_tables_name_no_page_that_is_gone() -> None:
+    place = torch.device("cpu")
+    caches = PagedCaches(_layers(2, place), [0, 0])
+    caches.resize(8, 0)
+    places = RowPlaces(caches, 1, 8 * PAGE_TOKENS, place)
+    places.set([1], [40], [Piece(torch.tensor([7, 6], dtype=torch.int32), 40, 1)])
+    caches.resize(2, 0)
+    places.set([1], [3], [Piece(torch.tensor([1], dtype=torch.int32), 3, 1)])
+    table, layer = places.of_layer(1)[0], caches.layers[1]
+    assert table.pages.max() < 2
+    assert isinstance(layer, PagedLayer)
+    assert table.entries[1, 0, 0, 1] == layer.keys[1].data_ptr()

@@ -260,6 +260,8 @@ class StatePages:
 
 
 def _resized(part: torch.Tensor, pages: int, place: torch.device | None) -> torch.Tensor:
+    if len(part) == pages:
+        return part
     resized = torch.empty(pages, *part.shape[1:], dtype=part.dtype, device=place)
     if kept := min(pages, len(part)):
         resized[:kept] = part[:kept]

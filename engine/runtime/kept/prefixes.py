@@ -331,6 +331,7 @@ class KeptPrefixes:
             source = self._sources.pop(owner, None)
             if source is not None and (source.is_whole or not tokens):
                 self._take(source, max(source.next, tokens // BLOCK_TOKENS))
+                self._changed.notify_all()  # there may be something to write again
 
     def answering(self, change: int) -> None:
         """One more of those who answer is at work, or one less: nothing is written before all of them rest."""
@@ -446,6 +447,7 @@ class KeptPrefixes:
     def _take(self, source: _Source, first: int) -> None:
         keys, chat = source.keys, source.chat
         files = self._files if self._files is not None and self._files.keeps(chat) else None
+        may_write = files is not None and not source.is_refused  # else its end would replace its beginning there
         for piece in source.pieces[first:]:
             if files is not None and files.has(chat, piece.key):
                 continue
@@ -453,7 +455,7 @@ class KeptPrefixes:
                 if not self._make_room(piece.layout.nbytes, keys):
                     break
                 self._hold(piece)
-            if files is not None:
+            if may_write:
                 self._blocks[piece.key].wanted_by.add(chat)
 
     def _hold(self, piece: _Piece) -> None:

@@ -221,14 +221,15 @@ class PagedState(HeldState):
     """
 
     def __init__(self, caches: PagedCaches, pages: torch.Tensor, tokens: int, state: int) -> None:
-        super().__init__(caches.of(Piece(pages, tokens, 0, state, state)), tokens)
-        self._paged = caches.layers
+        super().__init__(None, tokens)
+        self._caches, self._piece = caches, Piece(pages, tokens, 0, state, state)
         block = tokens // BLOCK_TOKENS * BLOCK_TOKENS
         self._pages = pages[block // PAGE_TOKENS : -(-tokens // PAGE_TOKENS)].long()
         self._rest = tokens - block
 
     def layers(self) -> Iterator[tuple[list[tuple[str, torch.Tensor]], dict[str, _Plain]]]:
-        for paged, states in zip(self._paged, self._cache.layers, strict=True):
+        # Looked at anew each time: on a card pages may lie elsewhere by now, and nothing is to keep their old memory.
+        for paged, states in zip(self._caches.layers, self._caches.of(self._piece).layers, strict=True):
             if isinstance(paged, StatePages):
                 yield _held_by(states)
                 continue
@@ -269,7 +270,7 @@ def restore_pages(
             ]:
                 raise LookupError("a layer of another kind")
             for target, source in zip(own, parts, strict=True):
-                target[pages, :, rows] = source.transpose(0, 1)
+                target[pages, :, rows] = source.transpose(0, 1).to(target.device)
 
 
 def _held_by(states: Any) -> tuple[list[tuple[str, torch.Tensor]], dict[str, _Plain]]:

@@ -257,14 +257,18 @@ class PagedCaches:
     @property
     def are_of_card(self) -> bool:
         """Whether they lie in memory that the CPU does not read."""
-        return any(part.device.type != "cpu" for paged in self.layers for part in parts_of_pages(paged))
+        parts = [part for paged in self.layers for part in parts_of_pages(paged)]
+        parts += [part for paged in self._states for part in (paged.recent, paged.states)]
+        return any(part.device.type != "cpu" for part in parts)
 
     def resize(self, pages: int, states: int) -> None:
         """So many pages and states from now on; the first ones hold what they held."""
-        for paged in self.layers:
-            paged.resize(pages if isinstance(paged, PagedLayer) else states)
-        self.generation += 1
-        self._point()
+        try:
+            for paged in self.layers:
+                paged.resize(pages if isinstance(paged, PagedLayer) else states)
+        finally:  # also where the memory for some of them was refused
+            self.generation += 1
+            self._point()
 
     def bytes_by_window(self) -> dict[int, int]:
         """Of the keys and values of a page, of all layers that have the same window; 0 stands for none."""

@@ -287,15 +287,24 @@ class PagePool:
         self._windows_held += 1
         return self._take(self._windows, kind.discard_windows)
 
-    def fit(self, *, if_many: bool = False) -> bool:
+    def fit(self, *, if_many: bool = False, forgets: bool = False) -> bool:
         """Gives up the memory of the last pages and states that hold nothing, or only if these are half of all; whether
-        there was any."""
+        there was any.
+
+        Args:
+            forgets: the prefix cache goes first.
+        """
         if self.room is None:
             return False
+        if forgets:
+            self.give_back(self.spare)
         pages, states = (max(kind.touched, default=-1) + 1 for kind in (self._pages, self._states))
         if (2 * pages if if_many else pages) >= self.room.pages and states >= self.room.states:
             return False
-        self.room.resize(pages, states)
+        try:
+            self.room.resize(pages, states)
+        except EngineError:  # to be moved they need some first
+            return False
         return True
 
     def take_state(self, kind: PageKind) -> int:
@@ -321,8 +330,11 @@ class PagePool:
 
     def _make_room(self, room: Room, places: _Places) -> None:
         """Has the next free one of these places have memory."""
-        wanted, are_pages = places.free[-1] + 1, places is self._pages
-        if wanted <= (room.pages if are_pages else room.states):
+        are_pages = places is self._pages
+        there = room.pages if are_pages else room.states
+        if places.free[-1] >= there:
+            places.free.sort(reverse=True)  # others before it may have memory, given up by the prefix cache
+        if (wanted := places.free[-1] + 1) <= there:
             return
         try:
             room.resize(*((wanted, room.states) if are_pages else (room.pages, wanted)))

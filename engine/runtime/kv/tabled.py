@@ -56,6 +56,7 @@ class _Places:
         begins = torch.tensor([[each.data_ptr() for each in of_layer] for of_layer in parts])
         self._steps, self._begins = (each.to(self.place)[:, :, None] for each in (steps, begins))
         self.entries[..., 0] = heads.to(self.place)[:, None]
+        self.pages.zero_()  # there may be fewer than before
 
     def put(self, row: int, first: int, pages: torch.Tensor) -> None:
         """The pages of a row, from its `first` one on, are these: int64 on the host."""
@@ -120,9 +121,9 @@ class RowPlaces:
             known = self._known[row, : len(now)]
             if not torch.equal(known, now):
                 first = int((known != now).nonzero()[0])
-                known.copy_(now)
                 for places in self._places:
                     places.put(row, first, now[first:])
+                known.copy_(now)
         count, before = len(ids), torch.tensor(held)
         page = torch.tensor([int(pages[place // PAGE_TOKENS]) for pages, place in zip(tables, held, strict=True)])
         numbers = torch.stack([before, page, before % PAGE_TOKENS])

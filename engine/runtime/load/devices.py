@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
+from engine.devices.failures import is_out_of_memory
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.experts.activations import Activations
 from engine.experts.card_tokens import CardTokens
@@ -331,14 +332,32 @@ class PageRoom:
             wanted = max(pages, min(2 * self.pages, max(self._longest, pages + pages // 8)))
             more = [self._devices.spare(index) // (2 * each) for index, each in enumerate(self._page) if each]
             pages = min(wanted, pages + max(0, min(more, default=0)))
-        for index, reservation in enumerate(self._reservations):
-            nbytes = pages * self._page[index] + states * self._state[index]
-            self._devices.resize_kv(index, reservation, nbytes, pages * PAGE_TOKENS)
-        if self._caches.are_of_card:
-            self._caches.resize(pages, states)
-        fewer, self.pages, self.states = pages < self.pages, pages, states
+        fewer = pages < self.pages
+        try:
+            for index, reservation in enumerate(self._reservations):
+                self._devices.resize_kv(index, reservation, self._bytes(index, pages, states), pages * PAGE_TOKENS)
+            if self._caches.are_of_card:
+                self._caches.resize(pages, states)
+        except (EngineError, RuntimeError) as error:
+            # Some layers may have theirs, others not.
+            self.pages, self.states = min(self.pages, pages), min(self.states, states)
+            for index, reservation in enumerate(self._reservations):
+                reservation.resize(min(reservation.nbytes, self._bytes(index, self.pages, self.states)))
+            if isinstance(error, EngineError):
+                self._devices.experts.take_back()
+            if isinstance(error, EngineError) or not is_out_of_memory(error):
+                raise
+            raise EngineError(
+                ErrorCode.NOT_ENOUGH_MEMORY,
+                f"{self.name} refused memory for a context of {pages * PAGE_TOKENS:,} tokens that its budget allows: "
+                "close other programs that use it, or allow the model less with --vram.",
+            ) from None
+        self.pages, self.states = pages, states
         if fewer:
             self._devices.experts.take_back()
+
+    def _bytes(self, index: int, pages: int, states: int) -> int:
+        return pages * self._page[index] + states * self._state[index]
 
     def release(self) -> None:
         """The pages are gone: their memory is the experts' again."""

@@ -471,7 +471,12 @@ class ContinuousBatch:
         work, self._work = self._work, []
         if any(each.is_piggybacked for each in work):
             self.piggybacked = _nobody
-        elif work and (self.pool.fit() or self._model.lighten(is_exact=work[0].is_exact) or self._reads_less(work)):
+        elif work and (
+            self.pool.fit()
+            or self._model.lighten(is_exact=work[0].is_exact)
+            or self._reads_less(work)
+            or self.pool.fit(forgets=True)
+        ):
             pass
         elif len(work) > 1 or (self._sessions is not None and self.rows):
             self._most_rows = max(1, len(self.rows) // 2)
