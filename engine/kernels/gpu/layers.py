@@ -117,7 +117,7 @@ def _made(layer: Any, following: CardNorm | None) -> CardLayer | None:
                 return None
             if following is None or torch.equal(following(found), following(wanted)):
                 return made
-        except (ValueError, TypeError):  # it wants a tuple of its MLP, or to be given something else
+        except (ValueError, TypeError, AttributeError):  # it wants a tuple of its MLP, or to be given something else
             continue
         except Exception:  # any compiler or driver error: operators do it
             _log.warning("residual sums are not computed by a kernel on %s", weight.device, exc_info=True)
