@@ -176,8 +176,8 @@ class PagePool:
         """What gives memory to the first pages and states, where it does not come by itself."""
         self.beside, self.shares = beside or 2 * state_weight, beside is None
         self._pages = _Places(capacity // page_weight, page_weight)
-        # Whoever holds a window's page holds that of the same tokens.
-        self._windows = _Places(capacity // (page_weight + window_weight) if window_weight else 0, window_weight)
+        # Not only as many as pages: what is on its way to disk holds a window's alone.
+        self._windows = _Places(capacity // window_weight if window_weight else 0, window_weight)
         self._states = _Places(capacity // state_weight if state_weight else 0, state_weight)
         self._kinds = (self._states, self._windows, self._pages)
         self._state_of: dict[Prefix, int] = {}
