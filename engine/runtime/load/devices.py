@@ -343,8 +343,6 @@ class PageRoom:
             self.pages, self.states = min(self.pages, pages), min(self.states, states)
             for index, reservation in enumerate(self._reservations):
                 reservation.resize(min(reservation.nbytes, self._bytes(index, self.pages, self.states)))
-            if isinstance(error, EngineError):
-                self._devices.experts.take_back()
             if isinstance(error, EngineError) or not is_out_of_memory(error):
                 raise
             raise EngineError(

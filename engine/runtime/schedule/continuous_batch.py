@@ -157,6 +157,8 @@ class ContinuousBatch:
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
         a job ends and can be resumed."""
         self._most_rows, self._sweep_tokens = policy.rows, policy.sweep_tokens
+        self._pages_given = 0
+        """How much of the pages' memory was given up since a sweep had enough."""
         """As many as there has been memory for."""
         self.rows: list[PagedRow] = []
         self._source_of: dict[PagedRow, RowSource] = {}
@@ -423,7 +425,7 @@ class ContinuousBatch:
         try:
             next(self._sweep)
         except StopIteration as end:
-            self._sweep = None
+            self._sweep, self._pages_given = None, 0
             each_s = (self._sweep_s + clock.now() - begun_s) / sum(each.tokens for each in self._work)
             self._token_s += (_NEWEST if self._token_s else 1.0) * (each_s - self._token_s)
             self._take(end.value)
@@ -472,10 +474,10 @@ class ContinuousBatch:
         if any(each.is_piggybacked for each in work):
             self.piggybacked = _nobody
         elif work and (
-            self.pool.fit()
+            self._gives_pages(1)
             or self._model.lighten(is_exact=work[0].is_exact)
             or self._reads_less(work)
-            or self.pool.fit(forgets=True)
+            or self._gives_pages(2)
         ):
             pass
         elif len(work) > 1 or (self._sessions is not None and self.rows):
@@ -491,6 +493,13 @@ class ContinuousBatch:
             said = error if isinstance(error, EngineError) else self._no_memory(row)
             self._leave(row).on_row(row.answer(error=said))
         return bool(work)
+
+    def _gives_pages(self, level: int) -> bool:
+        """Gives up memory of pages, with a level of 2 the prefix cache too: once, as the next try may take it again."""
+        if self._pages_given >= level:
+            return False
+        self._pages_given = level
+        return self.pool.fit(forgets=level == 2)
 
     def _reads_less(self, work: list[Work]) -> bool:
         first, exact = work[0], self.exact
