@@ -247,13 +247,13 @@ def test_a_state_space_and_a_convolution_are_their_recurrences(
     places, out = (ctypes.c_void_p * 6)(given_floats.data_ptr()), torch.empty(tokens, values)
     layer = kernels.pool, ctypes.addressof(struct), ctypes.addressof(of_pages)
     alone = going_on(tokens, 1)
-    assert not kernels.delta_rows(*layer, ctypes.addressof(alone.struct), ctypes.addressof(places), out.data_ptr())
+    assert not kernels.delta_rows(*layer, alone.address_for(of_pages), ctypes.addressof(places), out.data_ptr())
     assert float((out - wanted).norm()) <= 1e-3 * float(wanted.norm()) + 1e-6
 
     few = min(tokens, 4)
     twice, both = x[:few].repeat(2, 1), going_on(few, 0, 2)
     stepped = torch.empty(2 * few, hidden)
-    assert not kernels.delta_step(*layer, ctypes.addressof(both.struct), 2, twice.data_ptr(), stepped.data_ptr())
+    assert not kernels.delta_step(*layer, both.address_for(of_pages), 2, twice.data_ptr(), stepped.data_ptr())
     added = 0.5 * _by(o, wanted[:few])
     assert float((stepped[:few] - x[:few] - added).norm()) <= 2e-2 * float(added.norm()) + 1e-6
     assert torch.equal(stepped[:few], stepped[few:])
