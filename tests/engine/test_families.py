@@ -1,26 +1,47 @@
-"""`engine.families` is all that the program knows of single families, and the library has what its files name."""
+"""`engine.families` is all that the program knows of single families, the library has what its files name, every MoE
+type is right or refused by name, and configurations that lie are harmless or refused."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import math
+import random
 import re
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
+from engine.checkpoint.config_file import read_config
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
-from engine.families import PACKAGES, family_at, family_of, fast_path_of, library
+from engine.common.chat import ChatMessage
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.paths import resources_dir
+from engine.families import PACKAGES, family_at, family_of, fast_path_of, known, library
 from engine.families.family import Family
 from engine.families.gguf import Made
 from engine.families.gguf.table import GGUF, gguf_of
+from engine.families.known import known_families
+from engine.families.pictures import SIGHTS
 from engine.families.table import TABLE
 from engine.runtime.adapters import adapter_for
-from tests.engine.tiny_families import tiny_model
+from engine.runtime.engine import Engine
+from engine.runtime.load.checkpoint import open_checkpoint
+from engine.runtime.load.library_models import build_skeleton, model_class_for, quiet_library, read_library_config
+from engine.verbs.models.families import row_of
+from tests.engine.test_family_parity import greedy, loaded, logits
+from tests.engine.tiny_configs import ADAPTED, FAMILIES
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config, tiny_model
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAY_NAME_FAMILIES = (
@@ -148,3 +169,273 @@ def test_every_family_of_gguf_files_is_found_by_its_architecture() -> None:
             assert (family.architecture, family.model_type) == (architecture, found.model_type)
             ways = [way for ways in family.tensors.values() for way in (ways if isinstance(ways, tuple) else (ways,))]
             assert {way.how for way in ways if isinstance(way, Made)} <= ARRANGEMENTS.keys()
+
+
+RIGHT = {*FAMILIES, *ADAPTED, "qwen3_omni_moe"}
+"""Whose answers the tests compare with the library's: here, in test_family_parity and in test_*adapter_parity."""
+
+_SOURCES = Path(transformers.__file__).parent / "models"
+_HAS_EXPERTS = re.compile(
+    r"@use_experts_implementation|^class \w*(Experts?|MoE|MOE|Moe|SparseMLP)\w*\(nn\.", re.MULTILINE
+)
+_COUNTS_EXPERTS = re.compile(r"^    (num_(local_|routed_)?experts|n_routed_experts|moe_num_experts)\b.*:", re.MULTILINE)
+
+
+def moe_types() -> list[str]:
+    """Model types whose folder has experts, or whose configuration names such a type as its text part."""
+    folders = {file.parent.name for file in _SOURCES.glob("*/modeling_*.py") if _HAS_EXPERTS.search(_text(file))}
+    for file in _SOURCES.glob("*/configuration_*.py"):
+        if _COUNTS_EXPERTS.search(_text(file)):
+            folders.add(file.parent.name)
+    kinds = {kind for kind in CONFIG_MAPPING_NAMES if model_type_to_module_name(kind) in folders}
+    part_of_it = re.compile(rf'model_type="({"|".join(sorted(kinds))})"')
+    for file in _SOURCES.glob("*/configuration_*.py"):
+        if part_of_it.search(_text(file)):
+            folders.add(file.parent.name)
+    return sorted(kind for kind in CONFIG_MAPPING_NAMES if model_type_to_module_name(kind) in folders)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def test_every_moe_type_is_right_or_refused_by_name(tmp_path: Path) -> None:
+    kinds = moe_types()
+    assert len(kinds) > 100
+    assert {"mixtral", "dbrx", "kimi_k25", "gemma4_assistant", "vitpose_backbone"} <= set(kinds)
+    neither = [kind for kind in kinds if kind not in RIGHT and not _is_refused(kind, tmp_path / kind)]
+    assert neither == []
+
+
+def _is_refused(kind: str, folder: Path) -> bool:
+    """Whether loading ends in one sentence with the type's name, before weights or a tokenizer are looked for."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(EngineError) as refusal:  # there are no weights: those that are not refused get as far
+        open_checkpoint(EngineConfig(str(folder), device="cpu"))
+    error = refusal.value
+    return error.code is ErrorCode.MODEL_UNSUPPORTED and repr(kind) in error.message and error.message.count(". ") == 0
+
+
+def test_the_text_part_of_qwen3_omni_is_found_in_the_whole_model(tmp_path: Path) -> None:
+    """The library can save the whole model, but only its thinker generates text alone: the folder is put together."""
+    folder = tiny_checkpoint("qwen3_omni_moe_thinker", tmp_path)
+    reference = model_class(tiny_config("qwen3_omni_moe_thinker")).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected, tokens = logits(reference), greedy(reference).tolist()
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {f"thinker.{name}": tensor for name, tensor in load_file(file).items()}
+    tensors["talker.model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(8, 48, 32)
+    tensors["code2wav.decoder.0.conv.bias"] = torch.zeros(4)
+    save_file(tensors, file, {"format": "pt"})
+    thinker = json.loads(config.read_text())
+    config.write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": thinker}))
+    with loaded(folder, "fp32") as ours, torch.no_grad():
+        torch.testing.assert_close(logits(ours.model), expected, rtol=0, atol=1e-5)
+        assert greedy(ours.model).tolist() == tokens
+        assert "text and images only, no sound" in ours.info.device_note
+
+
+@pytest.mark.parametrize(("family", "could"), [("aria", True), ("qwen3_vl_moe", False), ("qwen3_moe", False)])
+def test_a_model_that_could_see_says_that_it_does_not(
+    family: str, could: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(SIGHTS, "aria")
+    with loaded(tiny_checkpoint(family, tmp_path), "fp32") as ours:
+        assert ("images" in ours.info.device_note) == could
+
+
+def test_nemotron_omni_as_published_has_other_names_of_its_parts(tmp_path: Path) -> None:
+    file = tiny_checkpoint("nemotron_h_omni", tmp_path, image_token_id=18) / "config.json"
+    with loaded(tmp_path, "fp32") as ours:
+        expected = logits(ours.model)
+    config = json.loads(file.read_text())
+    former = {"text_config": "llm_config", "image_token_id": "img_context_token_id", "audio_config": "sound_config"}
+    former |= {"vision_hidden_size": "vit_hidden_size"}
+    config["audio_config"] = {"model_type": "parakeet", "hidden_size": 32, "num_hidden_layers": 1, "num_mel_bins": 16}
+    file.write_text(json.dumps({former.get(name, name): value for name, value in config.items()}))
+    read = read_library_config(tmp_path, read_config(tmp_path))
+    assert (read.image_token_id, read.audio_config.hidden_size) == (18, 32)
+    config["audio_config"] = None
+    file.write_text(json.dumps({former.get(name, name): value for name, value in config.items()}))
+    with loaded(tmp_path, "fp32") as ours:
+        torch.testing.assert_close(logits(ours.model), expected, rtol=0, atol=0)
+
+
+def test_minimax_m2_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> None:
+    file = tiny_checkpoint("minimax_m2", tmp_path) / "config.json"
+    config = {**json.loads(file.read_text()), "rotary_dim": 4, "rope_theta": 5e6}
+    del config["rope_parameters"]
+    file.write_text(json.dumps(config))
+    with loaded(tmp_path, "fp32") as ours:
+        assert ours.model.model.rotary_emb.inv_freq.shape == (2,)
+
+
+def test_the_kinds_that_are_known_without_the_library_are_those_it_knows() -> None:
+    """Before a download nothing asks the library. To renew: write this, sorted, a name a line."""
+    tasks = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+    theirs = {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
+    experts = set(moe_types()) | {kind for kind in PACKAGES if family_of(kind).own}
+    lines = [f"{name} experts" if name in experts else name for name in sorted(theirs | PACKAGES.keys())]
+    assert (resources_dir() / "model_types.txt").read_text().splitlines() == lines
+
+
+def test_the_list_of_architectures_is_what_the_table_says() -> None:
+    """To renew: write these lines."""
+    rows = [row_of(one) for one in known_families() if one.has_experts and not one.refused]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line.startswith("| ")][1:] == lines
+
+
+@pytest.mark.parametrize(("kind", "layers"), known._CLASSES.items())
+def test_layers_of_another_family_are_what_the_library_builds(kind: str, layers: str) -> None:
+    config = tiny_config(kind)
+    if config.get_text_config(decoder=True).model_type != layers:
+        names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        assert kind == "qwen3_omni_moe_thinker" or names[kind] == names[layers]
+
+
+def test_a_newer_kind_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9_moe"}))
+    with pytest.raises(EngineError, match=r"'qwen9_moe', .*\(the nearest that it reads is 'qwen\d_moe'\)") as refusal:
+        open_checkpoint(EngineConfig(str(tmp_path), device="cpu"))
+    assert refusal.value.code is ErrorCode.MODEL_UNSUPPORTED
+
+
+LIES: list[Any] = [
+    *(0, -1, 1, 2, 3, 99, 30_000_000, 10**9, 2**62, 1.5, -0.5, 1e-320, math.nan, math.inf, True, False, None),
+    *("x", [], [1], [0] * 300, ["full_attention"], {}, {"a": 1}, {"__float__": "NaN"}),
+]
+OF_ALL = (
+    *("num_labels", "id2label", "problem_type", "return_dict", "output_hidden_states", "output_router_logits"),
+    *("output_attentions", "use_cache", "is_encoder_decoder", "chunk_size_feed_forward", "per_layer_config"),
+    *("rope_theta", "rope_scaling", "sliding_window", "layer_types", "head_dim", "quantization_config"),
+)
+
+
+def _lied(true: dict[str, Any], name: tuple[str, ...], lie: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(json.dumps(true))
+    part = config
+    for key in name[:-1]:
+        part = part[key]
+    part[name[-1]] = lie
+    return config
+
+
+def _names(part: dict[str, Any], of: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = [(*of, name) for name in part if name not in ("model_type", "architectures")]
+    return found + [
+        name for key, inner in part.items() if isinstance(inner, dict) for name in _names(inner, (*of, key))
+    ]
+
+
+def _built(folder: Path) -> None:
+    raw = read_config(folder)
+    adapter = adapter_for(raw["model_type"])
+    with quiet_library():
+        model_class, part = model_class_for(read_library_config(folder, raw), adapter)
+        build_skeleton(model_class, part, torch.bfloat16, adapter)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(60, marks=pytest.mark.exhaustive)], ids=lambda count: f"{count} lies each"
+)
+def test_a_lie_in_any_field_of_any_family_is_refused_or_harmless(tmp_path: Path, count: int) -> None:
+    chance = random.Random(count)
+    file = tmp_path / "config.json"
+    for family in {**FAMILIES, **ADAPTED}:
+        with quiet_library():
+            tiny_config(family).save_pretrained(tmp_path)
+        true = json.loads(file.read_text())
+        text = ("text_config",) if "text_config" in true else ()
+        names = [*_names(true), *((*text, name) for name in OF_ALL)]
+        for _ in range(count):
+            name, lie = chance.choice(names), chance.choice(LIES)
+            file.write_text(json.dumps(_lied(true, name, lie)))
+            try:
+                _built(tmp_path)
+            except EngineError as error:
+                assert error.code.is_users, (family, name, lie, error.message)  # noqa: PT017
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("name", "lie"),
+    [
+        *(("num_hidden_layers", lie) for lie in (0, -1, 5000)),
+        *(("hidden_size", lie) for lie in (0, -32)),
+        *(("num_experts_per_tok", lie) for lie in (99, -1, 0, 9)),
+        *(("rope_theta", lie) for lie in (0, -1.0, math.nan, {"__float__": "NaN"})),
+        *(("sliding_window", lie) for lie in (-1, 0, False)),
+        ("num_key_value_heads", 3),
+        ("n_group", 30_000_000),
+    ],
+)
+def test_what_no_model_has_is_refused_by_name(tiny: Path, tmp_path: Path, name: str, lie: Any) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | {"use_sliding_window": True, name: lie}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError) as refused:
+        read_config(tmp_path)
+    assert refused.value.code is ErrorCode.CHECKPOINT_DAMAGED
+    assert name in refused.value.message
+    assert "again" not in refused.value.message
+
+
+def test_what_a_family_does_not_need_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    lies = {
+        "num_labels": 30_000_000,
+        "id2label": {"0": "a"},
+        "output_router_logits": True,
+        "return_dict": False,
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "use_cache": False,
+        "is_encoder_decoder": True,
+        "chunk_size_feed_forward": -1,
+        "_attn_implementation": "x",
+        "attn_implementation": "x",
+        "model": 7,
+        "forward": None,
+        "name_or_path": "elsewhere",
+        "pruned_heads": {"0": [0]},
+    }
+    for file in tiny.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    answers = [_answer(tmp_path)]
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tiny / "config.json").read_text()) | lies))
+    config = read_library_config(tmp_path, read_config(tmp_path))
+    assert config.num_labels == 2
+    answers.append(_answer(tmp_path))
+    assert answers[0] == answers[1]
+
+
+def test_what_fails_at_the_first_forward_is_told_of_the_configuration(tmp_path: Path) -> None:
+    tiny_checkpoint("deepseek_v3", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_group": -1, "topk_group": -1}))
+    with pytest.raises(EngineError, match=r"does not fit its weights \(.+\): get both") as refused:
+        _answer(tmp_path)
+    assert refused.value.code is ErrorCode.CHECKPOINT_DAMAGED
+
+
+def _answer(folder: Path) -> str:
+    engine = Engine()
+    try:
+        engine.load(
+            EngineConfig(model=str(folder), device="cpu"), on_progress=lambda *_: None, cancelled=never_cancelled
+        )
+        return engine.generate(
+            (ChatMessage("user", "hello"),),
+            SamplingParams(max_tokens=6),
+            on_progress=lambda *_: None,
+            on_text=lambda *_: None,
+            cancelled=never_cancelled,
+        ).text
+    finally:
+        engine.unload()

@@ -1,37 +1,54 @@
-"""A job over real servers, one of which is killed at some moment: every row is answered once."""
+"""Jobs, chats and pictures at servers as people run them: llama.cpp's, vLLM and our own, one of which is killed."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
 import shutil
 import signal
+import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.rows import Answer
+from engine.batch_files.rows import Answer, Constraint
+from engine.common.chat import ChatMessage, Picture, Tool, parts_with
 from engine.common.config import BatchJob, SamplingParams
-from engine.remote.endpoint import Endpoint, save_endpoint
+from engine.common.errors import ErrorCode, RequestCancelled
+from engine.common.installed import version
+from engine.remote.capabilities import about
+from engine.remote.chat_form import RemoteDelta, RemoteRequest
+from engine.remote.client import Client
+from engine.remote.endpoint import Endpoint, endpoint_at, save_endpoint
+from engine.remote.failures import RemoteError, Trouble
 from engine.remote.job import run_remote_job
+from engine.serving.server import Address
+from tests.engine.test_serve_verb import served
+from tests.engine.test_serving import TOOL, serving
 from tests.real_servers import (
     cut_starter,
     gguf_of,
     llama_program,
     llama_server,
+    needs_vllm,
     note,
     switchyard,
     vllm_python,
     vllm_server,
 )
+from tests.starter import starter_for_tests
 
 ROWS, TOKENS = 500, 16
 KILLS = int(os.environ.get("SWITCHYARD_TEST_KILLS", "20"))
@@ -144,3 +161,277 @@ def test_a_server_that_is_killed_costs_no_row(tmp_path: Path, monkeypatch: pytes
     finally:
         standing.close()
         shutil.rmtree(left, ignore_errors=True)
+
+
+KEY = "0123456789abcdef"
+CAPITAL = (ChatMessage("user", "What is the capital of France?"),)
+
+
+def check(endpoint: Endpoint, key: str) -> None:
+    """What every server must give."""
+    told: list[RemoteDelta] = []
+    with Client(endpoint, key) as client:
+        answer = client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=30)), told.append)
+        assert "Paris" in answer.text
+        assert "".join(delta.text for delta in told) == answer.text
+        assert len(told) > 2
+        assert answer.prompt_tokens
+        assert answer.generated_tokens
+        assert answer.first_token_s
+
+
+def check_refusals(endpoint: Endpoint) -> None:
+    """What every server with a context of 2,048 tokens must refuse, and what it may answer in part."""
+    with Client(endpoint, "wrong-key") as client, pytest.raises(RemoteError) as failed:
+        client.ask(RemoteRequest(CAPITAL))
+    assert failed.value.kind is Trouble.KEY
+    with Client(endpoint, KEY) as client:
+        with pytest.raises(RemoteError) as failed:
+            client.ask(RemoteRequest((ChatMessage("user", "word " * 3000),)))
+        assert (failed.value.kind, failed.value.code) == (Trouble.REFUSED, ErrorCode.PROMPT_TOO_LONG)
+        # More than there is room for is no reason to refuse.
+        assert "Paris" in client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=5000, stop=(".",)))).text
+        told: list[RemoteDelta] = []
+        with pytest.raises(RequestCancelled):
+            client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=1500)), told.append, lambda: len(told) > 3)
+        assert client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=5))).text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
+def test_llama_cpps_server(tmp_path: Path) -> None:
+    with llama_server(tmp_path, gguf_of(starter_for_tests(), tmp_path), "--api-key", KEY, "-c", "2048") as (url, _pid):
+        endpoint = endpoint_at(url, "llama")
+        with Client(endpoint, KEY) as client:
+            seen = about(client)
+        # It takes tools with the starter's chat template, which has no place for them, and then does without: that is
+        # seen if the answer is short.
+        assert (seen.found.server, seen.found.models) == ("llama.cpp", ("starter",))
+        assert set(seen.found.lacks) <= {"tools"}
+        assert seen.found.version
+        assert seen.problem == ""
+        check(endpoint, KEY)
+        check_refusals(endpoint)
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WEATHER = Tool(
+    "weather", "Of a city.", '{"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}}'
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
+@needs_vllm
+def test_vllm(tmp_path: Path) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOLS_TEMPLATE, encoding="utf-8")
+    options = ["--api-key", KEY, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--chat-template", str(template), "--enable-prompt-tokens-details"]
+    with vllm_server(tmp_path, starter_for_tests(), *options) as (url, _pid):
+        endpoint = endpoint_at(url, "rack")
+        with Client(endpoint, KEY) as client:
+            seen = about(client)
+            assert (seen.found.server, seen.found.models, seen.found.contexts) == ("vllm", ("starter",), (2048,))
+            assert (seen.found.lacks, seen.problem) == ((), "")
+            assert seen.found.version
+            check(endpoint, KEY)
+            check_refusals(endpoint)
+            check_what_is_bound(client)
+            with pytest.raises(RemoteError) as failed:
+                client.ask(RemoteRequest(CAPITAL, model="nobody"))
+            assert failed.value.kind is Trouble.WRONG_MODEL
+            long = RemoteRequest((ChatMessage("user", "word " * 300),), SamplingParams(max_tokens=1))
+            client.ask(long)
+            assert client.ask(long).reused_tokens
+        answer_rows(tmp_path, endpoint)
+
+
+def check_what_is_bound(client: Client) -> None:
+    """Settings, choices, schemas and calls of a server that lacks nothing."""
+    sampling = SamplingParams(temperature=0.7, top_k=20, min_p=0.05, repetition_penalty=1.1, seed=3, max_tokens=6)
+    assert set(client.ask(RemoteRequest(CAPITAL, sampling)).left_out) == set()
+    limits = SamplingParams(max_tokens=60)
+    choices = Constraint(choices=("Rome", "Paris"))
+    assert client.ask(RemoteRequest(CAPITAL, limits, constraint=choices)).text == "Paris"
+    schema = Constraint(
+        schema='{"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}'
+    )
+    assert json.loads(client.ask(RemoteRequest(CAPITAL, limits, constraint=schema)).text)["city"] == "Paris"
+    called = client.ask(RemoteRequest(CAPITAL, limits, tools=(WEATHER,), must_call=True))
+    assert [call.name for call in called.tool_calls] == ["weather"]
+    conversation = (*CAPITAL, ChatMessage("assistant", "", tool_calls=called.tool_calls[:1]))
+    said = ChatMessage("tool", "Sunny.", answers=called.tool_calls[0].id)
+    assert client.ask(RemoteRequest((*conversation, said), limits, tools=(WEATHER,))).finish_reason
+
+
+def answer_rows(folder: Path, endpoint: Endpoint) -> None:
+    """A small job, with a schema."""
+    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join(json.dumps({"text": f"Is {row} even?"}) + "\n" for row in range(12)))
+    job = BatchJob(
+        str(source),
+        str(output),
+        sampling=SamplingParams(max_tokens=20),
+        choices=("yes", "no"),
+        endpoints=(endpoint.url,),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.remote.client.read_key", lambda _endpoint: KEY)
+        nobody_waits = JobWatcher(lambda *_: None, lambda *_: None, lambda: False, lambda: None, lambda: False)
+        ending = run_remote_job(prepare(job), nobody_waits)
+    assert (ending.finished, ending.pace.done, ending.pace.failed) == (True, 12, 0)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert all(row["answer"] in ("yes", "no") for row in rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
+def test_another_switchyard_with_the_starter(tmp_path: Path) -> None:
+    with served(tmp_path, starter_for_tests()) as (url, _pid):
+        endpoint = endpoint_at(url, "other", model="starter")
+        with Client(endpoint, "") as client:
+            seen = about(client, client.models().models[0])
+        # The starter's chat template has no place for tools, which the server says.
+        assert (seen.found.server, seen.found.lacks, seen.problem) == ("switchyard", ("tools",), "")
+        check(endpoint_at(url, "other", model=seen.model), "")
+
+
+SIDE, PATCH, WIDTH = 56, 14, 32
+
+
+def write_projector(path: Path, width: int) -> Path:
+    """A vision tower of two layers (LLaVA's form) and its projector into a model of this width."""
+    random = np.random.default_rng(21)
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool("clip.use_gelu", True)
+    numbers = {
+        "image_size": SIDE,
+        "patch_size": PATCH,
+        "embedding_length": WIDTH,
+        "feed_forward_length": 2 * WIDTH,
+        "block_count": 2,
+        "projection_dim": width,
+        "attention.head_count": 2,
+    }
+    for name, number in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", number)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    for name in ("image_mean", "image_std"):
+        writer.add_array(f"clip.vision.{name}", [0.5, 0.5, 0.5])
+
+    def add(name: str, *shape: int) -> None:
+        writer.add_tensor(name, random.normal(0, 0.05, shape).astype(np.float32))
+
+    add("v.patch_embd.weight", WIDTH, 3, PATCH, PATCH)
+    add("v.class_embd", WIDTH)
+    add("v.position_embd.weight", (SIDE // PATCH) ** 2 + 1, WIDTH)
+    for layer in range(2):
+        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            add(f"v.blk.{layer}.{part}.weight", WIDTH, WIDTH)
+            add(f"v.blk.{layer}.{part}.bias", WIDTH)
+        for part in ("ln1", "ln2"):
+            add(f"v.blk.{layer}.{part}.weight", WIDTH)
+            add(f"v.blk.{layer}.{part}.bias", WIDTH)
+        for part, rows, columns in (("ffn_up", 2 * WIDTH, WIDTH), ("ffn_down", WIDTH, 2 * WIDTH)):
+            add(f"v.blk.{layer}.{part}.weight", rows, columns)
+            add(f"v.blk.{layer}.{part}.bias", rows)
+    for number, columns in ((0, WIDTH), (2, width)):
+        add(f"mm.{number}.weight", width, columns)
+        add(f"mm.{number}.bias", width)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def pictured(shade: int) -> ChatMessage:
+    rows = zlib.compress(b"".join(b"\0" + bytes([shade, 255 - shade, 90]) * 64 for _ in range(64)))
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b""))
+    file = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
+    )
+    picture = Picture("image/png", base64.b64encode(file).decode("ascii"))
+    return ChatMessage("user", "What is it?", parts=parts_with("What is it?", (picture,)))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.exhaustive
+def test_a_model_that_sees_and_one_that_does_not(tmp_path: Path) -> None:
+    model = gguf_of(starter_for_tests(), tmp_path)
+    width = json.loads((starter_for_tests() / "config.json").read_text("utf-8"))["hidden_size"]
+    projector = write_projector(tmp_path / "mmproj.gguf", width)
+    few = SamplingParams(max_tokens=4, temperature=0.0)
+    plain = ChatMessage("user", "What is it?")
+    with llama_server(tmp_path, model, "--mmproj", str(projector)) as (url, _), Client(endpoint_at(url)) as client:
+        assert about(client).found.blind == ()
+        read = [client.ask(RemoteRequest((message,), few)).prompt_tokens or 0 for message in (plain, pictured(30))]
+        assert read[1] >= read[0] + (SIDE // PATCH) ** 2  # a token for each patch
+    with llama_server(tmp_path, model) as (url, _), Client(endpoint_at(url)) as client:
+        assert about(client).found.blind == ("starter",)
+        with pytest.raises(RemoteError) as failed:
+            client.ask(RemoteRequest((pictured(30),), few))
+        assert failed.value.code is ErrorCode.PICTURES_NOT_READ
+        assert client.ask(RemoteRequest((plain,), few)).finish_reason in ("stop", "length")
+
+
+HELLO = (ChatMessage("user", "Hello"),)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving(Address(port=0, key=KEY)) as running, Client(endpoint_at(running.url, model="mixtral"), KEY) as found:
+        found.models()  # its thread is there before the first test
+        yield found
+
+
+def test_it_says_who_it_is_and_lacks_nothing(client: Client) -> None:
+    seen = about(client)
+    assert (seen.found.server, seen.found.version, seen.found.lacks) == ("switchyard", version(), ())
+    assert "mixtral" in seen.found.models
+    assert seen.found.blind == ("broken", "mixtral")
+    assert seen.problem == ""
+
+
+def test_the_same_answer_every_time_with_its_counts(client: Client) -> None:
+    told: list[str] = []
+    request = RemoteRequest(HELLO, SamplingParams(max_tokens=6, top_k=20, min_p=0.01, repetition_penalty=1.1))
+    first = client.ask(request, lambda delta: told.append(delta.text + delta.reasoning))
+    again = client.ask(request)
+    assert (first.text, first.reasoning) == (again.text, again.reasoning)
+    assert "".join(told) == first.reasoning + first.text
+    assert first.generated_tokens == 6
+    assert first.prompt_tokens
+    assert first.finish_reason == "length"
+    assert set(first.left_out) <= {"dry"}
+
+
+def test_schemas_choices_and_tools(client: Client) -> None:
+    limits = SamplingParams(max_tokens=200)
+    choices = Constraint(choices=("red", "blue"))
+    assert client.ask(RemoteRequest(HELLO, limits, constraint=choices)).text in ("red", "blue")
+    tool = Tool("weather", "Of a city.", json.dumps(TOOL["function"]["parameters"]))  # type: ignore[index]
+    answer = client.ask(RemoteRequest(HELLO, limits, tools=(tool,), must_call=True))
+    assert [call.name for call in answer.tool_calls] == ["weather"], answer
+
+
+def test_its_refusals_are_understood(client: Client) -> None:
+    with pytest.raises(RemoteError) as failed:
+        client.ask(RemoteRequest(HELLO, model="nobody"))
+    assert failed.value.kind is Trouble.WRONG_MODEL
+    with pytest.raises(RemoteError) as failed:
+        client.ask(RemoteRequest((ChatMessage("user", "word " * 300),)))
+    assert (failed.value.kind, failed.value.code) == (Trouble.REFUSED, ErrorCode.PROMPT_TOO_LONG)
+    with Client(client.endpoint, "") as stranger, pytest.raises(RemoteError) as failed:
+        stranger.models()
+    assert failed.value.kind is Trouble.KEY
