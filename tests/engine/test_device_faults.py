@@ -243,7 +243,7 @@ def test_all_of_it_in_any_order(seed: int, checkpoint: Path, tokens: Any, copies
     settings = {"cache_slots": rng.choice([2, 5, 1000]), "misses": rng.choice(["mixed", "fetch", "off"])}
     with opened(checkpoint, rng.choice([1, 2]), **settings) as model, chatting(model) as session:
         assert model.devices is not None
-        for _ in range(25):
+        for _ in range(15):
             card = rng.choice(model.devices.devices)
             card.memory.limit(rng.choice([8 * MIB, 8 * MIB, card.memory.use().used - rng.randint(0, 40_000)]))
             copies.coming = iter([rng.random() < 0.05 for _ in range(rng.choice([0, 100]))])

@@ -357,7 +357,7 @@ def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) ->
     sizes = SIGHTS[family].reading(vision, {"resize_to_max_canvas": bool(large)}, {"spatial_merge_size": 2})
     processor, drawing = processor_of(Path("a-model"), sizes), np.random.default_rng(0)
     wide = 900 if family != "step3p7" else 4000
-    for _ in range(25):
+    for _ in range(10):
         width, height = (int(side) for side in drawing.integers(1, wide, 2))
         try:
             grid = sizes.grid(width, height)

@@ -34,8 +34,8 @@ from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from engine.untrusted_text.child import _clearly_more
 from tests import plain_http
-from tests.engine.test_serving import HELLO, HI, TinyEngine, _until, made_up_models
-from tests.scripted_broker import ScriptedBroker
+from tests.engine.test_serving import HELLO, HI, TinyEngine, _until
+from tests.scripted_broker import ScriptedBroker, made_up_models
 
 KEY = {"authorization": "Bearer 0123456789"}
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -201,8 +201,7 @@ def test_without_files_for_connections_strangers_go_and_the_log_stays_short(tmp_
         from engine.process.lifetime import log_to_file
         from engine.serving.server import Address, Server
         from engine.serving.service import Service
-        from tests.engine.test_serving import made_up_models
-        from tests.scripted_broker import ScriptedBroker
+        from tests.scripted_broker import ScriptedBroker, made_up_models
         end_log = log_to_file("server.log", also_stderr=False)
         server = Server(Service(ScriptedBroker(ends=True), made_up_models()), Address(port=0, key="0123456789"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))

@@ -277,9 +277,7 @@ def check_steps(spans: Records, steps: Records) -> None:
 
 @pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("schedule", some([None, *SCHEDULES.values()], every=4), ids=str)
-def test_bytes_are_the_links_and_no_engine_copies_twice_at_once(
-    three_layers: Path, schedule: Schedule | None
-) -> None:
+def test_bytes_are_the_links_and_no_engine_copies_twice_at_once(three_layers: Path, schedule: Schedule | None) -> None:
     with opened(three_layers, cache_slots=3) as model:
         collection, heard = recorded_batch(model, LENGTHS, policy(schedule))
     spans, steps = collection.spans, collection.steps
