@@ -34,6 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("engine.jobs.job._RETRY_S", 0.01)
     monkeypatch.setattr("engine.jobs.job._REPORT_S", 0.0)
+    monkeypatch.setattr("engine.batch_files.journal._LOCK_S", 0.05)
     return tmp_path
 
 

@@ -15,7 +15,6 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native import build
 from engine.kernels.native.library import load_kernels
-from engine.kernels.native.linear import QuantisedLinear
 from tests.engine.conversions import quantise_linears
 from tests.engine.native_isas import isas
 from tests.engine.native_programs import FOLDER, HEADERS, run_program
@@ -35,23 +34,7 @@ def busy_while_idle() -> float:
     return (time.process_time() - cpu) / (time.perf_counter() - begun)
 
 
-def test_a_pool_sleeps_after_its_work() -> None:
-    kernels = load_kernels(threads=3)
-    assert kernels is not None
-    try:
-        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16))
-        quantise_linears(model, "int8", kernels)
-        assert isinstance(model[0].forward, QuantisedLinear)
-        x = torch.randn(1, 1024).bfloat16()
-        for _ in range(40):
-            model(x)
-        assert busy_while_idle() < _MOST_BUSY
-        model(torch.randn(40, 1024).bfloat16())
-        assert busy_while_idle() < _MOST_BUSY
-    finally:
-        kernels.close()
-
-
+@pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_no_core_is_busy_after_an_answer(precision: str) -> None:
     path = str(make_synthetic("synthetic:qwen3-moe-tiny"))
@@ -88,7 +71,7 @@ def test_idle_threads_wait_in_the_kernel() -> None:
             assert len(workers) == 3
             while not all_asleep():  # the test's own limit ends this if one never sleeps
                 time.sleep(0.001)
-            for _ in range(100):
+            for _ in range(40):
                 time.sleep(0.002)
                 assert all_asleep()
     finally:
