@@ -107,9 +107,9 @@ def decoded_logits(model: Any) -> list[torch.Tensor]:
     return steps
 
 
-def greedy(model: Any) -> torch.Tensor:
+def greedy(model: Any, tokens: int = NEW_TOKENS) -> torch.Tensor:
     result: torch.Tensor = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        PROMPT, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return result
 

@@ -434,7 +434,7 @@ def _load(folder: Path, precision: str) -> tuple[torch.Tensor, list[int], tuple[
         with torch.no_grad():
             own, entries = dict(loaded.model.named_parameters()), read_header(folder / "model.safetensors")
             places = {own[name].data_ptr() - entry.offset for name, entry in entries.items() if name in own}
-            return logits(loaded.model), greedy(loaded.model)[0].tolist(), loaded.prepared, len(places)
+            return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), loaded.prepared, len(places)
     finally:
         loaded.close()
 

@@ -314,7 +314,7 @@ def test_says_the_same_as_its_values(kind: str, family: str, tmp_path: Path) -> 
     with loaded(packed, "fp32") as ours, torch.no_grad():
         reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
         torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
-        assert greedy(ours.model).tolist() == greedy(reference).tolist()
+        assert greedy(ours.model, 8).tolist() == greedy(reference, 8).tolist()
         if ours.bank is not None:
             assert_has_experts(ours.bank, reference)
         assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
