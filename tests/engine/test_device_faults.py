@@ -113,6 +113,7 @@ def nothing(_count: int) -> None:
     """For answers that are left in peace."""
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_another_program_takes_the_memory_in_the_middle(devices: int, checkpoint: Path, tokens: Any) -> None:
     with opened(checkpoint, devices, cache_slots=1000) as model:
@@ -269,6 +270,7 @@ def test_all_of_it_in_any_order(seed: int, checkpoint: Path, tokens: Any, copies
         assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_loading_can_be_cancelled_anywhere(devices: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[MemoryBudget] = []
@@ -327,7 +329,7 @@ def test_an_answer_can_be_cancelled_and_the_next_one_is_right(checkpoint: Path, 
         assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
 
 
-@pytest.mark.parametrize("devices", [0, 1, 2])
+@pytest.mark.parametrize("devices", [0, 2])
 def test_the_files_vanish_while_the_model_runs(devices: int, checkpoint: Path, tokens: Any, tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     with opened(copy, devices, cache_slots=5) as model:

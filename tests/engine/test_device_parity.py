@@ -89,7 +89,7 @@ def title(settings: dict[str, Any]) -> str:
     return "-".join(str(value) for value in settings.values())
 
 
-@pytest.mark.takes_turns(4)
+@pytest.mark.takes_turns(6)
 @pytest.mark.parametrize("settings", pairwise({"family": FEW, **SETTINGS}), ids=title)
 def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path) -> None:
     family, *_ = settings.values()
