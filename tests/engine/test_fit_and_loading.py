@@ -158,7 +158,8 @@ def _compare(row: FitRow, config: EngineConfig, limits: Limits, look: MachineLoo
 
 
 def _compare_kv(row: FitRow, loaded: LoadedModel, config: EngineConfig, said: str) -> None:
-    """Fills the whole context, where it was limited, which never runs out of memory; else compares with what a token was seen to take."""
+    """Fills the whole context, where it was limited, which never runs out of memory; else compares with what a
+    token was seen to take."""
     context = loaded.context_tokens
     # A small card may have room for less than was wanted; a token of it takes as much.
     at_context = row.kv_at_context * context / context_tokens(find_shape(config.model), Limits.of(config))
