@@ -303,9 +303,6 @@ def test_latents_in_pages_anywhere_give_the_bits_of_a_cache(
     )
 
 
-"""The others compute attention as one of these does."""
-
-
 class _Sequences:
     """Sequences of random lengths whose pages lie anywhere; states come as the caller asks for them."""
 
