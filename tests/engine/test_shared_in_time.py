@@ -189,7 +189,7 @@ def test_what_sweeps_take_counts_more_than_what_the_planner_knew(folder: Path) -
     try:
         assert job_plan.observed_of(loaded, known) == Observed()
         for schedule in (CGOPIPE, S4):
-            job_s(loaded, schedule, 3)
+            job_s(loaded, schedule, 6)
         found = job_plan.observed_of(loaded, known)
     finally:
         loaded.close()

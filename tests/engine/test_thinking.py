@@ -262,7 +262,7 @@ def rows_of(model: Path, folder: Path, *arguments: str, suffix: str = "jsonl") -
 def test_reasoning_of_rows_has_a_column_of_its_own(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    write_for(monkeypatch, lambda prompt: f"{THOUGHT}Red." if "red" in prompt else "Blue.")
+    write_for(monkeypatch, lambda prompt: f"{DOUBT}Red." if "red" in prompt else "Blue.")
     red, blue = rows_of(folders["switched"], tmp_path, suffix=suffix)
     assert (red["reasoning"].strip(), red["answer"]) == ("Is it <b>? No.", "Red.")
     assert (blue["reasoning"], blue["answer"]) == ("", "Blue.")
@@ -273,7 +273,7 @@ def test_reasoning_of_rows_has_a_column_of_its_own(
 def test_openai_rows_have_it_beside_the_content(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_for(monkeypatch, lambda _prompt: f"{THOUGHT}Red.")
+    write_for(monkeypatch, lambda _prompt: f"{DOUBT}Red.")
     body = {"model": "x", "messages": [{"role": "user", "content": "red"}], "reasoning_effort": "high"}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
@@ -311,7 +311,7 @@ def test_answers_that_are_held_to_choices_do_without_thoughts_where_they_can(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = list[str]()
-    write_for(monkeypatch, lambda prompt: prompts.append(prompt) or f"{THOUGHT}yes")  # type: ignore[func-returns-value]
+    write_for(monkeypatch, lambda prompt: prompts.append(prompt) or f"{DOUBT}yes")  # type: ignore[func-returns-value]
     answers = rows_of(folders["switched"], tmp_path, "--choice", "yes", "--choice", "no")
     assert {answer["answer"] for answer in answers} <= {"yes", "no"}
     assert "reasoning" not in answers[0]
@@ -322,7 +322,7 @@ def test_answers_that_are_held_to_choices_do_without_thoughts_where_they_can(
 def test_the_terminal_dims_what_is_thought(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_for(monkeypatch, lambda _prompt: f"{THOUGHT}Red.\x1b[31m")
+    write_for(monkeypatch, lambda _prompt: f"{DOUBT}Red.\x1b[31m")
     asked = ("--prompt", "red")
     assert run("chat", folders["switched"], *asked, "--json") == 0
     document = json.loads(capsys.readouterr().out)
