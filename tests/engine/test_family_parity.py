@@ -22,7 +22,7 @@ from tests.engine.tiny_configs import DENSE, FAMILIES, USUAL
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9, 300, 12, 44, 55, 66]])
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 _ROUNDED = 4e-3
 """Between two results in bf16, each of which may be half as far from float32."""
 
