@@ -94,7 +94,7 @@ def _tell_memory() -> None:
     before = peak_nbytes("self") or 0
     with opened(asked.config) as loaded, torch.inference_mode():
         loaded.model(torch.tensor([_PROMPT], device=loaded.device), use_cache=False)
-        weights = loaded.info.weights_bytes
+        weights = loaded.info.weights_bytes + loaded.info.experts_bytes
         besides = (_status("self", "VmRSS") or 0) - before - weights
         sys.stdout.write(json.dumps([weights, besides, peak_nbytes("self"), loaded.info.threads]))
 
