@@ -160,7 +160,10 @@ def test_tokens_are_those_of_transformers(
         assert list(answer(session, PROMPT).token_ids) == expected.first
         assert list(answer(session, expected.second_prompt).token_ids) == expected.second
         assert list(answer(session, PROMPT).token_ids) == expected.first
-        assert session.together([expected.second_prompt, PROMPT], NEW_TOKENS) == [(*expected.second,), (*expected.first,)]
+        assert session.together([expected.second_prompt, PROMPT], NEW_TOKENS) == [
+            (*expected.second,),
+            (*expected.first,),
+        ]
         graphs = graphs_of(session)
         assert graphs.refused is None
         assert graphs._attention.kernels

@@ -162,7 +162,10 @@ def test_tokens_are_those_of_transformers(
         assert replaced(model.model) > 0
         card.launched.clear()
         assert list(answer(session, PROMPT).token_ids) == expected.first
-        assert session.together([expected.second_prompt, PROMPT], NEW_TOKENS) == [(*expected.second,), (*expected.first,)]
+        assert session.together([expected.second_prompt, PROMPT], NEW_TOKENS) == [
+            (*expected.second,),
+            (*expected.first,),
+        ]
         assert max(graphs_of(session)._kinds) > 1
         sources = {kernel.source for kernel, _ in card.launched}
         assert {"latent_queries.cu", "latent_attention.cu", "latent_values.cu"} <= sources
