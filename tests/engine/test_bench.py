@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import disk, machines, predicted_decode, speculation
+from benchmarks import disk, predicted_decode, speculation
 from benchmarks.cache import made_up_trace
 from benchmarks.cut import Cut, add_whole
 from benchmarks.loops import most_repeated
-from benchmarks.machines import CHOICES, OURS, MachinesPlan, bench_machines, resident_share
 from benchmarks.mmap_peer import memory_group
 from benchmarks.papers import QUICK, paper_cells, smaller_machine
 from benchmarks.peers.editions import EDITIONS
@@ -37,11 +36,10 @@ from engine.common.errors import EngineError
 from engine.common.paths import data_dir
 from engine.experts.container import ContainerWriter
 from engine.experts.replay import write_trace
-from engine.hardware import profiles
 from engine.hardware.machine import read_machine
 from engine.hardware.measured import CopyTime, ExpertTime, Measurements, save_measurements
 from engine.hardware.probe import Probe, probe
-from engine.hardware.profiles import DeviceProfile, lent, read_profile
+from engine.hardware.profiles import lent, read_profile
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native.build import library_path
@@ -544,65 +542,6 @@ def test_every_gain_with_a_model_of_mixtrals_shape() -> None:
     model = resolve_model("synthetic:mixtral-eighth", lambda _text: None)
     for cell in paper_cells(model, QUICK, (), lambda _text: None):
         assert abs(cell.deviation) <= FAR_OFF or cell.why, cell
-
-
-SMALLER_MACHINE = 500
-"""An expert of Qwen3-30B-A3B has about so many times the bytes and operations of one of the tiny model's."""
-WORST = 0.98
-
-
-@pytest.fixture(scope="module")
-def folder_of_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("machines") / "qwen3_moe")
-
-
-def small(name: str) -> DeviceProfile:
-    """The machine, its rates as much smaller as the model is."""
-    profile = read_profile(name)
-    rates = ("link_h2d_gbps", "link_d2h_gbps", "card_gbps", "card_tflops", "cpu_gbps", "cpu_tflops")
-    return replace(profile, **{rate: getattr(profile, rate) / SMALLER_MACHINE for rate in rates})
-
-
-def test_a_card_s_share_of_the_experts() -> None:
-    assert resident_share(2 * 10**9) == 0
-    assert 0.09 < resident_share(4 * 2**30) < 0.11
-    assert resident_share(32 * 2**30) == 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name",
-    [
-        "link8-8gb",
-        pytest.param("link1-4gb", marks=pytest.mark.exhaustive),
-        pytest.param("link64-12gb", marks=pytest.mark.exhaustive),
-    ],
-)
-@pytest.mark.usefixtures("prepared")
-def test_never_slower_than_the_best_fixed_choice(
-    folder_of_many: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile = small(name)
-    monkeypatch.setattr(machines, "timed_profiles", lambda: [profile])
-    monkeypatch.setattr(profiles, "timed_profiles", lambda: [profile])
-    report = Report({})
-    config = EngineConfig(str(folder_of_many), precision="fp32", threads=1, context_tokens=256)
-    bench_machines(config, MachinesPlan(tokens=40, prompt_tokens=100), report, lambda _text: None)
-    for kind, beaten in {
-        "decode": CHOICES.keys(),
-        "prompt": ["fetch always", "cache off", "experts on the CPU"],
-    }.items():
-        rows = [row for row in report.rows if row.name == f"{name}, {kind}"]
-        assert {row.peer for row in rows} | {"whole layers"} == CHOICES.keys() - {OURS}  # none may fit
-        assert rows[0].ratio == min(row.ratio or 0 for row in rows)
-        # Of a tiny model's prompt, next to nothing is its experts.
-        assert all((row.ratio or 0) >= WORST for row in rows if row.peer in beaten), report.text()
-
-
-def test_a_choice_that_nobody_knows_is_refused_in_a_sentence(folder_of_many: Path) -> None:
-    plan = MachinesPlan(beside=["fetch never"])
-    with pytest.raises(EngineError, match="'fetch never' is not a choice to run beside ours"):
-        bench_machines(EngineConfig(str(folder_of_many)), plan, Report({}), lambda _text: None)
 
 
 CARD = "emulated:slow-link"
