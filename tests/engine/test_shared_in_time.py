@@ -278,7 +278,7 @@ def planned_rate(engine: Engine, rows: str, slower: float, monkeypatch: pytest.M
     monkeypatch.setattr(job_plan, "with_emulated", said)
     monkeypatch.setattr(job_plan, "observed", lambda _loaded: None)
     assert engine._loaded is not None
-    job = prepare(BatchJob(rows, f"{rows}.jsonl", sampling=SamplingParams(max_tokens=4)))
+    job = prepare(BatchJob(rows, f"{rows}.jsonl", sampling=SamplingParams(max_tokens=8)))
     found = job_plan.plan_job(job, engine._loaded).prediction
     assert found is not None
     return found.tokens_per_s
@@ -299,7 +299,7 @@ def test_a_link_that_is_ten_times_slower_than_said_is_planned_with(
             slower[0] = 10.0
 
     def run(name: str) -> tuple[JobEnding, list[str]]:
-        job = BatchJob(str(rows), str(tmp_path / f"{name}.jsonl"), sampling=SamplingParams(max_tokens=4))
+        job = BatchJob(str(rows), str(tmp_path / f"{name}.jsonl"), sampling=SamplingParams(max_tokens=8))
         watcher = JobWatcher(lambda *_: None, told, lambda: False, lambda: None, lambda: False, said.append)
         ending = engine.run_batch(prepare(job), watcher)
         return ending, [json.loads(line)["answer"] for line in Path(job.output).read_text().splitlines()]
