@@ -22,7 +22,8 @@ from engine.serving import server
 from engine.serving.answers import Call, Endpoint
 from engine.serving.server import Address, Interface, make_app
 from engine.serving.service import Service
-from tests.scripted_broker import ScriptedBroker, made_up_models
+from tests.engine.test_serving import made_up_models
+from tests.scripted_broker import ScriptedBroker
 
 
 class Mru(Lru):
