@@ -8,14 +8,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
-from engine.batch_files.messages import BatchFinished, BatchSampled, SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.chat import calls_text
 from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.process.batch import JobEvents, JobRunner, answered_job, finished_event
 from engine.process.requests import RequestQueue, RequestThreads
-from engine.protocol import Called, Event, Finished, Generate, Token
+from engine.protocol import (
+    BatchFinished,
+    BatchSampled,
+    Called,
+    Event,
+    Finished,
+    Generate,
+    SampleBatch,
+    StartBatch,
+    Token,
+)
 from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
 from engine.telemetry.request_log import RequestLog
 
