@@ -29,7 +29,7 @@ from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
 from engine.telemetry.request_log import RequestLog
 
 if TYPE_CHECKING:
-    from engine.remote.chat_form import RemoteAnswer, RemoteDelta
+    from engine.remote.chat_form import RemoteAnswer
     from engine.remote.client import Client
     from engine.remote.job import OwnModel
 
@@ -71,10 +71,10 @@ class RemoteChats:
         name, log, pieces = request.request_id, RequestLog(is_elsewhere=True), 0
         self._is_elsewhere(log.number, remote.endpoint.name)
 
-        def on_delta(delta: RemoteDelta) -> None:
+        def on_delta(delta: Token) -> None:
             nonlocal pieces
-            pieces = delta.pieces
-            self._send(Token(name, delta.text, pieces, delta.reasoning))
+            pieces = delta.generated_tokens
+            self._send(replace(delta, request_id=name))
             log.has_written(pieces)
 
         asked = RemoteRequest(

@@ -28,7 +28,6 @@ from engine.serving.answers import (
     read_offer,
     read_tool,
     respond,
-    status_of,
 )
 from engine.serving.service import Offer
 
@@ -79,6 +78,7 @@ PATHS = (Endpoint("POST", "/v1/messages", messages), Endpoint("POST", "/v1/messa
 class _Answer(Answer):
     """One answer, as a list of blocks of which the last is open."""
 
+    error_body = staticmethod(error_body)
     beat = event_line({"type": "ping"}, "ping")
 
     def __init__(self, name: str, ask: Ask) -> None:
@@ -105,9 +105,6 @@ class _Answer(Answer):
 
     def reads(self, _read: Progress, _index: int) -> str:
         return self.beat
-
-    def breaks(self, error: EngineError) -> str:
-        return self.wire(error_body(error, status_of(error)))
 
     @property
     def _stop(self) -> dict[str, str | None]:

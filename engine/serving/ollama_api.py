@@ -181,6 +181,7 @@ PATHS = (
 
 
 class _Answer(Answer):
+    error_body = staticmethod(error_body)
     headers: ClassVar[dict[str, str]] = {"Content-Type": "application/x-ndjson"}
 
     def __init__(self, name: str, ask: Ask, *, is_chat: bool) -> None:
@@ -230,9 +231,6 @@ class _Answer(Answer):
 
     def reads(self, _read: Progress, _index: int) -> str:
         return self.beat
-
-    def breaks(self, error: EngineError) -> str:
-        return self.wire({"error": error.message})
 
     def _line(self, part: Part) -> dict[str, Any]:
         said = part.text if isinstance(part, Spoken) else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,7 @@ class _Answer(Answer):
         lines = self._closed(status)
         if is_cut:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._response["usage"] = _usage(self.ended)
+        self._response["usage"] = _usage(self.ended, self.thought_tokens)
         return [*lines, self._line(f"response.{status}", response=self._response)]
 
     def whole(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class _Answer(Answer):
     def _begun(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         lines = self._closed()
         place = len(self._response["output"])
-        lines.append(self._line("response.output_item.added", output_index=place, item={**item}))
+        lines.append(self._line("response.output_item.added", output_index=place, item=deepcopy(item)))
         self._response["output"].append(item)
         self._open = item
         return lines
@@ -176,12 +177,12 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _usage(ended: Finished) -> dict[str, Any]:
+def _usage(ended: Finished, thought_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": ended.prompt_tokens,
         "input_tokens_details": {"cached_tokens": ended.reused_tokens},
         "output_tokens": ended.generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thought_tokens},
         "total_tokens": ended.prompt_tokens + ended.generated_tokens,
     }
 
