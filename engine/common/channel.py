@@ -8,10 +8,12 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from engine.common.errors import EngineError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _NOTICES_S = 0.5
 

@@ -157,6 +157,45 @@ class Answer(Reply):
         return "".join(part.text for part in self.parts if isinstance(part, kind))
 
 
+Kind = Literal["text", "thinking"]
+
+
+class Blocks(Answer):
+    """One answer as a list of blocks: each run of thoughts or of words is one, and each call."""
+
+    _open: Literal["", "text", "thinking", "call"] = ""
+
+    def says(self, part: Part) -> list[dict[str, Any]]:
+        if isinstance(part, ToolCall):
+            lines = [*self.closed(), *self.called(part)]
+            self._open = "call"
+            return lines
+        kind: Kind = "thinking" if isinstance(part, Thought) else "text"
+        lines = []
+        if self._open != kind:
+            if kind == "text" and not part.text.strip():
+                return []
+            lines = [*self.closed(), *self.opened(kind)]
+            self._open = kind
+        return [*lines, self.more(kind, part.text)]
+
+    def opened(self, kind: Kind) -> list[dict[str, Any]]:
+        """A block begins."""
+        raise NotImplementedError
+
+    def more(self, kind: Kind, text: str) -> dict[str, Any]:
+        """The open block goes on."""
+        raise NotImplementedError
+
+    def called(self, call: ToolCall) -> list[dict[str, Any]]:
+        """A block that is a call."""
+        raise NotImplementedError
+
+    def closed(self) -> list[dict[str, Any]]:
+        """The open block ends, if there is one."""
+        raise NotImplementedError
+
+
 class Call(NamedTuple):
     """One request of a client, with its body if it is a POST."""
 
