@@ -320,7 +320,13 @@ class BatchProgress(OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class BatchSampled(OfRequest):
-    """What a sample at endpoints says of the whole job; see `engine.remote.job.RemoteSample`."""
+    """What a sample at endpoints says of each row of the job: measured, since endpoints are not modelled.
+
+    Attributes:
+        rows: that were answered.
+        row_s: for one row at one place, while few are asked.
+        cost: of a row, in `currency`; None if no place has a price.
+    """
 
     rows: int
     prompt_tokens: float

@@ -16,7 +16,6 @@ from engine.process.batch import JobEvents, JobRunner, answered_job, finished_ev
 from engine.process.requests import RequestQueue, RequestThreads
 from engine.protocol import (
     BatchFinished,
-    BatchSampled,
     Called,
     Event,
     Finished,
@@ -171,8 +170,7 @@ class RemoteJobs:
         prepared = prepare(replace(request.job, endpoints=elsewhere))
         sample = run_remote_sample(prepared, request.rows, watcher, make_client=_make_client(request))
         if sample is not None:
-            each = sample.prompt_tokens, sample.generated_tokens
-            self._send(BatchSampled(request.request_id, sample.rows, *each, sample.row_s, sample.cost, sample.currency))
+            self._send(replace(sample, request_id=request.request_id))
         seconds = sample.row_s * sample.rows if sample is not None else 0.0
         return finished_event(request.request_id, not cancelled(), *events.counts, seconds)
 
