@@ -23,6 +23,7 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.protocol import (
     ClusterEvent,
+    ClusterJob,
     ClusterNode,
     ClusterNodes,
     DropRows,
@@ -32,7 +33,7 @@ from engine.protocol import (
     NodeReady,
     StartNode,
 )
-from engine.remote.ray_rows import ClusterJob, RayRows
+from engine.remote.ray_rows import RayRows
 
 _TELL_S = 1.0
 _NODES_S = 2.0

@@ -1028,22 +1028,31 @@ class OfNode:
 
 
 @dataclass(frozen=True, slots=True)
-class StartNode(OfNode):
-    """Start an engine there, for a job.
+class ClusterJob:
+    """What a cluster is to run.
 
     Attributes:
-        cpus, gpus: those of the node's that it takes.
-        models: names and paths under which it may find the model, the likeliest first; `digest` is empty for any.
-        sample: the job's first rows, each with the share of the input read so far.
+        models: names and paths under which nodes may have the model, the likeliest first.
+        digest: of the model, see `content_digest`; empty for that of the first node.
+        config: settings of the engine; the precision may be `auto`: the first node decides for all.
+        job: its settings; paths are of no use to nodes.
+        sample: its first rows, each with the share of the input read so far.
     """
 
-    cpus: float
-    gpus: float
     models: tuple[str, ...]
     digest: str
     config: EngineConfig
     job: BatchJob
     sample: tuple[tuple[float, RowRequest], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartNode(OfNode):
+    """Start an engine there, which takes these of the node's processors and cards."""
+
+    cpus: float
+    gpus: float
+    asked: ClusterJob
 
 
 @dataclass(frozen=True, slots=True)

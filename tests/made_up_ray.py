@@ -79,9 +79,9 @@ class MadeUpRay:
             if node in self.refusals:
                 self.said.append(NodeGone(node, life, self.refusals[node], refuses=True))
                 return
-            precision = command.config.precision.replace("auto", "int8")
+            precision = command.asked.config.precision.replace("auto", "int8")
             self.engines[node] = (life, deque())
-            self.said.append(NodeReady(node, life, command.digest or "d", precision, 8, self.foreseen))
+            self.said.append(NodeReady(node, life, command.asked.digest or "d", precision, 8, self.foreseen))
         elif isinstance(command, GiveRows):
             known, rows = self.engines.get(node, (-1, deque()))
             if life == known:

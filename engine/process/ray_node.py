@@ -25,6 +25,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.jobs.rows import RowAnswer
 from engine.protocol import (
+    ClusterJob,
     DropRows,
     GiveRows,
     NodeAnswers,
@@ -114,9 +115,9 @@ class RayNode:
             with contextlib.ExitStack() as held:
                 if (here := version()) != asked_by:
                     raise _refused(f"it has Switchyard {here}, and the one that asks is {asked_by}")
-                asked = decode(line)
-                assert isinstance(asked, StartNode)
-                model = self._opened(asked, held)
+                command = decode(line)
+                assert isinstance(command, StartNode)
+                model = self._opened(command.asked, held)
                 while not self._is_closing:
                     self._answer_rows(model)
         except BaseException as error:
@@ -127,7 +128,7 @@ class RayNode:
                 self._gone = NodeGone(*self._self, why, refuses=self._model is None)
                 self._changed.notify_all()
 
-    def _opened(self, asked: StartNode, held: contextlib.ExitStack) -> ModelRows:
+    def _opened(self, asked: ClusterJob, held: contextlib.ExitStack) -> ModelRows:
         from engine.process.lifetime import quiet_libraries
 
         quiet_libraries()

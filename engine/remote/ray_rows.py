@@ -10,16 +10,16 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
 from engine.common.collector import without_collector
-from engine.common.config import BatchJob, EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.protocol import (
     ClusterEvent,
+    ClusterJob,
     ClusterNode,
     ClusterNodes,
     DropRows,
@@ -46,25 +46,6 @@ _READS = 512
 """Rows read before messages are looked at again."""
 _COLLECT_S = 60.0
 SAMPLE_ROWS = 48
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterJob:
-    """What a cluster is to run.
-
-    Attributes:
-        models: names and paths under which nodes may have the model, the likeliest first.
-        digest: of the model, see `content_digest`; empty for that of the first node.
-        config: settings of the engine; the precision may be `auto`: the first node decides for all.
-        job: its settings; paths are of no use to nodes.
-        sample: its first rows, each with the share of the input read so far.
-    """
-
-    models: tuple[str, ...]
-    digest: str
-    config: EngineConfig
-    job: BatchJob
-    sample: tuple[tuple[float, RowRequest], ...]
 
 
 class RayRows:
@@ -325,12 +306,10 @@ class RayRows:
 
     def _start(self, node: RayNodeState, *, shares: bool) -> None:
         assert self._link is not None
-        asked = self._asked
-        config = settings_for(node, asked.config, shares=shares)
+        config = settings_for(node, self._asked.config, shares=shares)
         cpus = min(node.cpus, config.threads or node.cpus)
         gpus = 0.0 if config.device == "cpu" else node.gpus
-        job = asked.models, asked.digest, config, asked.job, asked.sample
-        self._link.send(StartNode(node.ident, node.life, cpus, gpus, *job))
+        self._link.send(StartNode(node.ident, node.life, cpus, gpus, replace(self._asked, config=config)))
 
     def _ready(self, node: RayNodeState, event: NodeReady, now: float) -> None:
         self._has_opened = True

@@ -18,6 +18,7 @@ from engine.common.installed import version
 from engine.jobs.rows import RowAnswer
 from engine.process.ray_node import RayNode
 from engine.protocol import (
+    ClusterJob,
     DropRows,
     GiveRows,
     NodeAnswers,
@@ -38,7 +39,8 @@ def asked(row: int, constraint: Constraint | None = None) -> RowRequest:
 def begun(node: RayNode, model: Path | str, asked_by: str = "", digest: str = "", **other: Any) -> NodeReady | NodeGone:
     """What it says once it can answer rows, or cannot."""
     config = EngineConfig("m", **{"device": "cpu", "threads": 1, "precision": "bf16", **other})
-    start = StartNode("n", 1, 1.0, 0.0, (str(model),), digest, config, BatchJob("a", "b"), ((1.0, asked(0)),))
+    job = ClusterJob((str(model),), digest, config, BatchJob("a", "b"), ((1.0, asked(0)),))
+    start = StartNode("n", 1, 1.0, 0.0, job)
     node.begin("n", 1, asked_by or version(), encode(start))
     while True:
         for event in said_by(node):

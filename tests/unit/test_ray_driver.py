@@ -18,6 +18,7 @@ from engine.common.errors import ErrorCode
 from engine.jobs.rows import never
 from engine.process.ray_driver import Inbox, RayDriver
 from engine.protocol import (
+    ClusterJob,
     ClusterNodes,
     DropRows,
     Failed,
@@ -133,7 +134,7 @@ class MadeUpActors:
         return call
 
 
-START = StartNode("n", 1, 1.0, 0.0, ("m",), "", EngineConfig("m"), BatchJob("a", "b"), ())
+START = StartNode("n", 1, 1.0, 0.0, ClusterJob(("m",), "", EngineConfig("m"), BatchJob("a", "b"), ()))
 
 
 class Driven:

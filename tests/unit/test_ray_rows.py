@@ -18,10 +18,10 @@ from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
-from engine.protocol import ClusterNode, NodeDoes
+from engine.protocol import ClusterJob, ClusterNode, NodeDoes
 from engine.remote import ray_job
 from engine.remote.ray_link import MOST_FAILURES
-from engine.remote.ray_rows import ClusterJob, RayRows
+from engine.remote.ray_rows import RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
 from tests.made_up_ray import MadeUpRay
 
@@ -156,7 +156,7 @@ def test_the_first_node_decides_the_precision_of_all() -> None:
     assert rows.model == ("d", "int8")
     rows._round_s = 0.0
     rows._step()
-    assert [(each.node, each.config.precision) for each in cluster.started] == [("b", "auto"), ("a", "int8")]
+    assert [(each.node, each.asked.config.precision) for each in cluster.started] == [("b", "auto"), ("a", "int8")]
     rows.close()
 
 
@@ -184,7 +184,7 @@ def test_nodes_on_one_machine_share_it() -> None:
     cluster.nodes["c"] = cluster.node("c")
     rows = opened(cluster)
     assert rows.open(never)
-    may = {each.node: (each.config.ram_bytes, each.config.threads) for each in cluster.started}
+    may = {each.node: (each.asked.config.ram_bytes, each.asked.config.threads) for each in cluster.started}
     assert may == {"a": (3 * 10**9, 2), "b": (3 * 10**9, 2), "c": (None, None)}
     assert {place.name for place in rows.places} == {"one (a)", "one (b)", "c"}
     rows.close()
