@@ -1142,12 +1142,14 @@ def encode(message: Message) -> bytes:
 
 def _known(value: Any) -> Any:
     """What JSON knows in the place of a value; nothing is copied, as `asdict` would."""
-    return {name: getattr(value, name) for name in _names(type(value))} if is_dataclass(value) else str(value)
+    kind: type = type(value)
+    names = _names(kind)
+    return str(value) if names is None else {name: getattr(value, name) for name in names}
 
 
 @functools.cache
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(cls))
+def _names(cls: type) -> tuple[str, ...] | None:
+    return tuple(each.name for each in fields(cls)) if is_dataclass(cls) else None
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_known)

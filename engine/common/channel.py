@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING
 
 from engine.common.errors import EngineError
 
@@ -21,7 +21,7 @@ _NOTICES_S = 0.5
 class Pipes:
     """Two pipes as one connection: what a child reads and writes, or its other ends."""
 
-    def __init__(self, inlet: BinaryIO, outlet: BinaryIO) -> None:
+    def __init__(self, inlet: IO[bytes], outlet: IO[bytes]) -> None:
         self._inlet, self._outlet = inlet, outlet
 
     def recv_bytes(self) -> bytes:

@@ -69,7 +69,7 @@ class Reply:
         closes: the end of a stream.
     """
 
-    error_body: ClassVar[Callable[[EngineError, int], dict[str, Any]]]
+    error_body: ClassVar[staticmethod[[EngineError, int], dict[str, Any]]]
     headers: ClassVar[dict[str, str]] = {
         "Content-Type": "text/event-stream; charset=utf-8",
         "Cache-Control": "no-cache",
@@ -94,7 +94,7 @@ class Reply:
 
     def breaks(self, error: EngineError) -> str:
         """What a stream says at last when it fails in the middle."""
-        return self.wire(type(self).error_body(error, status_of(error)))
+        return self.wire(self.error_body(error, status_of(error)))
 
 
 class Answer(Reply):
