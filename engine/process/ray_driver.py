@@ -27,7 +27,7 @@ from engine.common.falls import passed_over
 from engine.common.installed import bundle, version
 from engine.process.ray_node import NodeActor
 from engine.process.streams import claimed_pipes
-from engine.protocol import ClusterNode, ClusterNodes, Failed, NodeGone, OfNode, StartNode, decode, encode
+from engine.protocol import ClusterNode, ClusterNodes, Failed, NodeGone, StartNode, decode, encode, node_of
 
 RAY = "2.60"
 """The series of versions that works with ours; a cluster has one version on all its nodes."""
@@ -117,12 +117,12 @@ class RayDriver:
                 yield ClusterNode(node["NodeID"], name, node["NodeManagerHostname"], *parts)
 
     def _do(self, line: bytes) -> None:
-        command = decode(line)
-        assert isinstance(command, OfNode)
-        if isinstance(command, StartNode):
-            self._start(command, line)
-        elif (actor := self._actors.get(command.node)) is not None and actor.life == command.life:
+        node, life = node_of(line)
+        actor = self._actors.get(node)
+        if actor is not None and actor.life == life:
             self._call(actor, "tell", line)
+        elif isinstance(command := decode(line), StartNode):
+            self._start(command, line)
 
     def _start(self, command: StartNode, line: bytes) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
