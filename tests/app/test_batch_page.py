@@ -31,12 +31,12 @@ from app.views.batch.page import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.widgets.asking import before_loading
 from app.widgets.page import BatchDraft
-from engine.batch_files.messages import BatchFinished
 from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, failed
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
+from engine.protocol import BatchFinished
 from tests.app.scripted_batches import ScriptedBatches, row, shown_page
 from tests.app.scripted_engine import STARTER
 

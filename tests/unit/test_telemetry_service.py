@@ -11,10 +11,9 @@ import pytest
 
 from engine.process.streams import MOST_OFFERED, EventWriter
 from engine.process.telemetry import TelemetryService
-from engine.protocol import Event
-from engine.telemetry.lanes import DECODE, EXPERTS, GPU
-from engine.telemetry.messages import (
+from engine.protocol import (
     CacheReport,
+    Event,
     ExpertMap,
     ResizeCache,
     TelemetryCounters,
@@ -22,6 +21,7 @@ from engine.telemetry.messages import (
     TelemetrySpans,
     WatchTelemetry,
 )
+from engine.telemetry.lanes import DECODE, EXPERTS, GPU
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import SPAN, STEP, Records, unpack
 
