@@ -269,12 +269,6 @@ def test_a_bundle_without_our_own_wheels_is_broken(root: Path) -> None:
         install(choice)
 
 
-def test_a_second_one_waits_for_the_first(root: Path) -> None:
-    installed.parts_dir().mkdir(parents=True)
-    with files.holding(installed.parts_dir() / "lock", 0.0, ""), pytest.raises(EngineError, match="Another Switchyard"):
-        install(chosen())
-
-
 def test_a_build_that_the_list_lacks_is_replaced_and_told(root: Path) -> None:
     choice = choose_engine(lambda: Choice(CUDA_126, "For GTX 1080."))
     assert choice.build == "cpu"
