@@ -89,12 +89,14 @@ def test_a_newer_file_is_told(open_store: Callable[[], ChatStore], path: Path, q
     (folder_of("one of its chats", kept_context_dir()) / f"{'0' * 32}.kept").write_bytes(b"what was read")
     before = path.read_bytes()
     store = open_store()
+    notices: list[str] = []
+    store.notice.connect(notices.append)
     store.create(Conversation("c", "hello"))
-    with qtbot.waitSignals([store.notice, store.listed]) as told:
+    with qtbot.waitSignal(store.listed) as listed:
         store.list_conversations()
-    notice, listed = (each.args[0] for each in told.all_signals_and_args)
-    assert "newer Switchyard" in notice
-    assert [conversation.title for conversation in listed] == ["hello"]
+    qtbot.waitUntil(lambda: bool(notices))
+    assert "newer Switchyard" in notices[0]
+    assert [conversation.title for conversation in listed.args[0]] == ["hello"]
     store.close()
     assert path.read_bytes() == before
     assert kept_files(kept_context_dir())

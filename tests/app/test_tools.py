@@ -55,6 +55,7 @@ def shared(qapp: QApplication) -> Iterator[Tools]:
         return psutil.Process(tools._process.processId())
 
     host = look()
+    tools.stop("good")
     yield tools
     assert look() == host
     # Other tests of this process may have left it a child that is to stay, so only the host's family is asked after.
@@ -67,11 +68,13 @@ def shared(qapp: QApplication) -> Iterator[Tools]:
 
 @pytest.fixture
 def tools(shared: Tools, qtbot: QtBot) -> Iterator[Tools]:
+    shared._settings = Settings()
     yield shared
     for one in shared.servers:
         shared.remove(one.name)
-    shared.ask_again()
     shared.for_this_run.clear()
+    host = psutil.Process(shared._process.processId())  # type: ignore[union-attr]
+    qtbot.waitUntil(lambda: not host.children(recursive=True), timeout=30_000)
 
 
 def listed(tools: Tools, qtbot: QtBot, one: ToolServer) -> Outcome:
@@ -253,6 +256,7 @@ def test_servers_that_never_begin_are_one_sentence_each(
         assert tools.problems[kind] == outcome.text
     assert tools.problems.keys() == said.keys()
     # What others offer is there all the same.
+    monkeypatch.setattr(service, "START_S", 0.5)
     done: list[bool] = []
     tools.when_known(lambda: done.append(True))
     qtbot.waitUntil(lambda: bool(done), timeout=60_000)
