@@ -24,6 +24,7 @@ from engine.experts.prompt_choice import PromptChoice, PromptWay
 from engine.experts.replay import read_trace
 from engine.hardware.profiles import DeviceProfile, lent
 from engine.planner.schedules import CGOPIPE, SCHEDULES, Schedule
+from engine.protocol import IN_RAM, IN_VRAM, ON_DISK
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -45,7 +46,6 @@ from engine.telemetry.lanes import (
     SMALL_COPY,
     SWEEPS,
 )
-from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK
 from engine.telemetry.recorder import RECORDER
 from engine.telemetry.records import Records, unpack
 from engine.telemetry.trace_export import collected, trace_events
