@@ -89,7 +89,7 @@ def soak(page: MonitorPage, clock: FastClock, minutes: float) -> list[tuple[floa
         for records in (spans, steps):
             records["start_ns"] -= begin
             records["end_ns"] -= begin
-        if number % 4 == 0:
+        if number % 8 == 0:
             engine.recorded.emit(cards)
             engine.recorded.emit(map_of_experts)
             while hub.recorder.waiting > 8:

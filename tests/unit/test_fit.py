@@ -247,7 +247,7 @@ def test_downloads_take_room_where_they_go() -> None:
     assert in_place.from_disk
     assert (in_place.disk.bank, in_place.verdict) == (0, "batch-only")
     catalogue = read_catalogue()
-    catalogue = replace(catalogue, entries=catalogue.entries[:8])
+    catalogue = replace(catalogue, entries=catalogue.entries[:4])
     assert len(recommend(catalogue, other, Limits())) > len(recommend(catalogue, here, Limits()))
 
 
