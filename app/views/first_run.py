@@ -26,7 +26,6 @@ from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.quantities import count, file_size, memory
 from app.widgets.recommendations import RecommendationList
 from app.widgets.scaffold import (
-    STRETCH,
     Card,
     PageBody,
     add_items,
@@ -350,14 +349,15 @@ class FirstRunPage(Page):
             column.setSpacing(GAP_PX)
             add_items(column, *cards)
         right.addWidget(self.starter_card)
-        add_items(left, Flow(*self.ways, parent=self), STRETCH)
-        right.addStretch(1)
+        for column in (left, right):
+            column.addStretch(1)
         self._columns = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._columns.setSpacing(GAP_PX)
         self._columns.addLayout(left, 5)
         self._columns.addLayout(right, 3)
         above = (greeting, self._lead, self.problem, 8)
-        body = PageBody(self, *above, self._columns, widest_px=WIDEST_PX, margins=SIDE_PX, gap=6)
+        others = Flow(*self.ways, parent=self)
+        body = PageBody(self, *above, self._columns, 4, others, widest_px=WIDEST_PX, margins=SIDE_PX, gap=6)
         self.lay_out(body=body)
         self._show_lead()
         self._fit()

@@ -8659,8 +8659,8 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Modell</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>Gesendet an</translation>
+            <source>Answered by</source>
+            <translation>Beantwortet von</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8711,8 +8711,8 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>das geladene</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>niemanden: auf diesem PC beantwortet</translation>
+            <source>this PC</source>
+            <translation>diesem PC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

@@ -8659,8 +8659,8 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Modelo</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>Enviado a</translation>
+            <source>Answered by</source>
+            <translation>Respondido por</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8711,8 +8711,8 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>el que está cargado</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>a nadie: se responde en este PC</translation>
+            <source>this PC</source>
+            <translation>este PC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

@@ -8659,8 +8659,8 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Modèle</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>Envoyé à</translation>
+            <source>Answered by</source>
+            <translation>Réponses de</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8711,8 +8711,8 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>celui qui est chargé</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>personne : traité sur ce PC</translation>
+            <source>this PC</source>
+            <translation>ce PC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

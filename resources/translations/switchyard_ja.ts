@@ -8623,8 +8623,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>モデル</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>送信先</translation>
+            <source>Answered by</source>
+            <translation>回答元</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8675,8 +8675,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>読み込み済みのもの</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>なし（このPCで回答）</translation>
+            <source>this PC</source>
+            <translation>このPC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

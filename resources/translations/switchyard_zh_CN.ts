@@ -8623,8 +8623,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>模型</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>发送到</translation>
+            <source>Answered by</source>
+            <translation>回答方</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8675,8 +8675,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>已加载的模型</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>无：在这台电脑上回答</translation>
+            <source>this PC</source>
+            <translation>这台电脑</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>
