@@ -463,7 +463,7 @@ def _read(path: Path) -> LibraryEntry:
         experts=profile.experts,
         experts_per_token=profile.experts_per_token,
         context_tokens=profile.context_tokens,
-        precision_words=_precision_words(path, profile),
+        precision_words=precision_words(path, profile),
         embeds=embeds,
         sees=profile.sees,
         calls_tools=not embeds and takes_tools(template),
@@ -472,7 +472,8 @@ def _read(path: Path) -> LibraryEntry:
     )
 
 
-def _precision_words(path: Path, profile: ModelProfile) -> str:
+def precision_words(path: Path, profile: ModelProfile) -> str:
+    """How its weights are stored, for people."""
     stored = profile.quantization or profile.dtype
     gguf = gguf_at(path)
     mix = LABEL.search(f"{gguf.name} {name_of(path)}".upper()) if gguf is not None else None

@@ -230,7 +230,7 @@ class MachineFooter(QWidget):
                 else self.tr("{0} threads", "", model.threads).format(model.threads)
             )
             tuned = " · " + self.tr("tuned") if model.is_tuned else ""
-            text = f"{model.name}\n{device}, {threads} · {model.precision}{tuned}"
+            text = f"{model.name}\n{device}, {threads} · {model.precision_words}{tuned}"
             self._where.setToolTip(model.device_note or self.tr("Where the model runs, as reported by the engine."))
         elif self._client.state is EngineState.LOADING:
             read = self._client.loading
