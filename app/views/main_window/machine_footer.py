@@ -183,9 +183,11 @@ class MachineFooter(QWidget):
         self._vram_bar.show_parts(parts, used, total, source=source)
 
     def _parts(self, weights: int, experts: int, kv: int, program: int, other: int) -> tuple[BarPart, ...]:
+        model = self._client.model
+        has_experts = model is None or model.experts > 0
         return (
             BarPart(self.tr("Model"), weights, "gpu"),
-            BarPart(self.tr("Its experts"), experts, "hit"),
+            *([BarPart(self.tr("Its experts"), experts, "hit")] if has_experts else ()),
             BarPart(self.tr("Chat memory"), kv, "disk"),
             BarPart(self.tr("Switchyard"), max(0, program), "faint"),
             BarPart(self.tr("Other programs"), max(0, other), "idle", hatched=True),

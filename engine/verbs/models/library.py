@@ -363,6 +363,8 @@ def _picture_cost(path: Path) -> str:
 
 
 def _verdict(found: Verification) -> str:
+    if found.damaged and found.checked != "sha256":
+        return f"{found.name} is damaged. {' '.join(found.damaged.values())}"
     if found.damaged:
         repair = (
             "`switchyard models pull starter` builds it again."
