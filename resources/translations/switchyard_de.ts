@@ -1857,8 +1857,8 @@ negativ</translation>
             <translation>Bitte fahre fort.</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0} (Verzweigung)</translation>
+            <source>Branch: {0}</source>
+            <translation>Verzweigung: {0}</translation>
         </message>
         <message>
             <source>Picture</source>

@@ -1857,8 +1857,8 @@ negativo</translation>
             <translation>Continúa, por favor.</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0} (rama)</translation>
+            <source>Branch: {0}</source>
+            <translation>Rama: {0}</translation>
         </message>
         <message>
             <source>Picture</source>

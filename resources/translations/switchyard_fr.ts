@@ -1857,8 +1857,8 @@ négatif</translation>
             <translation>Continue, s’il te plaît.</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0} (branche)</translation>
+            <source>Branch: {0}</source>
+            <translation>Branche : {0}</translation>
         </message>
         <message>
             <source>Picture</source>

@@ -1839,8 +1839,8 @@ negative</source>
             <translation>続けてください。</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0}（分岐）</translation>
+            <source>Branch: {0}</source>
+            <translation>分岐：{0}</translation>
         </message>
         <message>
             <source>Picture</source>

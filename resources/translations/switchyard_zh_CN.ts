@@ -1839,8 +1839,8 @@ negative</source>
             <translation>请继续。</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0}（分支）</translation>
+            <source>Branch: {0}</source>
+            <translation>分支：{0}</translation>
         </message>
         <message>
             <source>Picture</source>
