@@ -3029,6 +3029,10 @@ negativ</translation>
             <translation>die anderen Gewichte und der KV-Cache</translation>
         </message>
         <message>
+            <source>the weights and the KV cache</source>
+            <translation>die Gewichte und der KV-Cache</translation>
+        </message>
+        <message>
             <source>From now on: {0}, {1} tokens/s.</source>
             <translation>Von nun an: {0}, {1} Token/s.</translation>
         </message>

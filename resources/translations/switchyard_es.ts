@@ -3029,6 +3029,10 @@ negativo</translation>
             <translation>los demás pesos y la caché KV</translation>
         </message>
         <message>
+            <source>the weights and the KV cache</source>
+            <translation>los pesos y la caché KV</translation>
+        </message>
+        <message>
             <source>From now on: {0}, {1} tokens/s.</source>
             <translation>Desde ahora: {0}, {1} tokens/s.</translation>
         </message>

@@ -3029,6 +3029,10 @@ négatif</translation>
             <translation>les autres poids et le cache KV</translation>
         </message>
         <message>
+            <source>the weights and the KV cache</source>
+            <translation>les poids et le cache KV</translation>
+        </message>
+        <message>
             <source>From now on: {0}, {1} tokens/s.</source>
             <translation>Désormais : {0}, {1} tokens/s.</translation>
         </message>

@@ -3009,6 +3009,10 @@ negative</source>
             <translation>ほかの重みとKVキャッシュ</translation>
         </message>
         <message>
+            <source>the weights and the KV cache</source>
+            <translation>重みとKVキャッシュ</translation>
+        </message>
+        <message>
             <source>From now on: {0}, {1} tokens/s.</source>
             <translation>今後の設定: {0}、{1} トークン/秒。</translation>
         </message>

@@ -3009,6 +3009,10 @@ negative</source>
             <translation>其他权重和 KV 缓存</translation>
         </message>
         <message>
+            <source>the weights and the KV cache</source>
+            <translation>权重和 KV 缓存</translation>
+        </message>
+        <message>
             <source>From now on: {0}, {1} tokens/s.</source>
             <translation>今后：{0}，{1} token/秒。</translation>
         </message>
