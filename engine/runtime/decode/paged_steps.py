@@ -22,10 +22,10 @@ from engine.runtime.decode.tabled_attention import attention_over_pages
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
+from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, index_of
 from engine.runtime.kv.reuse import exact_tokens
@@ -49,7 +49,7 @@ def packs_mixers(loaded: LoadedModel) -> bool:
         isinstance(step, SingleTokenLayer)
         and step.is_native
         and not isinstance(step.attention, NoAttention)
-        and (isinstance(step.attention, DeltaNet) or not step.attention.has_index)
+        and (isinstance(step.attention, StateMixer) or not step.attention.has_index)
         for step in steps
     )
 
@@ -277,4 +277,4 @@ def _can_attend(layer: Any, kv_type: KvType | None) -> bool:
 
 
 def _has_state(step: Any) -> bool:
-    return isinstance(step, SingleTokenLayer) and isinstance(step.attention, DeltaNet)
+    return isinstance(step, SingleTokenLayer) and isinstance(step.attention, StateMixer)

@@ -17,7 +17,6 @@ from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
@@ -25,10 +24,11 @@ from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp
 from engine.runtime.fast_path.sparse_block import SparseBlock
+from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
-Attention = GroupedAttention | LatentAttention | DeltaNet | NoAttention
+Attention = GroupedAttention | LatentAttention | StateMixer | NoAttention
 
 
 def knows_layer(layer: Any) -> bool:
@@ -62,7 +62,7 @@ def route_in_library(model: Any) -> None:
 
 
 def _attention_of(layer: Any) -> type[Attention] | None:
-    for kind in (GroupedAttention, LatentAttention, DeltaNet, NoAttention):
+    for kind in (GroupedAttention, LatentAttention, StateMixer, NoAttention):
         if kind.can_step(layer):
             return kind
     return None
