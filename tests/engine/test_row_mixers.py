@@ -41,6 +41,7 @@ FAMILIES = [
     "deepseek_v32",  # tokens chosen by an index
     "glm_moe_dsa",  # what one layer has chosen, the next one attends to
     "deepseek_v4",  # what lies behind is compressed
+    "zaya",  # the last tokens' keys and values, mixed: no pages hold these, each row has a session
     "llama4_text",  # chunks
     "gemma4_text",  # keys and values of other layers
 ]

@@ -109,7 +109,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def lane_of(scheduler: Scheduler) -> ContinuousBatch:
     """Where all requests are answered."""
-    lane = scheduler._together
+    lane = scheduler._batch
     assert lane is not None
     assert lane.exact is not None
     return lane
@@ -118,7 +118,7 @@ def lane_of(scheduler: Scheduler) -> ContinuousBatch:
 def close(scheduler: Scheduler) -> None:
     """Nothing is lost."""
     lane = lane_of(scheduler)
-    lane.give_up_offers()
+    lane._left.give_up()
     assert (lane.pool.held, lane.pool.held_states, lane.pool.held_windows, lane.pool.in_use) == (0, 0, 0, 0)
     assert lane.pool.reserve(lane.pool.capacity)
     scheduler.close()
@@ -146,7 +146,7 @@ def test_an_answer_in_company_is_what_it_is_alone(
     """However they come, step aside, guess, search and begin alike; else they are refused."""
     scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
     pool = lane_of(scheduler).pool
-    scheduler._together = lane = ContinuousBatch(
+    scheduler._batch = lane = ContinuousBatch(
         lane_of(scheduler).model, lane_of(scheduler)._policy, 8 + 6 * pool.state_weight + spare, keeps=True, exact=True
     )
     if tries:

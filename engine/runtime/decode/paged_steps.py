@@ -12,7 +12,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
@@ -116,13 +116,7 @@ class PagedSteps:
     @classmethod
     def of(cls, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> PagedSteps | None:
         """That of a model, or `None` if its own cache does not hold what pages do, token by token."""
-        types = [layer.kv_type for layer in caches.layers if isinstance(layer, PagedLayer)]
-        is_narrow = any(each in (KvType.INT8, KvType.FP16) for each in types)
-        if (
-            not cls.are_likely(loaded)
-            or (is_narrow and any(caches.windows))  # windows of a cache of its own are in the model's type
-            or not caches.can_hold(loaded.model)
-        ):
+        if not cls.are_likely(loaded) or not caches.can_hold(loaded.model):
             return None
         return cls(loaded, caches, attending)
 
