@@ -99,6 +99,8 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
             chat.generate_from_ids(random_prompt(4), SamplingParams(max_tokens=1))
     assert outcome is BatchOutcome.FINISHED
     assert batch.pool.held == batch.pool.held_states == 0
+    if model.sessions is not None:
+        model.sessions.forget()
     assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
     batch.free()
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}

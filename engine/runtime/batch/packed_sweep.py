@@ -157,7 +157,7 @@ class PackedModel:
         if not in_sessions:
             if self.apart:
                 raise LookupError(self.apart)
-            self._open(in_pages=True)
+            self.mixers = self._open(in_pages=True)
         self.caches: PagedCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
         self.sessions: SessionRows | None = None
@@ -195,33 +195,35 @@ class PackedModel:
         self._placed: tuple[Pieces, PlacedRows] | None = None
         self._generation = 0
 
-    def _open(self, *, in_pages: bool) -> None:
-        """Finds the layers.
+    def _open(self, *, in_pages: bool) -> RowMixers | None:
+        """Finds the layers, and what calls their mixers row by row, if anything does.
 
         Raises:
             LookupError: as `PackedModel`.
         """
         loaded, policy = self._loaded, self._policy
+        mixers: RowMixers | None = None
         if not (in_pages and packs_mixers(loaded)) or (policy.on_device and keeps_latents(loaded.model)):
             may_have_pages = in_pages and self._may_have_pages
-            self.mixers = RowMixers(loaded, self._kv_type, self._states, may_have_pages=may_have_pages)
-        self._layers: DecoderLayers = self.mixers or DecoderLayers(loaded.model)
-        if self.mixers is None:
+            mixers = RowMixers(loaded, self._kv_type, self._states, may_have_pages=may_have_pages)
+        self._layers: DecoderLayers = mixers or DecoderLayers(loaded.model)
+        if mixers is None:
             self._probe_attention()
             if not self._states.shapes:
                 raise LookupError("its attention does not go through the library's attention interface")
         if loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
-            apart = self.mixers.apart if self.mixers is not None else frozenset[Any]()
+            apart = mixers.apart if mixers is not None else frozenset[Any]()
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
-        if policy.schedule is not HYBRID and self.mixers is None and not policy.on_device:
+        if policy.schedule is not HYBRID and mixers is None and not policy.on_device:
             self._pipeline = self._opened_pipeline()
         self._is_open = True
+        return mixers
 
     def packs(self) -> bool:
         """Whether rows share sweeps; it takes some steps of the model to find that out of those with sessions."""
         if not self._is_open and not self.apart:
             try:
-                self._open(in_pages=False)
+                self.mixers = self._open(in_pages=False)
             except LookupError as error:
                 self.apart = str(error)
         return self.are_packed

@@ -317,6 +317,13 @@ class SessionRows:
         finally:
             torch.set_num_threads(threads)
 
+    def give_up(self) -> bool:
+        """Frees what the row that has ended first left; whether there was anything."""
+        oldest = next((session for session in self._idle if session.tokens), None)
+        if oldest is not None:
+            oldest.clear()
+        return oldest is not None
+
     def forget(self) -> bool:
         """Frees what rows that have ended left; whether there was anything."""
         had = bool(self.idle_tokens)

@@ -143,7 +143,7 @@ class KvSession:
     def keep(self) -> None:
         """Offers all that is held to those who come later, until it is needed for something else."""
         cache, kept = self.cache, self._kept
-        if cache is not None and kept is not None:
+        if cache is not None and kept is not None and self._ids:
             layout = BlockLayout.of_cache(cache, len(self._ids))
             if layout is not None:
                 kept.offer(self, self._ids, layout, from_cache(cache, layout), self.chat)
@@ -242,7 +242,7 @@ class KvSession:
         """
         cache, held = self._cache, len(self._ids)
         assert cache is not None
-        assert self._whole
+        assert self._whole or not held
         if leaves_snapshot:
             self._take_snapshot()
         self._room.make(cache, held + len(ids))

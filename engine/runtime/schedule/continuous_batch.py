@@ -130,7 +130,7 @@ class ContinuousBatch:
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
             kind = self._kind_of(model, window=sizes.window_tokens)
-            if exact:
+            if exact or model.sessions is not None:
                 longest = PagePool(0, model.pages_beside, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             if most_pages:
@@ -632,7 +632,7 @@ class ContinuousBatch:
         """Reserves pages, after others have given up theirs if need be."""
         while not reserve():
             offers = (self._above or self)._left.give_up()
-            idle = self._model.sessions is not None and self._model.sessions.forget()
+            idle = self._model.sessions is not None and self._model.sessions.give_up()
             if not (offers or idle or any(lane.give_way() for lane in self.below)):
                 return False
         return True
