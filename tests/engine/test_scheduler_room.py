@@ -95,14 +95,15 @@ def test_a_sweep_without_memory_is_tried_again_with_less(
             raise MemoryError
         return (yield from own(self, work))
 
-    monkeypatch.setattr(PackedModel, "sweep", sweep)
     policy = replace(POLICY, sweep_tokens=100)
     scheduler, ends = Scheduler(mixtral), dict[int, Outcome]()
     scheduler._batch = ContinuousBatch(PackedModel(mixtral, policy), policy)
     for number in range(6):
         asked = asked_for(number, (9 if number == 3 else 60, 12))
         scheduler.submit(asked, lambda outcome, number=number: ends.__setitem__(number, outcome))  # type: ignore[misc]
-    scheduler.serve()
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedModel, "sweep", sweep)
+        scheduler.serve()
     assert scheduler._batch.pool.held == 0
     scheduler.close()
     alone = Alone(mixtral)
