@@ -19,6 +19,7 @@ from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
 from engine.common.footprint import pages_for
 from engine.devices.memory_budget import DeviceMemoryError
+from engine.jobs.rows import Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
@@ -160,10 +161,13 @@ class PackedModel:
             self.mixers = self._open(in_pages=True)
         self.caches: PagedCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
+        self.leaves: Check = never
+        """Asked between the layers of a prompt that a session reads: whether it is left there, and begun again."""
         self.sessions: SessionRows | None = None
         """Of rows, if what they hold is not in pages."""
         if in_sessions or (self.mixers is not None and not self.mixers.has_pages):
-            self.sessions = SessionRows(loaded, policy.kv_bytes, kept=kept, speculates=speculates)
+            leaves = lambda: self.leaves()  # noqa: E731 - it changes
+            self.sessions = SessionRows(loaded, policy.kv_bytes, leaves, kept=kept, speculates=speculates)
         self.state_bytes = 0
         """Of what layers sum up of a sequence."""
         if self.sessions is None and (own := self.mixers or self._native) is not None:
@@ -232,6 +236,25 @@ class PackedModel:
     def are_packed(self) -> bool:
         """The same, as far as it is known."""
         return self._is_open and not self.apart
+
+    @property
+    def idle_tokens(self) -> int:
+        """Tokens that sessions hold of no row in progress."""
+        return self.sessions.idle_tokens if self.sessions is not None else 0
+
+    def idle_pages(self) -> int:
+        """As many pages as these would take."""
+        return pages_for(self.idle_tokens)
+
+    def give_up_idle(self) -> bool:
+        """Frees some of that; whether there was any."""
+        return self.sessions is not None and self.sessions.give_up()
+
+    def held_bytes(self, pages: int) -> int:
+        """What so many pages take, with all that is in use as they are, or what sessions do."""
+        if self.sessions is not None:
+            return self.sessions.nbytes
+        return self.room.nbytes if self.room is not None else pages * self.page_bytes
 
     def repeats(self, row: PagedRow) -> bool:
         """Whether a row is to be computed as it would be another time; on a card none can be."""

@@ -173,7 +173,8 @@ class SessionRows:
     """The sessions of a model's rows, and those that rows which have ended left.
 
     Args:
-        most_bytes: of what all of them hold; others of what is idle go.
+        most_bytes: of what all of them hold; what is idle goes first.
+        leaves: asked between the layers of a prompt: whether it is left there, and begun again later.
         speculates: whether coming tokens may be guessed and tried together; `None` is what the model was loaded for.
         kept: what earlier answers left; `None` reads each prompt that no earlier answer here shares.
     """
@@ -182,6 +183,7 @@ class SessionRows:
         self,
         loaded: LoadedModel,
         most_bytes: int,
+        leaves: Check = never,
         *,
         speculates: bool | None = None,
         kept: KeptPrefixes | None = None,
@@ -198,17 +200,11 @@ class SessionRows:
         """Those that hold what the last answers left, the oldest first, and whether that is kept."""
         self.left = LeftCaches(most_bytes // _LEFT)
         """What rows that share sweeps leave for others which begin alike."""
-        self.leaves: Check = never
-        """Asked between the layers of a prompt: whether it is left there, and begun again later."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens now held."""
-        return sum(session.tokens for session in (*self._in_use, *self._idle))
+        self.leaves = leaves
 
     @property
     def idle_tokens(self) -> int:
-        """Those of no row in progress."""
+        """Tokens that those of no row in progress hold."""
         return sum(session.tokens for session in self._idle)
 
     @property

@@ -20,7 +20,6 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -139,9 +138,7 @@ class ContinuousBatch:
             model.allocate(self.pool.pages, self.pool.states, self.pool.windows, by_head=exact)
             self.pool.room = model.room
             self.exact = model.exact_steps() if exact else None
-            if model.sessions is not None:
-                sessions, of_page = model.sessions, sizes.page + sizes.window
-                self.pool.elsewhere = lambda: pages_for(sessions.idle_tokens) * of_page
+            self.pool.elsewhere = model.idle_pages
         else:
             self.pool, self._kind = above.pool, above._kind
             above.below.append(self)
@@ -239,7 +236,7 @@ class ContinuousBatch:
 
     def sweep(self, until: Check = always) -> None:
         """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
-        self._leaves_prompts(never)
+        self._model.leaves = never
         with self._recorded(), self._model.threads():
             while self._is_sweeping():
                 while self._continue():
@@ -250,13 +247,11 @@ class ContinuousBatch:
     @property
     def kv_tokens(self) -> int:
         """Tokens of context that rows hold, or that the last one left."""
-        if self._model.sessions is not None:
-            return self._model.sessions.tokens
-        return sum(row.held for row in self.rows) or self._left.tokens
+        return sum(row.held for row in self.rows) or self._left.tokens or self._model.idle_tokens
 
     def go_on(self, until: Check) -> bool:
         """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
-        self._leaves_prompts(until)
+        self._model.leaves = until
         with self._recorded(), self._model.threads():
             while self._is_sweeping():
                 if until():
@@ -266,10 +261,6 @@ class ContinuousBatch:
                 if not self._continue() and until():  # before the next one begins, perhaps with piggybacked rows
                     return True
         return False
-
-    def _leaves_prompts(self, until: Check) -> None:
-        if self._model.sessions is not None:
-            self._model.sessions.leaves = until
 
     def works_on(self, source: RowSource) -> bool:
         """Whether rows of this source are in the sweep under way."""
@@ -388,10 +379,7 @@ class ContinuousBatch:
     @property
     def held_bytes(self) -> int:
         """Bytes of what rows hold now, or have left to be shared."""
-        if self._model.sessions is not None:
-            return self._model.sessions.nbytes
-        room = self._model.room
-        return room.nbytes if room is not None else self.pool.filled * self._model.page_bytes
+        return self._model.held_bytes(self.pool.filled)
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -632,8 +620,7 @@ class ContinuousBatch:
         """Reserves pages, after others have given up theirs if need be."""
         while not reserve():
             offers = (self._above or self)._left.give_up()
-            idle = self._model.sessions is not None and self._model.sessions.give_up()
-            if not (offers or idle or any(lane.give_way() for lane in self.below)):
+            if not (offers or self._model.give_up_idle() or any(lane.give_way() for lane in self.below)):
                 return False
         return True
 
@@ -895,7 +882,7 @@ class ContinuousBatch:
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
             with self._work_for(row):
-                token = _choose(row, logits[place])
+                token = int(row.sequence.choose(logits[place][None]))
                 text, row.over = row.sequence.take(token)
                 row.request.on_text(text, len(row.sequence.ids))
                 if row.over is None and self._is_exact and row.request.cancelled():
@@ -953,11 +940,6 @@ def _is_cancelled(new: PreparedRow) -> bool:
 
 def _nobody() -> Sequence[PagedRow]:
     return ()
-
-
-def _choose(row: PagedRow, logits: torch.Tensor) -> int:
-    """The next token of a row, from logits [V]."""
-    return int(row.sequence.choose(logits[None]))
 
 
 def _is_memory(error: BaseException) -> bool:
