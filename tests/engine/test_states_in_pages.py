@@ -34,9 +34,9 @@ from engine.runtime.kept.state import StateLayout
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.executor import AHEAD_TOKENS, BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
-from engine.runtime.schedule.scheduler import AHEAD_TOKENS, Scheduler
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
