@@ -882,7 +882,7 @@ class ContinuousBatch:
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
             with self._work_for(row):
-                token = int(row.sequence.choose(logits[place][None]))
+                token = _choose(row, logits[place])
                 text, row.over = row.sequence.take(token)
                 row.request.on_text(text, len(row.sequence.ids))
                 if row.over is None and self._is_exact and row.request.cancelled():
@@ -940,6 +940,11 @@ def _is_cancelled(new: PreparedRow) -> bool:
 
 def _nobody() -> Sequence[PagedRow]:
     return ()
+
+
+def _choose(row: PagedRow, logits: torch.Tensor) -> int:
+    """The next token of a row, from logits [V]."""
+    return int(row.sequence.choose(logits[None]))
 
 
 def _is_memory(error: BaseException) -> bool:
