@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import Cache
 
 from engine.jobs.rows import Check, never
-from engine.runtime.batch.row_prefixes import LeftCaches
+from engine.runtime.batch.row_prefixes import Partings
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import BeamModel, Decoded, Reading, ignore_progress, ignore_reused
-from engine.runtime.decode.kv_session import KvSession, common_prefix
+from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.kv.reuse import kinds_by_length, restart_angles
@@ -26,9 +27,6 @@ from engine.runtime.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from engine.runtime.schedule.row import PagedRow
-
-_LEFT = 8
-"""Of the memory for keys and values an eighth holds copies of what rows have read, for others that begin alike."""
 
 Session = KvSession | EncoderDecoderSession
 
@@ -93,7 +91,7 @@ class RowSession:
     def up_to(self, tokens: int) -> int:
         """How many of its next tokens it reads in a sweep of several rows, before it leaves something for others."""
         assert isinstance(self._session, KvSession)
-        tokens = self._rows.left.up_to(self._row, tokens)
+        tokens = self._rows.partings.up_to(self._row, tokens)
         before = self._session.before_snapshot(len(self._row.prompt)) if self._keeps else 0
         return min(tokens, before or tokens)
 
@@ -198,8 +196,10 @@ class SessionRows:
         self._in_use = list[Session]()
         self._idle = dict[Session, bool]()
         """Those that hold what the last answers left, the oldest first, and whether that is kept."""
-        self.left = LeftCaches(most_bytes // _LEFT)
-        """What rows that share sweeps leave for others which begin alike."""
+        self.partings = Partings()
+        """Where rows that share sweeps leave copies of their sessions for others which begin alike."""
+        self._copies = set[KvSession]()
+        """Those: they are copied once more by who goes on from them."""
         self.leaves = leaves
 
     @property
@@ -239,22 +239,30 @@ class SessionRows:
                 row.speculation.use(drafters)
 
     def _session_for(self, row: PagedRow, *, keeps: bool, repeats: bool) -> Session:
-        """That which holds most of what a row begins with, else the one of no use for longest."""
-        idle = [session for session, is_kept in self._idle.items() if keeps or not is_kept]
-        session = max(idle, key=lambda each: common_prefix(each.ids, row.prompt)) if idle else self._new()
+        """That which holds most of what a row begins with, or a copy of it, else the one of no use for longest."""
+        idle = [each for each, is_kept in self._idle.items() if (keeps or not is_kept) and each not in self._copies]
+        session = max(idle, key=lambda each: each.usable(row.prompt)) if idle else self._new()
+        copied = max(self._copies, key=lambda each: each.usable(row.prompt), default=session)
+        if not repeats and copied.usable(row.prompt) > session.usable(row.prompt):
+            self._idle[copied] = self._idle.pop(copied)  # it was of use
+            session = self._copy(copied)
         self._idle.pop(session, None)
         self._in_use.append(session)
         while self._idle and self.nbytes > self._most_bytes:
             self._drop_oldest()
-        if isinstance(session, KvSession) and not repeats and row.layout is None:
-            found = self.left.find(row.prompt)
-            if found is not None and found[1] > session.usable(row.prompt):
-                session.go_on_from(found[0], row.prompt[: found[1]])
         return session
+
+    def _copy(self, session: Session) -> KvSession:
+        copy = self._new()
+        assert isinstance(session, KvSession)
+        assert isinstance(copy, KvSession)
+        copy.go_on_from(deepcopy(session.live_cache), session.ids)
+        return copy
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._idle))
         del self._idle[oldest]
+        self._copies.discard(oldest)
         oldest.clear()
 
     def _new(self) -> Session:
@@ -275,8 +283,10 @@ class SessionRows:
 
     def has_passed(self, row: PagedRow, session: KvSession) -> None:
         """A row has read some of its prompt in a sweep of several."""
-        if self._loaded.devices is None:
-            self.left.passed(row, session.cache, session.tokens)
+        if self._loaded.devices is None and self.partings.ends(row, session.tokens):
+            copy = self._copy(session)
+            self._idle[copy] = False
+            self._copies.add(copy)
 
     def compute(self, row: PagedRow, ids: Sequence[int]) -> torch.Tensor:
         """The part of a row's prompt that was coming, or these tokens of its answer, by themselves.
@@ -317,13 +327,15 @@ class SessionRows:
         """Frees what the row that has ended first left; whether there was anything."""
         oldest = next((session for session in self._idle if session.tokens), None)
         if oldest is not None:
+            self._copies.discard(oldest)
             oldest.clear()
         return oldest is not None
 
     def forget(self) -> bool:
         """Frees what rows that have ended left; whether there was anything."""
         had = bool(self.idle_tokens)
-        self.left.forget()
+        self.partings.forget()
+        self._copies.clear()
         for session in self._idle:
             session.clear()
         while len(self._idle) > 1:  # one with all that was prepared for it
@@ -332,6 +344,6 @@ class SessionRows:
 
     def close(self) -> None:
         """Frees all that is held."""
-        self.left.forget()
+        self.partings.forget()
         for session in (*self._in_use, *self._idle):
             session.clear()

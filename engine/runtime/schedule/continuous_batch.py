@@ -742,7 +742,7 @@ class ContinuousBatch:
         """Those of some rows that wait for what others are reading of what both begin with, before they read
         themselves."""
         sessions, readers, waiting = self._model.sessions, list[PagedRow](), set[PagedRow]()
-        partings = self._partings if sessions is None else sessions.left
+        partings = self._partings if sessions is None else sessions.partings
         for row in rows if self.pool.states or sessions is not None else ():
             if not row.is_reading or (row.request.repeats and sessions is None):
                 continue
