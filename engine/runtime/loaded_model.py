@@ -104,6 +104,7 @@ class LoadedModel(ModelParts):
         prepared: files of weights that the next start can read early.
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
+        kv_fixed_bytes: what a sequence takes beside its tokens.
         kept: what is kept of prompts and answers that were read or written; None keeps nothing.
         sight: what it has to read pictures; `blind` says why it has none.
     """
@@ -119,6 +120,7 @@ class LoadedModel(ModelParts):
     prepared: tuple[Path, ...] = ()
     speculates: bool = False
     kv_type: KvType | None = None
+    kv_fixed_bytes: int = 0
     kept: KeptPrefixes | None = None
     sight: Sight | None = None
     blind: Blind | None = None

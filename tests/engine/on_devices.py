@@ -116,8 +116,8 @@ class Chats:
     @property
     def batch(self) -> ContinuousBatch:
         """Where they are answered, if they share steps."""
-        assert self.scheduler._together is not None, self.scheduler.note
-        return self.scheduler._together
+        assert self.scheduler._batch is not None, self.scheduler.note
+        return self.scheduler._batch
 
     @property
     def kv_bytes(self) -> int:

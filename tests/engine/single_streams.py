@@ -10,8 +10,9 @@ import torch
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.session_rows import Session, SessionRows
+from engine.runtime.batch.session_rows import Session
 from engine.runtime.decode.beam_search import Beams
 from engine.runtime.decode.generation import BeamModel, GenerationResult
 from engine.runtime.decode.speculation import StepPrices
@@ -40,9 +41,11 @@ class Alone:
 
     def __init__(self, loaded: LoadedModel, **how: Any) -> None:
         policy = BatchPolicy(rows=1, ahead=64)
-        self._rows = SessionRows(loaded, policy, **how)
+        model = PackedModel(loaded, policy, in_sessions=True, **how)
+        assert model.sessions is not None
+        self._rows = model.sessions
         self._rows.prepare()
-        self._batch = ContinuousBatch(self._rows, policy, exact=True)
+        self._batch = ContinuousBatch(model, policy, kept=how.get("kept"), keeps=True, exact=True)
         self._preparation = Preparation(loaded)
 
     @property
@@ -92,8 +95,8 @@ class Alone:
         try:
             with torch.inference_mode():
                 self._batch.sweep(lambda: bool(ends))
-        except Exception:
-            self._batch.give_up()
+        except Exception as error:
+            self._batch.give_up(error)
             raise
         (end,) = ends
         if end.error is not None:

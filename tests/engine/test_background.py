@@ -18,7 +18,6 @@ from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
@@ -203,10 +202,10 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     assert other.outcomes == [BatchOutcome.FINISHED]
     whole.check(mixtral)
     assert not scheduler.background._lanes
-    assert scheduler._together is not None
-    pool = scheduler._together.pool
+    assert scheduler._batch is not None
+    pool = scheduler._batch.pool
     assert (pool.held, pool.reserve(pool.capacity)) == (0, True)
-    assert not scheduler._together.below
+    assert not scheduler._batch.below
     scheduler.close()
 
 
@@ -223,7 +222,7 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
     pages = 12
     scheduler, ends = Scheduler(mixtral), dict[int, Outcome]()
     policy = replace(POLICY, ahead=16)
-    together = scheduler._together = ContinuousBatch(PackedModel(mixtral, policy), policy, most_pages=pages)
+    together = scheduler._batch = ContinuousBatch(PackedModel(mixtral, policy), policy, most_pages=pages)
     job = Job(scheduler, [row(n, 60, 36) for n in range(8)], replace(POLICY, **other))  # three pages each
     most_job, most_chats = [0], [0]
 
@@ -273,7 +272,7 @@ def test_jobs_whose_rows_cannot_be_packed_take_turns(family: str, takes_turns: b
 def test_a_resting_job_lets_another_one_pass(family: str, tokens: int) -> None:
     """Whether it rests in its prompt or in its answer, which goes on where it was."""
     loaded, policy = tiny_loaded(family), replace(POLICY, rows=1)
-    lane = ContinuousBatch(SessionRows(loaded, policy), policy, exact=True)
+    lane = ContinuousBatch(PackedModel(loaded, policy, in_sessions=True), policy, exact=True)
     answers, written = dict[int, GenerationResult](), list[int]()
     first, second = replace(row(0, 40, 8), on_text=lambda _text, count: written.append(count)), row(1, 30, 5)
     with torch.inference_mode():

@@ -93,6 +93,7 @@ def _answers(
         batch = executor._batch
         if isinstance(batch, ContinuousBatch):
             assert batch.pool.held == 0
+            executor.forget_prefixes()
             assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
     finally:
         executor.close()

@@ -196,12 +196,12 @@ def test_heads_guess_for_everybody_who_shares_steps(family: str, tmp_path: Path)
         return False
 
     try:
-        assert scheduler._together is not None
-        scheduler._together._prices = Eager()
+        assert scheduler._batch is not None
+        scheduler._batch._prices = Eager()
         arrive()
         scheduler.serve(arrive)
         assert len(ends) == 3
-        assert scheduler._together.most_rows == 3
+        assert scheduler._batch.most_rows == 3
         turn = (*ids(ends[-1][0]), *ends[-1][1].token_ids, 5)  # whose beginning the head has not heard
         asked = BatchRequest(0, ids=turn, sampling=SamplingParams(max_tokens=20), end_ids=NO_END)
         further = scheduler.answer(asked)

@@ -175,7 +175,7 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
     quick.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
     scheduler, prompts = Scheduler(quick), [A[:140], B[:150], random_prompt(140, seed=3)]
     first = ask(scheduler, *prompts, tokens=20)
-    together = scheduler._together
+    together = scheduler._batch
     assert together is not None
     exact = quick.kv_type is None  # else sweeps and steps round to int8 from slightly different numbers
     for prompt, result in zip(prompts, first, strict=True):
@@ -194,7 +194,7 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
             assert (result.from_ram + result.from_disk > 0) or not forget
     assert kept.settle(30)
     ask(scheduler, [5])  # what is on disk by then is held no more
-    together.give_up_offers()
+    together._left.give_up()
     assert together.pool.held == 0
     scheduler.close()
     kept.close()

@@ -223,7 +223,7 @@ def test_rows_of_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if way == "one by one":
-        monkeypatch.setattr("engine.runtime.schedule.executor.why_not_packed", lambda _model: "it is not")
+        monkeypatch.setattr("engine.runtime.batch.packed_sweep.why_not_packed", lambda _model: "it is not")
     policy = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
     executor, answers = BatchExecutor(mixtral, policy), dict[int, GenerationResult]()
     requests = [_request(number) for number in range(6)]

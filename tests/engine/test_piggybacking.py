@@ -152,7 +152,7 @@ def beside_a_job(
     while waiting or scheduler.is_busy:
         arrive()
         scheduler.serve(arrive)
-    together = scheduler._together
+    together = scheduler._batch
     assert together is not None
     assert (together.pool.held, together.below) == (0, [])
     scheduler.close()

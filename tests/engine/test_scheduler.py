@@ -33,6 +33,7 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.scheduler import Scheduler
@@ -90,7 +91,7 @@ class Asked:
 
 
 def _limit_pages(scheduler: Scheduler, loaded: LoadedModel, pages: int) -> ContinuousBatch:
-    batch = scheduler._together = ContinuousBatch(PackedModel(loaded, POLICY), POLICY, most_pages=pages)
+    batch = scheduler._batch = ContinuousBatch(PackedModel(loaded, POLICY), POLICY, most_pages=pages)
     return batch
 
 
@@ -204,8 +205,9 @@ def test_what_cannot_share_steps_takes_turns(family: str, changed: dict[str, Any
     for pages in (0, 5):
         scheduler = Scheduler(loaded)
         if pages:
-            turns = scheduler._sessions
-            scheduler._sessions = ContinuousBatch(turns.model, turns._policy, pages, exact=True)
+            turns = scheduler._batch
+            assert turns is not None
+            scheduler._batch = ContinuousBatch(turns.model, turns._policy, pages, exact=True)
         order.clear()
         for number in range(5):
             scheduler.submit(request(number), lambda outcome, number=number: ends.__setitem__(number, outcome))  # type: ignore[misc]
@@ -231,11 +233,11 @@ def test_beams_wait_for_their_turn_and_others_do_not_wait_for_them(mixtral: Load
     assert ended == ["plain", "beams", "more beams"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "zaya"])
+@pytest.mark.parametrize("family", ["mixtral", "doge"])
 def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over pages, and the first one over a cache of its own."""
-    loaded = tiny_loaded(family)
-    scheduler, ends, has_own = Scheduler(loaded), dict[str, Outcome](), family == "zaya"
+    """Over pages, and over sessions; a session that fails ends its own request, whoever asks."""
+    loaded, own_step = tiny_loaded(family), KvSession.step
+    scheduler, ends, has_own = Scheduler(loaded), dict[str, Outcome](), family == "doge"
 
     def ask(name: str, ids: tuple[int, ...]) -> None:
         request = BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=3), end_ids=NO_END)
@@ -248,16 +250,24 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
     assert ends["too long"].code is ErrorCode.PROMPT_TOO_LONG
     assert isinstance(ends["fits"], GenerationResult)
 
-    def fails(_self: KvSession, _token: object, _id: int) -> torch.Tensor:
+    def fails(_self: object, _token: object, _id: int) -> torch.Tensor:
         raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "The card is gone.")
 
+    def fails_for_one(session: KvSession, token: torch.Tensor, token_id: int) -> torch.Tensor:
+        return (fails if session.ids[:7] == random_prompt(7) else own_step)(session, token, token_id)
+
+    live, answers = LiveRows(loaded, scheduler), dict[int, GenerationResult]()
     with monkeypatch.context() as patched:
-        patched.setattr(KvSession, "step", fails)
-        ask("alone", tuple(random_prompt(5)))
-        ask("together", tuple(random_prompt(6)))
+        patched.setattr(KvSession, "step", fails_for_one)
+        ask("it", tuple(random_prompt(7)))
+        ask("beside it", tuple(random_prompt(6)))
         scheduler.serve()
-    assert isinstance(ends["alone"], EngineError if has_own else GenerationResult)
-    assert isinstance(ends["together"], GenerationResult)
+        sampling = SamplingParams(max_tokens=3)
+        asked = [BatchRequest(n, ids=tuple(random_prompt(7 - n)), sampling=sampling, end_ids=NO_END) for n in range(2)]
+        live.run(iter(asked), lambda answer: answers.__setitem__(answer.row, answer))
+    assert isinstance(ends["it"], EngineError if has_own else GenerationResult)
+    assert isinstance(ends["beside it"], GenerationResult)
+    assert [answers[n].error is not None for n in range(2)] == [has_own, False]
     with monkeypatch.context() as patched:
         patched.setattr(ContinuousBatch, "sweep", lambda batch, *_args: fails(batch, None, 0))
         ask("again", tuple(random_prompt(5)))
@@ -274,7 +284,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
 
 
 def test_who_waits_for_a_place_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runtime.schedule.scheduler._MOST_SESSIONS", 1)
+    monkeypatch.setattr("engine.runtime.schedule.continuous_batch._MOST_IN_TURNS", 1)
     scheduler, written, ends, told = Scheduler(tiny_loaded("doge")), list[int](), list[Outcome](), list[int]()
     first = BatchRequest(
         0,
@@ -319,8 +329,7 @@ def test_what_was_tried_in_vain_is_taken_back(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(KvSession, "several", several)
     monkeypatch.setattr(PagedRow, "guess", lambda _row, *_args: Guess((0,), (1.0,), (0,)))
-    for module in ("executor", "scheduler"):
-        monkeypatch.setattr(f"engine.runtime.schedule.{module}.why_not_packed", lambda _model: "this is a test")
+    monkeypatch.setattr("engine.runtime.batch.packed_sweep.why_not_packed", lambda _model: "this is a test")
     asked = [
         BatchRequest(number, ids=tuple(ids), sampling=sampling, end_ids=NO_END) for number, ids in enumerate(prompts)
     ]
@@ -446,7 +455,7 @@ def test_an_answer_that_gets_company_is_what_it_is_alone(
 
 
 def _is_empty(scheduler: Scheduler) -> None:
-    pool = scheduler._together.pool if scheduler._together is not None else None
+    pool = scheduler._batch.pool if scheduler._batch is not None else None
     assert pool is not None
     assert pool.held == 0
     assert pool.reserve(pool.capacity)
@@ -473,11 +482,11 @@ def test_beams_are_forks_of_pages_and_share_steps(
         return BatchRequest(0, ids=tuple(random_prompt(prompt, seed=number % 3)), sampling=sampling, end_ids=NO_END)
 
     scheduler, ends = Scheduler(quick), dict[int, Outcome]()
-    assert scheduler._together is not None
-    scheduler._together.free()
-    policy = scheduler._together._policy
+    assert scheduler._batch is not None
+    scheduler._batch.free()
+    policy = scheduler._batch._policy
     model = PackedModel(quick, policy)
-    scheduler._together = ContinuousBatch(model, policy, pages, kept=None, keeps=True, exact=True)
+    scheduler._batch = ContinuousBatch(model, policy, pages, kept=None, keeps=True, exact=True)
     for number in range(len(company)):
         scheduler.submit(request(number), lambda outcome, number=number: ends.__setitem__(number, outcome))  # type: ignore[misc]
     scheduler.serve()

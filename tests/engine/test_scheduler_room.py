@@ -57,8 +57,8 @@ def test_there_is_room_for_the_longest_request_whatever_others_are_left(
     policy = replace(POLICY, kv_bytes=1)
     shapes = [(40, 150), (200, 56), (20, 30), (120, 40)]
     scheduler, ends, looks = Scheduler(loaded), dict[int, Outcome](), 0
-    scheduler._together = ContinuousBatch(PackedModel(loaded, policy), policy, exact=True)
-    assert scheduler._together.pool.capacity * PAGE_TOKENS == loaded.context_tokens == 256
+    scheduler._batch = ContinuousBatch(PackedModel(loaded, policy), policy, exact=True)
+    assert scheduler._batch.pool.capacity * PAGE_TOKENS == loaded.context_tokens == 256
 
     def arrive() -> bool:
         nonlocal looks
@@ -72,7 +72,7 @@ def test_there_is_room_for_the_longest_request_whatever_others_are_left(
 
     arrive()
     scheduler.serve(arrive)
-    assert scheduler._together.pool.held == 0
+    assert scheduler._batch.pool.held == 0
     scheduler.close()
     for number, shape in enumerate(shapes):
         end, asked = ends[number], asked_for(number, shape)
@@ -95,15 +95,16 @@ def test_a_sweep_without_memory_is_tried_again_with_less(
             raise MemoryError
         return (yield from own(self, work))
 
-    monkeypatch.setattr(PackedModel, "sweep", sweep)
     policy = replace(POLICY, sweep_tokens=100)
     scheduler, ends = Scheduler(mixtral), dict[int, Outcome]()
-    scheduler._together = ContinuousBatch(PackedModel(mixtral, policy), policy)
+    scheduler._batch = ContinuousBatch(PackedModel(mixtral, policy), policy)
     for number in range(6):
         asked = asked_for(number, (9 if number == 3 else 60, 12))
         scheduler.submit(asked, lambda outcome, number=number: ends.__setitem__(number, outcome))  # type: ignore[misc]
-    scheduler.serve()
-    assert scheduler._together.pool.held == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedModel, "sweep", sweep)
+        scheduler.serve()
+    assert scheduler._batch.pool.held == 0
     scheduler.close()
     alone = Alone(mixtral)
     for number, end in ends.items():
@@ -120,7 +121,7 @@ def test_a_sweep_without_memory_is_tried_again_with_less(
 
 def test_rows_of_jobs_step_aside_for_chats(mixtral: LoadedModel) -> None:
     scheduler, answers, ends = Scheduler(mixtral), dict[int, GenerationResult](), list[Outcome]()
-    above = scheduler._together = ContinuousBatch(PackedModel(mixtral, POLICY), POLICY, most_pages=8)
+    above = scheduler._batch = ContinuousBatch(PackedModel(mixtral, POLICY), POLICY, most_pages=8)
     lane, _ = scheduler._job_lane(replace(POLICY, ahead=None, kv_type=mixtral.kv_type))
     assert isinstance(lane, ContinuousBatch)
     rows = iter([Preparation(mixtral).prepare(replace(asked_for(number, (40, 20)), row=number)) for number in range(4)])

@@ -450,7 +450,7 @@ def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
         _until(lambda: running.broker.state.under_way + running.broker.state.waiting > 0)
     _until(lambda: running.broker.state.under_way + running.broker.state.waiting == 0)
     scheduler = running.engine.rows[-1]._scheduler
-    _until(lambda: not scheduler.is_busy and (scheduler._together is None or scheduler._together.pool.held == 0))
+    _until(lambda: not scheduler.is_busy and (scheduler._batch is None or scheduler._batch.pool.held == 0))
 
 
 @pytest.mark.parametrize(

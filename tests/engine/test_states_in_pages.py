@@ -34,9 +34,9 @@ from engine.runtime.kept.state import StateLayout
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.executor import AHEAD_TOKENS, BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
-from engine.runtime.schedule.scheduler import AHEAD_TOKENS, Scheduler
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
@@ -111,7 +111,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def lane_of(scheduler: Scheduler) -> ContinuousBatch:
     """Where all requests are answered."""
-    lane = scheduler._together
+    lane = scheduler._batch
     assert lane is not None
     assert lane.exact is not None
     return lane
@@ -120,7 +120,7 @@ def lane_of(scheduler: Scheduler) -> ContinuousBatch:
 def close(scheduler: Scheduler) -> None:
     """Nothing is lost."""
     lane = lane_of(scheduler)
-    lane.give_up_offers()
+    lane._left.give_up()
     assert (lane.pool.held, lane.pool.held_states, lane.pool.held_windows, lane.pool.in_use) == (0, 0, 0, 0)
     assert lane.pool.reserve(lane.pool.capacity)
     scheduler.close()
@@ -148,7 +148,7 @@ def test_an_answer_in_company_is_what_it_is_alone(
     """However they come, step aside, guess, search and begin alike; else they are refused."""
     scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
     pool = lane_of(scheduler).pool
-    scheduler._together = lane = ContinuousBatch(
+    scheduler._batch = lane = ContinuousBatch(
         lane_of(scheduler).model, lane_of(scheduler)._policy, 8 + 6 * pool.state_weight + spare, keeps=True, exact=True
     )
     if tries:

@@ -30,11 +30,11 @@ from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decode.step_model import TokenStep
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp, mlp_of, multiple_of
 from engine.runtime.fast_path.sparse_block import SparseBlock, shared_expert_of
+from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -207,15 +207,15 @@ class NativeRows:
         self._attention = {
             index: struct for index, struct in grouped.items() if not (struct.is_gated or struct.norms_values)
         }
-        self._delta = {} if apart else _delta_nets(layers)
-        self._latent = {} if apart else _latent_rows(layers, states, len(self._delta))
+        self._mixers = {} if apart else _state_mixers(layers)
+        self._latent = {} if apart else _latent_rows(layers, states, len(self._mixers))
         self._states_of: dict[int, StatePages] = {}
-        own = (*self._attention, *self._latent, *self._delta)
+        own = (*self._attention, *self._latent, *self._mixers)
         blocks = {index: SparseBlock.of(layers[index], kernels) for index in own}
         self._sparse = {index: block for index, block in blocks.items() if block is not None and block.has_experts}
         self._linears = [_linears(layers[index], kernels, apart) for index in range(len(layers))]
         # A dense model's rows have the same logits, bit by bit, whatever is beside them: a second way would end that.
-        self.has_all = len(grouped) + len(self._latent) + len(self._delta) == len(layers)
+        self.has_all = len(grouped) + len(self._latent) + len(self._mixers) == len(layers)
         """Whether it computes the attention of each layer."""
         self._step = TokenStep.of(model) if self._sparse and self.has_all else None
         head = model.get_output_embeddings()
@@ -226,7 +226,7 @@ class NativeRows:
         if not self.has_all:
             return None
         modules = [
-            None if index in self._delta else self._layers[index].self_attn for index in range(len(self._layers))
+            None if index in self._mixers else self._layers[index].self_attn for index in range(len(self._layers))
         ]
         pages = [
             self._states_of[index] if module is None else self._states.layer_of(module)[0]
@@ -238,11 +238,11 @@ class NativeRows:
     @property
     def state_bytes(self) -> int:
         """Of what layers sum up of a sequence."""
-        return sum(net.page_bytes for net in self._delta.values())
+        return sum(mixer.page_bytes for mixer in self._mixers.values())
 
     def allocate_states(self, states: int) -> None:
         """Room for so many."""
-        self._states_of = {index: net.pages(states) for index, net in self._delta.items()}
+        self._states_of = {index: mixer.pages(states) for index, mixer in self._mixers.items()}
 
     def takes_few(self, rows: int) -> bool:
         """Whether `few` computes a token of so many rows."""
@@ -260,7 +260,7 @@ class NativeRows:
         assert self._step is not None
         held = [
             self._states_of[index].held()
-            if index in self._delta
+            if index in self._mixers
             else self._states.layer_of(self._layers[index].self_attn)[1].held
             for index in range(len(self._layers))
         ]
@@ -270,16 +270,16 @@ class NativeRows:
         """The output of a layer for hidden states [1, T, H]."""
         # Where mixers go row by row, a few tokens are computed as each alone as far as that goes.
         with replaced(self._linears[index] if pieces.tokens > self._is_few else ()):
-            struct, latent, delta = self._attention.get(index), self._latent.get(index), self._delta.get(index)
-            if struct is None and latent is None and delta is None:
+            struct, latent, mixer = self._attention.get(index), self._latent.get(index), self._mixers.get(index)
+            if struct is None and latent is None and mixer is None:
                 return self._layers.run(index, hidden, recording)
             layer = self._layers[index]
             for listener in layer._forward_pre_hooks.values():  # nothing calls the module itself
                 listener(layer, (hidden,))
             positions: Any = recording.calls[index][1].get("position_embeddings")
             begun_ns = clock.now_ns()
-            if delta is not None:
-                out = _through_net(delta, hidden.float(), self._states_of[index].held(), pieces)
+            if mixer is not None:
+                out = _through_mixer(mixer, hidden.float(), self._states_of[index].held(), pieces)
             elif latent is not None:
                 out = latent.attend(hidden, pieces, positions)
             else:
@@ -321,24 +321,24 @@ def _nothing(hidden: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor
     return torch.zeros_like(hidden)
 
 
-def _delta_nets(layers: DecoderLayers) -> dict[int, DeltaNet]:
+def _state_mixers(layers: DecoderLayers) -> dict[int, StateMixer]:
     steps = {index: layers[index].__dict__.get("forward") for index in range(len(layers))}
     return {
         index: step.attention
         for index, step in steps.items()
-        if isinstance(step, SingleTokenLayer) and isinstance(step.attention, DeltaNet)
+        if isinstance(step, SingleTokenLayer) and isinstance(step.attention, StateMixer)
     }
 
 
-def _through_net(net: DeltaNet, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
-    """Float hidden states [1, T, H] plus what a net gives: of a few tokens as if alone, bit by bit."""
+def _through_mixer(mixer: StateMixer, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
+    """Float hidden states [1, T, H] plus what a mixer gives: of a few tokens as if alone, bit by bit."""
     out = torch.empty_like(hidden)
     for group in short_pieces(pieces):
         places, some = some_pieces(pieces, group)
-        out[:, places] = net.rows(hidden[:, places], held, some, None)
+        out[:, places] = mixer.rows(hidden[:, places], held, some, None)
     if long := [place for place, piece in enumerate(pieces.pieces) if piece.tokens > MAX_TOKENS]:
         places, some = some_pieces(pieces, long)
-        out[:, places] = net.read(hidden[:, places], held, some)
+        out[:, places] = mixer.read(hidden[:, places], held, some)
     return out
 
 

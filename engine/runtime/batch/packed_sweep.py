@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -19,6 +19,7 @@ from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
 from engine.common.footprint import pages_for
 from engine.devices.memory_budget import DeviceMemoryError
+from engine.jobs.rows import Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
@@ -27,11 +28,14 @@ from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, why_not_packed
 from engine.runtime.batch.row_mixers import RowMixers
+from engine.runtime.batch.session_rows import RowSession, SessionRows
 from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
+from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.pages import PageSizes
@@ -39,12 +43,13 @@ from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
+from engine.runtime.schedule.request import PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
 
 _log = logging.getLogger(__name__)
-_LEFT = 8
-"""Of the memory for keys and values an eighth holds what rows left, where that is not in pages."""
+_MOST_PAGES_BESIDE = 64
+"""Where pages are only counted, one is at least so much of what a row holds however long it is."""
 
 _PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat"
 _PLANNED = "The schedule that was planned for rows"
@@ -108,28 +113,40 @@ class _MicroBatch:
 class PackedModel:
     """A model whose layers process tokens of many rows as one sequence, or all of them but their mixers.
 
+    What rows hold is in pages, or else in sessions, and pages are only counted.
+
     Args:
-        loaded: of a family that supports this (see `can_pack`).
+        in_sessions: whether each row has a session even if there are pages for it; whether such rows share sweeps is
+            found out once there are two of them, see `packs`.
+        kept: where sessions find what others have read.
+        speculates: of sessions, see `SessionRows`.
 
     Raises:
-        LookupError: its layers or its attention are not found where expected.
+        LookupError: its layers or its attention are not found where expected, or do not take many rows.
     """
 
-    def __init__(self, loaded: LoadedModel, policy: BatchPolicy) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        policy: BatchPolicy,
+        *,
+        in_sessions: bool = False,
+        kept: KeptPrefixes | None = None,
+        speculates: bool | None = None,
+    ) -> None:
         self._loaded, self._policy = loaded, policy
         self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._may_have_pages = has_pages(loaded) and policy.on_device == (loaded.devices is not None)
-        if not packs_mixers(loaded) or (policy.on_device and keeps_latents(loaded.model)):
-            left, may = policy.kv_bytes // _LEFT, self._may_have_pages
-            self.mixers = RowMixers(loaded, left, self._kv_type, self._states, may_have_pages=may)
-        self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
+        self.apart = why_not_packed(loaded.model)
+        """Why rows share no sweeps, as the end of a sentence; empty if they do, or that is not known yet."""
+        self._is_open = False
         self._choice = ScheduleChoice(policy.planned, policy.planned_reading, by_hand=policy.by_hand)
         self._last: Schedule | None = None
         self._others = 0
@@ -138,37 +155,114 @@ class PackedModel:
         """As many as there has been memory for."""
         self._read: Cache | None = None
         """The library's cache after a token."""
-        if self.mixers is None:
-            self._probe_attention()
-        if not self._states.shapes and self.mixers is None:
-            raise LookupError("its attention does not go through the library's attention interface")
-        if loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
-            apart = self.mixers.apart if self.mixers is not None else frozenset[Any]()
-            self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
-        if policy.schedule is not HYBRID and self.mixers is None and not policy.on_device:
-            self._pipeline = self._opened_pipeline()
+        if not in_sessions:
+            if self.apart:
+                raise LookupError(self.apart)
+            self.mixers = self._open(in_pages=True)
         self.caches: PagedCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
+        self.leaves: Check = never
+        """Asked between the layers of a prompt that a session reads: whether it is left there, and begun again."""
+        self.sessions: SessionRows | None = None
+        """Of rows, if what they hold is not in pages."""
+        if in_sessions or (self.mixers is not None and not self.mixers.has_pages):
+            leaves = lambda: self.leaves()  # noqa: E731 - it changes
+            self.sessions = SessionRows(loaded, policy.kv_bytes, leaves, kept=kept, speculates=speculates)
         self.state_bytes = 0
         """Of what layers sum up of a sequence."""
-        if (own := self.mixers or self._native) is not None:
+        if self.sessions is None and (own := self.mixers or self._native) is not None:
             self.state_bytes = own.state_bytes
         self.context_tokens, self.chunk_tokens = loaded.context_tokens, loaded.chunk_tokens
-        by_window = self.mixers.bytes_by_window if self.mixers is not None else None
-        self.sizes = PageSizes.of(by_window or self._states.bytes_by_window(self._kv_type), self._slides())
-        self.pages_beside = self.mixers.pages_beside if self.mixers is not None else None
+        self.has_card = loaded.devices is not None
+        self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
+        if self._encodes:
+            self.context_tokens *= 2  # prompt and answer each have all of it
+        self.pages_beside: int | None = None
         """See `PagePool`."""
-        self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.own_caches else 0)) // self.page_bytes)
+        if self.sessions is not None:
+            token, fixed = loaded.info.kv_bytes_per_token, loaded.kv_fixed_bytes
+            # Of the tokens of a page, and at least a share of what a row takes beside them.
+            self.sizes = PageSizes(max(1, token * PAGE_TOKENS, -(-fixed // _MOST_PAGES_BESIDE)))
+            self.pages_beside = -(-fixed // self.sizes.unit)
+        else:
+            by_window = self.mixers.bytes_by_window if self.mixers is not None else None
+            self.sizes = PageSizes.of(by_window or self._states.bytes_by_window(self._kv_type), self._slides())
+        self.pages = max(1, policy.kv_bytes // self.page_bytes)
         """Pages that fit into the budget."""
         if policy.on_device and loaded.devices is not None:
             self.pages = PageRoom.most(loaded.devices, self.page_bytes)
         self.room: PageRoom | None = None
         """What pages take of devices, if they lie there."""
-        self.logits_place = loaded.device if policy.on_device else torch.device("cpu")
+        self.logits_place = loaded.device if policy.on_device or self.sessions is not None else torch.device("cpu")
         """Where a sweep's are."""
         self._attention = dict[torch.device, PagedAttention]()
         self._placed: tuple[Pieces, PlacedRows] | None = None
         self._generation = 0
+
+    def _open(self, *, in_pages: bool) -> RowMixers | None:
+        """Finds the layers, and what calls their mixers row by row, if anything does.
+
+        Raises:
+            LookupError: as `PackedModel`.
+        """
+        loaded, policy = self._loaded, self._policy
+        mixers: RowMixers | None = None
+        if not (in_pages and packs_mixers(loaded)) or (policy.on_device and keeps_latents(loaded.model)):
+            may_have_pages = in_pages and self._may_have_pages
+            mixers = RowMixers(loaded, self._kv_type, self._states, may_have_pages=may_have_pages)
+        self._layers: DecoderLayers = mixers or DecoderLayers(loaded.model)
+        if mixers is None:
+            self._probe_attention()
+            if not self._states.shapes:
+                raise LookupError("its attention does not go through the library's attention interface")
+        if loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
+            apart = mixers.apart if mixers is not None else frozenset[Any]()
+            self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
+        if policy.schedule is not HYBRID and mixers is None and not policy.on_device:
+            self._pipeline = self._opened_pipeline()
+        self._is_open = True
+        return mixers
+
+    def packs(self) -> bool:
+        """Whether rows share sweeps; it takes some steps of the model to find that out of those with sessions."""
+        if not self._is_open and not self.apart:
+            try:
+                self.mixers = self._open(in_pages=False)
+            except LookupError as error:
+                self.apart = str(error)
+        return self.are_packed
+
+    @property
+    def are_packed(self) -> bool:
+        """The same, as far as it is known."""
+        return self._is_open and not self.apart
+
+    @property
+    def idle_tokens(self) -> int:
+        """Tokens that sessions hold of no row in progress."""
+        return self.sessions.idle_tokens if self.sessions is not None else 0
+
+    def idle_pages(self) -> int:
+        """As many pages as these would take."""
+        return pages_for(self.idle_tokens)
+
+    def give_up_idle(self) -> bool:
+        """Frees some of that; whether there was any."""
+        return self.sessions is not None and self.sessions.give_up()
+
+    def held_bytes(self, pages: int) -> int:
+        """What so many pages take, with all that is in use as they are, or what sessions do."""
+        if self.sessions is not None:
+            return self.sessions.nbytes
+        return self.room.nbytes if self.room is not None else pages * self.page_bytes
+
+    def repeats(self, row: PagedRow) -> bool:
+        """Whether a row is to be computed as it would be another time; on a card none can be."""
+        return row.request.repeats and self._loaded.devices is None and self._loaded.device.type == "cpu"
+
+    def answer_prefix(self, new: PreparedRow) -> list[int]:
+        """The tokens that an answer continues."""
+        return EncoderDecoderSession.prefix(self._loaded) if self._encodes else new.text
 
     def _slides(self) -> bool:
         """Whether layers with a window have pages of their own: all that is computed is over pages in RAM."""
@@ -179,7 +273,7 @@ class PackedModel:
             and loaded.devices is None
             and loaded.device.type == "cpu"
             and self._pipeline is None
-            and self.own_caches is None
+            and self.sessions is None
         )
 
     @property
@@ -202,11 +296,6 @@ class PackedModel:
             FALLS.is_over(what)
         return pipeline
 
-    @property
-    def own_caches(self) -> RowMixers | None:
-        """What computes with a cache of each row's own beside its pages, if they have any."""
-        return self.mixers if self.mixers is not None and not self.mixers.has_pages else None
-
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
@@ -218,9 +307,10 @@ class PackedModel:
     def allocate(self, pages: int, states: int = 0, windows: int = 0, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer, see `PagedStates.allocate`, and so many of what layers sum up."""
         self.pages = pages
+        if self.sessions is not None:
+            return
         if self.mixers is not None:
-            has_pages = self.mixers.has_pages
-            self.caches = self.mixers.allocate(pages, states, windows, by_head=by_head) if has_pages else None
+            self.caches = self.mixers.allocate(pages, states, windows, by_head=by_head)
         elif not self._shares_pages(pages, windows, by_head=by_head):
             self._states.allocate(self._kv_type, pages, windows, by_head=by_head)
             if self._native is not None:
@@ -275,9 +365,9 @@ class PackedModel:
         Args:
             is_exact: whether the sweep was of `PagedSteps`, which read as much at once as they are told.
         """
-        devices = self._loaded.devices
-        if devices is None:
-            return False
+        devices, had = self._loaded.devices, self.sessions is not None and self.sessions.forget()
+        if devices is None or had:
+            return had
         for device in devices.devices:
             device.recover()
         freed = sum(each.shrink() for each in devices.experts.activations)
@@ -302,7 +392,7 @@ class PackedModel:
 
     def threads(self) -> AbstractContextManager[None]:
         """For the duration of sweeps: torch uses one thread where native kernels do the large operations."""
-        return self._loaded.token_by_token() if self._native is not None else nullcontext()
+        return self._loaded.token_by_token() if self._native is not None or not self._is_open else nullcontext()
 
     def sweep(self, work: list[Work]) -> Generator[None, None, torch.Tensor]:
         """Takes the tokens of `work` through all layers; yields after each layer of each micro-batch.
@@ -340,19 +430,24 @@ class PackedModel:
             self._record(work, since_ns)
             return self._logits(work, parts, micro_batches)
 
-    def _advancing(self, work: list[Work]) -> AbstractContextManager[object]:
-        """What rows have beside their pages takes in all tokens of a sweep, or none if it is given up."""
-        if self.own_caches is None:
-            return nullcontext()
-        return self.own_caches.advancing([each.row for each in work], [each.tokens for each in work])
+    @contextmanager
+    def _advancing(self, work: list[Work]) -> Iterator[None]:
+        """The sessions of rows take in all tokens of a sweep, or none if it is given up."""
+        with ExitStack() as sessions:
+            with torch.inference_mode():
+                for each in work if self.sessions is not None else ():
+                    sessions.enter_context(_own(each.row).advancing(each.ids))
+            yield
 
     @torch.inference_mode()
     def _exactly(self, work: list[Work]) -> torch.Tensor:
         """Logits [R, V] after a part of a prompt, or after each token of answers."""
-        assert self._exact is not None
         first, since_ns = work[0], clock.now_ns()
         row, request = first.row, first.row.request
         reads = row.is_reading
+        if self.sessions is not None:
+            return self.sessions.compute(row, first.ids)
+        assert self._exact is not None
         with self._exact.listening() as heard:
             if reads:
                 piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
@@ -399,11 +494,11 @@ class PackedModel:
 
     def _few(self, work: list[Work]) -> Callable[[], torch.Tensor] | None:
         """What computes a token of each of these rows in one go, if anything does."""
-        native, own = self._native, self.own_caches
+        native = self._native
         if not all(each.tokens == 1 and each.wants_logits and each.picture is None for each in work):
             return None
-        if own is not None:
-            return partial(own.step, work[0].row) if len(work) == 1 else None
+        if self.sessions is not None:
+            return partial(_own(work[0].row).step, work[0].ids) if len(work) == 1 else None
         return partial(self._in_one_go, native, work) if native is not None and native.takes_few(len(work)) else None
 
     @torch.inference_mode()
@@ -488,8 +583,8 @@ class PackedModel:
             self._exact.close()
         if self.room is not None:
             self.room.release()
-        if self.mixers is not None:
-            self.mixers.forget()
+        if self.sessions is not None:
+            self.sessions.close()
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
@@ -612,6 +707,11 @@ class PackedModel:
             return torch.inference_mode()
         self._states.pieces = pieces
         return _Attending(self._states, self._configs)
+
+
+def _own(row: PagedRow) -> RowSession:
+    assert row.own is not None
+    return row.own
 
 
 def _pictured(work: list[Work], ids: list[list[int]]) -> list[PromptPart]:

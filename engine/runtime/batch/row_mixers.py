@@ -9,8 +9,8 @@ the layer as it is to the mixer, which takes its row's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,49 +18,20 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Pieces
+from engine.kernels.native.paged_attention import KvType, Pieces
 from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
 from engine.runtime.batch.packed_attention import PagedStates, paged
-from engine.runtime.batch.row_prefixes import LeftCaches
-from engine.runtime.decode.kv_session import KvRoom
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.layers import library_cache, new_cache
-from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.paged_cache import PagedCaches, has_index
-from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
+from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
 
 _LEAST_ALIKE = 0.9
 _BETWEEN = "this model computes something between its layers"
-_MOST_PAGES_BESIDE = 64
-"""A page is at least so much of what a row holds however long it is."""
-
-
-class RowCache:
-    """What one row's mixers have of its tokens.
-
-    Attributes:
-        tokens: that it holds, those of a sweep under way not counted.
-    """
-
-    def __init__(self, cache: Cache, room: KvRoom, tokens: int = 0) -> None:
-        self.cache, self.tokens = cache, tokens
-        self._room = room
-
-    def make_room(self, tokens: int) -> None:
-        """Before so many more tokens are read.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`: a device has no memory for them.
-        """
-        self._room.make(self.cache, self.tokens + tokens)
-
-    def close(self) -> None:
-        """The row has ended, or has stepped aside."""
-        self._room.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +62,6 @@ class RowMixers(DecoderLayers):
     """The layers of a model, their mixers called row by row.
 
     Args:
-        left_bytes: of the caches that rows leave for others whose prompts begin as theirs, if they have their own.
         kv_type: of keys and values in pages.
         states: has native attention compute over pages where that is what mixers attend by.
         may_have_pages: whether pages may hold what layers keep.
@@ -101,9 +71,7 @@ class RowMixers(DecoderLayers):
             depend on how a prompt is read.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, left_bytes: int, kv_type: KvType, states: PagedStates, *, may_have_pages: bool
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, kv_type: KvType, states: PagedStates, *, may_have_pages: bool) -> None:
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
@@ -129,18 +97,8 @@ class RowMixers(DecoderLayers):
         """Whether rows' caches are pages."""
         self.attends_over_pages = pages is not None and bool(states.shapes) and states.attend_over(pages)
         """Whether native attention does, for which nothing of them is copied."""
-        if pages is not None:
-            self.bytes_by_window, self.state_bytes = pages.bytes_by_window(), pages.state_bytes
-            self.pages_beside: int | None = None
-            return
-        with torch.inference_mode():
-            cost = measure_kv(loaded.model, loaded.device)
-        # Of the tokens of a page, and at least a share of what a row takes beside them.
-        page_bytes = max(1, cost.per_token * PAGE_TOKENS, -(-cost.fixed // _MOST_PAGES_BESIDE))
-        self.bytes_by_window, self.state_bytes = {0: page_bytes}, 0
-        self.pages_beside = -(-cost.fixed // page_bytes)
-        """What a row takes beside its tokens, in pages."""
-        self._left = LeftCaches(left_bytes)
+        self.bytes_by_window = pages.bytes_by_window() if pages is not None else {}
+        self.state_bytes = pages.state_bytes if pages is not None else 0
 
     def allocate(self, pages: int, states: int, windows: int, *, by_head: bool) -> PagedCaches:
         """So many pages; see `PagedCaches.like`."""
@@ -155,104 +113,13 @@ class RowMixers(DecoderLayers):
         """The modules that belong to mixers, each of which computes as in a chat."""
         return {module for of_layer in self._mixers for mixer in of_layer for module in mixer.modules()}
 
-    @torch.inference_mode()
-    def step(self, row: PagedRow) -> torch.Tensor:
-        """Logits [1, V] after the next token of a row by itself."""
-        own = self._cache_of(row)
-        own.make_room(1)
-        row.piece(1)
-        tokens = torch.tensor([row.next_ids(1)], device=self._loaded.device)
-        try:
-            logits, _ = self._step(tokens, own.cache, row.position(row.held))
-        except BaseException:
-            own.close()  # it may hold anything: what was read is read again
-            row.own = None
-            raise
-        own.tokens += 1
-        return logits
-
-    def _cache_of(self, row: PagedRow) -> RowCache:
-        """That of a row, which holds all tokens that the row has read."""
-        if row.own is None:
-            row.own = own = self._empty()
-            layout, read = row.layout, row.read
-            while own.tokens < row.held:
-                begin, end = own.tokens, min(own.tokens + self._loaded.chunk_tokens, row.held)
-                ids = read[begin : end if layout is None else layout.whole(begin, end)]
-                own.make_room(len(ids))
-                given = layout.given(begin, ids, self._loaded.model) if layout is not None else None
-                tokens = torch.tensor([ids], device=self._loaded.device) if given is None else torch.empty(0)
-                self._step(tokens, own.cache, row.position(begin), given)
-                own.tokens += len(ids)
-        assert isinstance(row.own, RowCache)
-        assert row.own.tokens == row.held
-        return row.own
-
-    def waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
-        """Those of some rows that wait for what others of them are reading, before they read themselves.
-
-        A row that begins goes on from what is left of its prompt.
-        """
-        readers, waiting = list[PagedRow](), set[PagedRow]()
-        for row in rows:
-            if not row.is_reading:
-                continue
-            if row.own is None and not row.held:
-                if self._left.waits(row, readers):
-                    waiting.add(row)
-                    continue
-                self._begin(row)
-            readers.append(row)
-        return waiting
-
-    def _begin(self, row: PagedRow) -> None:
-        found = self._left.find(row.prompt)
-        row.own = own = self._empty() if found is None else RowCache(found[0], self._room())
-        if found is not None:
-            own.make_room(found[1])
-            own.tokens = found[1]
-            row.starts_behind(found[1])
-
-    def forget(self) -> None:
-        """Drops what rows left for others."""
-        if not self.has_pages:
-            self._left.forget()
-
-    def up_to(self, row: PagedRow, tokens: int) -> int:
-        """How many of its next tokens a row reads at once."""
-        return self._left.up_to(row, tokens)
-
-    def ends(self, row: PagedRow) -> None:
-        """A row has its answer: others may go on from what it has read."""
-        if isinstance(row.own, RowCache) and self._loaded.devices is None:
-            self._left.take(row.read, row.own.cache)
-
-    @contextmanager
-    def advancing(self, rows: Sequence[PagedRow], tokens: Sequence[int]) -> Iterator[None]:
-        """Within it the caches of these rows take in so many tokens each: all of them, or none if it is given up."""
-        with torch.inference_mode():
-            caches = [self._cache_of(row) for row in rows]
-            for own, count in zip(caches, tokens, strict=True):
-                own.make_room(count)
-            before = [KvSnapshot(own.cache, own.tokens) for own in caches]
-        try:
-            yield
-        except BaseException:
-            for own, snapshot in zip(caches, before, strict=True):
-                _restore(own.cache, snapshot)
-            raise
-        for row, own, count in zip(rows, caches, tokens, strict=True):
-            own.tokens += count
-            if self._loaded.devices is None:
-                self._left.passed(row, own.cache, own.tokens)
-
     def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow], pieces: Pieces) -> RowsRecording:
         """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
         given = [row.given(of_row, self._loaded.model) for row, of_row in zip(rows, ids, strict=True)]
         held = [row.position(row.held) for row in rows]
         if self._caches is not None:
             return self.record_pieces(ids, held, pieces, given)
-        return self._record_rows(ids, held, [self._cache_of(row).cache for row in rows], given)
+        return self._record_rows(ids, held, [row.own.cache for row in rows if row.own is not None], given)
 
     def record_pieces(
         self,
@@ -326,15 +193,12 @@ class RowMixers(DecoderLayers):
         args, kwargs = recording.calls[index]
         return tuple(map(found, args)), {name: found(value) for name, value in kwargs.items()}
 
-    def _empty(self) -> RowCache:
+    def _empty(self) -> Cache:
         loaded = self._loaded
         cache = new_cache(loaded.model, loaded.context_tokens, loaded.kv_type)
         if cache is None:
             raise LookupError("this model makes its cache itself")
-        return RowCache(cache, self._room())
-
-    def _room(self) -> KvRoom:
-        return KvRoom(self._loaded.devices, self._loaded.context_tokens)
+        return cache
 
     def _probe(self) -> tuple[list[list[Any]], Cache]:
         """The mixers of each layer: the outermost modules in it that are called with the cache; and what that is like
@@ -369,7 +233,7 @@ class RowMixers(DecoderLayers):
     def _compare(self) -> None:
         """Some tokens of two rows, against the model itself."""
         rows = [[3], [5, 4]]
-        caches = [self._empty().cache for _ in rows]
+        caches = [self._empty() for _ in rows]
         try:
             recording = self._record_rows(rows, [0, 0], caches)
             hidden = recording.hidden
@@ -379,7 +243,7 @@ class RowMixers(DecoderLayers):
         except (TypeError, ValueError, AttributeError, IndexError) as error:  # of a layer called as none ever is
             raise LookupError(f"{_BETWEEN} ({type(error).__name__})") from error
         for logits, ids in zip(found, rows, strict=True):
-            own, _ = self._step(torch.tensor([ids], device=self._loaded.device), self._empty().cache, 0)
+            own, _ = self._step(torch.tensor([ids], device=self._loaded.device), self._empty(), 0)
             # A router's near tie moves them a little; another model's would have nothing to do with these.
             if torch.corrcoef(torch.stack([logits, own[0].float()]))[0, 1] < _LEAST_ALIKE:
                 raise LookupError(_BETWEEN)
@@ -440,12 +304,3 @@ def _joined(values: list[Any], lengths: list[int]) -> Any:
     if isinstance(first, bool | int | float | str | Further) and all(value == first for value in values):
         return first
     return PerRow(values)
-
-
-def _restore(cache: Cache, before: KvSnapshot) -> None:
-    """Whatever layers have been computed of a sweep."""
-    for index, layer in enumerate(cache.layers):
-        if index in before.forgetful:
-            cache.layers[index] = before.forgetful[index]
-        elif (more := layer.get_seq_length() - before.length) > 0:
-            layer.crop(-more)

@@ -37,8 +37,6 @@ def source_prompt(
 class EncoderDecoderSession:
     """An encoder-decoder model and the decoder's caches; nothing is reused from one prompt to the next."""
 
-    ids: tuple[int, ...] = ()
-    """Of use to another prompt."""
     is_whole = False
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -64,6 +62,10 @@ class EncoderDecoderSession:
         if cache is None:
             return 0
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
+
+    def usable(self, prompt: Sequence[int]) -> int:  # noqa: ARG002 - as of `KvSession`
+        """Nothing is reused."""
+        return 0
 
     def clear(self) -> None:
         """Frees the caches and the encoded prompt."""

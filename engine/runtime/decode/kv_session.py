@@ -64,13 +64,21 @@ class KvSession:
     Args:
         guesses: whether its tokens are going to be guessed, if the model was loaded for that.
         kept: where it finds prompts that others have read, and offers what it has read itself.
+        step: of the model, if there is one already.
     """
 
-    def __init__(self, loaded: LoadedModel, *, guesses: bool = True, kept: KeptPrefixes | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        guesses: bool = True,
+        kept: KeptPrefixes | None = None,
+        step: StepModel | None = None,
+    ) -> None:
         self._model = loaded.model
         self._context_tokens = loaded.context_tokens
         self._kv_type = loaded.kv_type
-        self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._step = step or StepModel(loaded.model, loaded.context_tokens)
         self._device = loaded.device
         self._devices = loaded.devices
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
@@ -117,6 +125,12 @@ class KvSession:
         return self._whole
 
     @property
+    def live_cache(self) -> Cache:
+        """What holds them, and perhaps some of what is being computed."""
+        assert self._cache is not None
+        return self._cache
+
+    @property
     def cache(self) -> Cache | None:
         """What holds exactly the tokens so far; None while that is not certain."""
         return self._cache if self._whole else None
@@ -129,7 +143,7 @@ class KvSession:
     def keep(self) -> None:
         """Offers all that is held to those who come later, until it is needed for something else."""
         cache, kept = self.cache, self._kept
-        if cache is not None and kept is not None:
+        if cache is not None and kept is not None and self._ids:
             layout = BlockLayout.of_cache(cache, len(self._ids))
             if layout is not None:
                 kept.offer(self, self._ids, layout, from_cache(cache, layout), self.chat)
@@ -218,6 +232,43 @@ class KvSession:
             self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
             return self._forward(torch.tensor([ids], device=self._device), ids)
         return self._forward(token, (token_id,))
+
+    @contextmanager
+    def advancing(self, ids: Sequence[int], *, leaves_snapshot: bool = False) -> Iterator[None]:
+        """Within it others compute these tokens over `live_cache`: all of them, or none if that is given up.
+
+        Args:
+            leaves_snapshot: whether a prompt ends with them, which its next turn goes on from.
+        """
+        cache, held = self._cache, len(self._ids)
+        assert cache is not None
+        assert self._whole or not held
+        if leaves_snapshot:
+            self._take_snapshot()
+        self._room.make(cache, held + len(ids))
+        before, self._whole = KvSnapshot(cache, held), False
+        try:
+            yield
+        except BaseException:
+            before.give_up(cache)
+            self._whole = True
+            raise
+        self._room.count(cache)
+        self._ids.extend(ids)
+        self._whole = True
+        if self._drafter is not None:
+            self._drafter.clear()  # it has not heard these
+
+    def before_snapshot(self, total: int) -> int:
+        """How many tokens of a prompt of `total` are read before the place that its next turn goes on from; 0 if that
+        has been passed, or the cache can be cropped anyway."""
+        return max(0, total - SNAPSHOT_TOKENS - len(self._ids)) if self._forgets() else 0
+
+    def go_on_from(self, cache: Cache, ids: Sequence[int]) -> None:
+        """Takes over a cache that holds exactly these tokens."""
+        self.clear()
+        self._room.make(cache, len(ids))
+        self._cache, self._ids, self._whole = cache, list(ids), True
 
     def drafters(self) -> list[Drafter]:
         """What guesses its next tokens besides their text."""
@@ -467,6 +518,13 @@ class KvSession:
             least = found.tokens if found is not None else shared
             found = self._kept.find_state(prompt, least, has_rows=self._form.has_rows, chat=self.chat) or found
         return found
+
+    def usable(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt it need not read."""
+        shared = min(common_prefix(self._ids, prompt), len(prompt) - 1) if self._whole else 0
+        if not shared or self._cache is None or can_take_back(self._cache, len(self._ids) - shared):
+            return shared
+        return max((each.length for each in self._snapshots if each.length <= shared), default=0)
 
     def _shared(self, prompt: Sequence[int], *, repeats: bool) -> int:
         """How much of a prompt the cache can go on from; whole chunks, all computed as at first, where it repeats."""

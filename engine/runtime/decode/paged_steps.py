@@ -12,7 +12,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from engine.common.errors import CancelCheck
 from engine.families import family_of
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
@@ -23,10 +23,10 @@ from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.compressed_attention import CompressedAttention
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
+from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, compresses, has_compressing, index_of
 from engine.runtime.kv.reuse import exact_tokens
@@ -50,7 +50,7 @@ def packs_mixers(loaded: LoadedModel) -> bool:
         isinstance(step, SingleTokenLayer)
         and step.is_native
         and not isinstance(step.attention, NoAttention)
-        and (isinstance(step.attention, DeltaNet) or not step.attention.has_index)
+        and (isinstance(step.attention, StateMixer) or not step.attention.has_index)
         for step in steps
     )
 
@@ -120,13 +120,7 @@ class PagedSteps:
     @classmethod
     def of(cls, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> PagedSteps | None:
         """That of a model, or `None` if its own cache does not hold what pages do, token by token."""
-        types = [layer.kv_type for layer in caches.layers if isinstance(layer, PagedLayer)]
-        is_narrow = any(each in (KvType.INT8, KvType.FP16) for each in types)
-        if (
-            not cls.are_likely(loaded)
-            or (is_narrow and any(caches.windows))  # windows of a cache of its own are in the model's type
-            or not caches.can_hold(loaded.model)
-        ):
+        if not cls.are_likely(loaded) or not caches.can_hold(loaded.model):
             return None
         return cls(loaded, caches, attending)
 
@@ -286,4 +280,4 @@ def _is_compressed(step: Any) -> bool:
 
 
 def _has_state(step: Any) -> bool:
-    return isinstance(step, SingleTokenLayer) and isinstance(step.attention, DeltaNet)
+    return isinstance(step, SingleTokenLayer) and isinstance(step.attention, StateMixer)

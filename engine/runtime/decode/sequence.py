@@ -58,7 +58,7 @@ def of_one() -> Iterator[None]:
     except Exception as error:
         if is_fault_of_device(error):
             raise
-        wrong = _wrong_with_one(error)
+        wrong = wrong_with_one(error)
     # Not in the handler: the exception's frames would keep tensors alive.
     raise wrong
 
@@ -73,7 +73,8 @@ def alone_with(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
     return called
 
 
-def _wrong_with_one(error: Exception) -> SequenceError:
+def wrong_with_one(error: BaseException) -> SequenceError:
+    """The same as one sequence's error."""
     if isinstance(error, EngineError):
         return SequenceError(error.code, error.message)
     if is_out_of_memory(error):

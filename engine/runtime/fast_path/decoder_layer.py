@@ -18,7 +18,6 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.fast_path.compressed_attention import CompressedAttention
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
@@ -26,10 +25,11 @@ from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp
 from engine.runtime.fast_path.sparse_block import SparseBlock
+from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
-Attention = GroupedAttention | LatentAttention | CompressedAttention | DeltaNet | NoAttention
+Attention = GroupedAttention | LatentAttention | CompressedAttention | StateMixer | NoAttention
 
 
 def knows_layer(layer: Any) -> bool:
@@ -63,7 +63,7 @@ def route_in_library(model: Any) -> None:
 
 
 def _attention_of(layer: Any) -> type[Attention] | None:
-    for kind in (GroupedAttention, LatentAttention, CompressedAttention, DeltaNet, NoAttention):
+    for kind in (GroupedAttention, LatentAttention, CompressedAttention, StateMixer, NoAttention):
         if kind.can_step(layer):
             return kind
     return None

@@ -32,11 +32,11 @@ from engine.kernels.native.structs import (
 )
 from engine.runtime.fast_path.angles import Angles
 from engine.runtime.fast_path.compressed_attention import CompressedAttention
-from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import ClaimedPage
 from engine.runtime.fast_path.norms import epsilon_of, offset_of
+from engine.runtime.fast_path.state_mixer import StateMixer
 
 if TYPE_CHECKING:
     from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
@@ -71,7 +71,7 @@ class WholeModel:
             struct.pieces = page.piece_address
             if isinstance(layer.attention, LatentAttention):
                 struct.latent = layer.attention.address
-            elif isinstance(layer.attention, DeltaNet):
+            elif isinstance(layer.attention, StateMixer):
                 struct.delta = layer.attention.address
             elif isinstance(layer.attention, CompressedAttention):
                 struct.compressed = layer.attention.address

@@ -171,6 +171,14 @@ class KvSnapshot:
         """Whether the cache has layers that forget, all of them inside its list of layers."""
         return type(cache) is DynamicCache and not all(_keeps_all(layer) for layer in cache.layers)
 
+    def give_up(self, cache: Cache) -> None:
+        """Takes a cache back to what it was, whatever layers have taken in since."""
+        for index, layer in enumerate(cache.layers):
+            if index in self._forgetful:
+                cache.layers[index] = self._forgetful[index]
+            elif (more := layer.get_seq_length() - self.length) > 0:
+                layer.crop(-more)
+
     def restore(self, cache: Cache, tokens: int) -> None:
         """Takes a cache that now holds `tokens` tokens, the first `length` of them the same, back to those."""
         for index, layer in enumerate(cache.layers):

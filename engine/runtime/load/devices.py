@@ -6,8 +6,9 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
 from engine.devices.failures import is_out_of_memory
@@ -22,6 +23,13 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS, StatePages
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.kv.memory import KvCost
 from engine.runtime.kv.paged_cache import PagedCaches
+
+
+class CardLoss(Enum):
+    """Why a model cannot go on with its devices."""
+
+    CARD = auto()
+    MEMORY = auto()
 
 
 @dataclass
@@ -165,6 +173,17 @@ class ModelDevices:
         except RuntimeError:  # it has failed: its next use says how
             return False
         return bool(self.short)
+
+    def loss(self, error: BaseException) -> CardLoss | None:
+        """What an error says of the devices: one has stopped responding, or others have taken memory that is needed."""
+        if not isinstance(error, Exception) or isinstance(error, RequestCancelled):
+            return None
+        code = error.code if isinstance(error, EngineError) else ErrorCode.INTERNAL
+        if is_out_of_memory(error) or code is ErrorCode.NOT_ENOUGH_MEMORY:
+            return CardLoss.MEMORY if self.are_short(time.monotonic()) else None
+        if code not in (ErrorCode.INTERNAL, ErrorCode.DEVICE_UNAVAILABLE):
+            return None
+        return None if all(device.responds() for device in self.devices) else CardLoss.CARD
 
     @property
     def short(self) -> list[Device]:

@@ -43,7 +43,7 @@ from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.layers import new_cache
-from engine.runtime.kv.memory import measure_kv
+from engine.runtime.kv.memory import KvCost, measure_kv
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.load.binding import bind_dense, bind_experts, speed_up_on_cards
 from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
@@ -197,7 +197,7 @@ def build(
     verify(model, plan.sites)
     charge_model(model, plan.devices, plan.sites, plan.dense_sizes, parts.devices.experts.tokens)
     note = _joined(note, left_note(left))
-    return _hand_over(plan, tokenizer.result(), parts, captures, kv.per_token, prepared, note)
+    return _hand_over(plan, tokenizer.result(), parts, captures, kv, prepared, note)
 
 
 def _joined(*sentences: str) -> str:
@@ -227,13 +227,14 @@ def _hand_over(
     tokenizer: Any,
     parts: LoadingParts,
     captures: Device | None,
-    kv_bytes: int,
+    kv: KvCost,
     prepared: tuple[Path, ...],
     note: str,
 ) -> LoadedModel:
     file, placement, devices = plan.file, plan.placement, parts.devices
     model, profile = file.model, file.profile
     kv_place = captures.torch_device if captures is not None and len(plan.devices) == 1 else None
+    kv_bytes = kv.per_token
     kv_type, kv_note = narrow_type(model, plan.config.kv_precision, kv_place)
     if kv_type is not None:
         kv_bytes = narrow_token_bytes(model, kv_bytes, kv_type)
@@ -305,6 +306,7 @@ def _hand_over(
         speculates=plan.config.speculation != "off",
         prepared=prepared,
         kv_type=kv_type,
+        kv_fixed_bytes=kv.fixed,
         sight=seeing if isinstance(seeing, Sight) else None,
         blind=seeing if isinstance(seeing, Blind) else None,
     )

@@ -20,7 +20,6 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -28,18 +27,14 @@ from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row_prefixes import Partings
-from engine.runtime.batch.session_rows import RowSession, SessionRows
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
-from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
+from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one, wrong_with_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
-from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
-from engine.runtime.kept.copying import from_pages
-from engine.runtime.kept.prefixes import KeptPrefixes, WindowBlocks
-from engine.runtime.kept.state import PagedState
-from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool, Prefix
+from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
+from engine.runtime.schedule.left_pages import LeftPages
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
@@ -53,6 +48,8 @@ _TAKEN = (
     "Other programs use so much of the graphics card's memory that not even one row has room beside them: close them, "
     "and go on."
 )
+_MOST_IN_TURNS = 8
+"""Rows, each with a session, that share no sweeps."""
 _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
@@ -104,7 +101,7 @@ class ContinuousBatch:
 
     def __init__(
         self,
-        model: PackedModel | SessionRows,
+        model: PackedModel,
         policy: BatchPolicy,
         most_pages: int | None = None,
         *,
@@ -123,18 +120,17 @@ class ContinuousBatch:
         self._keeps = keeps
         self._model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
-        self._sessions = model if isinstance(model, SessionRows) else None
-        """Where rows have caches of their own, and are computed one after the other."""
-        self.exact: PagedSteps | SessionRows | None = None
-        """What computes single sequences as if each were alone."""
+        self._is_exact = exact
+        self.exact: PagedSteps | None = None
+        """What computes single sequences over pages as if each were alone."""
         self._prices = StepPrices()
         if above is None:
             # Any one request has room; memory is only taken as tokens come.
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
             kind = self._kind_of(model, window=sizes.window_tokens)
-            if exact:
-                longest = PagePool(0, None, state_weight, sizes).needs(model.context_tokens, kind)
+            if exact or model.sessions is not None:
+                longest = PagePool(0, model.pages_beside, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             if most_pages:
                 pages = min(pages, most_pages * (sizes.page + sizes.window))
@@ -142,6 +138,7 @@ class ContinuousBatch:
             model.allocate(self.pool.pages, self.pool.states, self.pool.windows, by_head=exact)
             self.pool.room = model.room
             self.exact = model.exact_steps() if exact else None
+            self.pool.elsewhere = model.idle_pages
         else:
             self.pool, self._kind = above.pool, above._kind
             above.below.append(self)
@@ -151,8 +148,6 @@ class ContinuousBatch:
                 model.allocate(self.pool.pages, self.pool.states)
         self._partings = Partings(PAGE_TOKENS)
         """Where rows leave states, if layers have any."""
-        self.make_room: Check = never
-        """Called when there is none left: gives up other memory for context, if there is any."""
         self.is_short: Check = model.are_others_in_the_way
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
         a job ends and can be resumed."""
@@ -172,11 +167,7 @@ class ContinuousBatch:
         """Numbers of the recorded requests: that of the sweep under way, and that of rows that share sweeps."""
         self._round: Iterator[list[Work]] = iter(())
         """Sweeps after each of which some rows have got on, and after all of them each row."""
-        self._offers: list[_Offer] = []
-        self._left_by: dict[str, list[Prefix]] = {}
-        """What lies in the pages that a chat's last answer left."""
-        self._left_tokens = 0
-        """What the last row that ended had read, if its pages are still there."""
+        self._left = LeftPages(self.pool, self._kind, self._kept, on_device=policy.on_device)
         self._failed = 0
         """Rows that something was wrong with."""
         self.most_rows = 0
@@ -188,7 +179,7 @@ class ContinuousBatch:
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
 
-    def _kind_of(self, model: PackedModel | SessionRows, window: int) -> PageKind:
+    def _kind_of(self, model: PackedModel, window: int) -> PageKind:
         at_once = max(self._policy.sweep_tokens, model.chunk_tokens)
         discards = (model.discard, model.discard_states, model.discard_windows)
         return PageKind(NO_PREFIX, 1, *discards, window=window, at_once=at_once)
@@ -245,6 +236,7 @@ class ContinuousBatch:
 
     def sweep(self, until: Check = always) -> None:
         """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
+        self._model.leaves = never
         with self._recorded(), self._model.threads():
             while self._is_sweeping():
                 while self._continue():
@@ -255,18 +247,15 @@ class ContinuousBatch:
     @property
     def kv_tokens(self) -> int:
         """Tokens of context that rows hold, or that the last one left."""
-        if self._sessions is not None:
-            return self._sessions.tokens
-        return sum(row.held for row in self.rows) or self._left_tokens
+        return sum(row.held for row in self.rows) or self._left.tokens or self._model.idle_tokens
 
     def go_on(self, until: Check) -> bool:
         """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
-        if self._sessions is not None:
-            self._sessions.leaves = until
+        self._model.leaves = until
         with self._recorded(), self._model.threads():
             while self._is_sweeping():
                 if until():
-                    if self._sessions is not None:
+                    if self._work[0].is_exact:
                         self._end_sweep()  # nothing of it has been computed
                     return True
                 if not self._continue() and until():  # before the next one begins, perhaps with piggybacked rows
@@ -348,12 +337,8 @@ class ContinuousBatch:
         """Rows that share each sweep now, and the tokens generated for them."""
         return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
 
-    def has_room_for(self, new: PreparedRow) -> bool:
-        """Whether a request could begin here if all others left."""
-        return self.pool.needs(len(new.prompt) + 1, self._kind) <= self.pool.capacity
-
     @property
-    def model(self) -> PackedModel | SessionRows:
+    def model(self) -> PackedModel:
         """For others who share its pages."""
         return self._model
 
@@ -394,10 +379,7 @@ class ContinuousBatch:
     @property
     def held_bytes(self) -> int:
         """Bytes of what rows hold now, or have left to be shared."""
-        if self._sessions is not None:
-            return self._sessions.nbytes
-        room = self._model.room
-        return room.nbytes if room is not None else self.pool.filled * self._model.page_bytes
+        return self._model.held_bytes(self.pool.filled)
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -411,7 +393,7 @@ class ContinuousBatch:
     def free(self) -> None:
         """As `close`, and also releases the device memory: no further run is possible."""
         self.close()
-        self.give_up_offers()
+        self._left.give_up()
         if self._above is None or self._model is not self._above.model:
             self._model.close()
             self.pool.leave(self._kind)
@@ -436,15 +418,16 @@ class ContinuousBatch:
             if isinstance(error, SequenceError):
                 only.row.error = error
                 self._ended(only.row)
-            elif self._sessions is not None:
+            elif only.row.own is not None:
                 self._put_aside(only.row)  # unless it is cancelled it goes on later from what it has
             return False
         except BaseException as error:
             # No row has advanced: the next try overwrites what was computed.
             self._sweep = None
             for each in self._work:
-                if self._sessions is not None or (each.is_certain and each.row.state is not None):
-                    self._put_aside(each.row)  # its state may be anything
+                own, has_state = each.row.own, each.is_certain and each.row.state is not None
+                if has_state or (own is not None and not own.is_whole):
+                    self._put_aside(each.row)  # what it has may be anything
             if not _is_memory(error):
                 raise
             if not self._lighten(error):
@@ -453,18 +436,17 @@ class ContinuousBatch:
         self._sweep_s += clock.now() - begun_s
         return True
 
-    def give_up(self) -> list[int]:
-        """After an error: drops the rows whose sweep it was, or all where rows share sweeps; the numbers of those that
-        were begun by `submit`."""
+    def give_up(self, error: BaseException) -> list[tuple[int, BaseException]]:
+        """After an error: drops the row by itself whose session it was, or all where rows share sweeps; the numbers of
+        those that were begun by `submit`, and what each is to be told."""
         work, self._work, self._sweep = self._work, [], None
-        if self._sessions is None or not work:
-            begun = [row.request.row for row in self._own.rows]
-            waiting = [*self._new, *([self._own.next] if self._own.next is not None else [])]
-            self.close()
-            return begun + [new.request.row for new in waiting]
-        for each in work:
-            self._leave(each.row)
-        return [each.row.request.row for each in work]
+        if work and work[0].is_exact and work[0].row.own is not None:
+            self._leave(work[0].row)
+            return [(work[0].row.request.row, wrong_with_one(error))]
+        begun = [row.request.row for row in self._own.rows]
+        waiting = [*self._new, *([self._own.next] if self._own.next is not None else [])]
+        self.close()
+        return [(number, error) for number in [*begun, *(new.request.row for new in waiting)]]
 
     def _lighten(self, error: BaseException) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
@@ -480,7 +462,7 @@ class ContinuousBatch:
             or self._gives_pages(2)
         ):
             pass
-        elif len(work) > 1 or (self._sessions is not None and self.rows):
+        elif len(work) > 1 or self._has_others(work):
             self._most_rows = max(1, len(self.rows) // 2)
             while len(self.rows) > self._most_rows:
                 self.give_way()
@@ -493,6 +475,11 @@ class ContinuousBatch:
             said = error if isinstance(error, EngineError) else self._no_memory(row)
             self._leave(row).on_row(row.answer(error=said))
         return bool(work)
+
+    def _has_others(self, work: list[Work]) -> bool:
+        """Whether other rows hold memory beside one that was by itself, over its session."""
+        is_single = bool(work) and self._model.sessions is not None and work[0].is_exact
+        return is_single and any(row is not work[0].row for row in self.rows)
 
     def _gives_pages(self, level: int) -> bool:
         """Gives up memory of pages, with a level of 2 the prefix cache too: once, as the next try may take it again."""
@@ -546,10 +533,18 @@ class ContinuousBatch:
             if row.over is not None and row.error is None:
                 self._leave(row).on_row(row.answer(row.over))
 
+    @property
+    def _most_at_once(self) -> int:
+        """Rows in progress; few that take turns, and one if a card's experts want the memory of its context."""
+        model = self._model
+        if model.sessions is None or model.are_packed:
+            return self._most_rows
+        return min(self._most_rows, 1 if model.has_card else _MOST_IN_TURNS)
+
     def _admit(self) -> None:
         """Admits rows while there are pages: first those that stepped aside, then new ones."""
         able = [source for source in self.sources if not source.rests]
-        while sum(not self._source_of[row].rests for row in self.rows) < self._most_rows:
+        while sum(not self._source_of[row].rests for row in self.rows) < self._most_at_once:
             if self._aside:
                 if not self._reserve(self._aside[0]):
                     if self.rows or not self._has_outgrown(self._aside[0]):
@@ -576,14 +571,11 @@ class ContinuousBatch:
 
     def _admit_new(self, new: PreparedRow, source: RowSource) -> bool:
         """Whether there was room for a row, or it has ended before it began."""
-        self._drop_written()
+        self._left.drop_written()
         try:
             with of_one():
-                sessions = self._sessions
-                begin = partial(new.begin, device=self._model.logits_place)
-                if sessions is not None:
-                    begin = partial(new.begin, sessions.answer_prefix(new), sessions.device)
-                is_cancelled, sequence = new.request.cancelled(), begin()
+                is_cancelled = new.request.cancelled()
+                sequence = new.begin(self._model.answer_prefix(new), self._model.logits_place)
         except SequenceError as error:
             source.on_row(new.ended(error))
             return True
@@ -610,11 +602,11 @@ class ContinuousBatch:
             *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
             layout=new.layout,
         )
-        text = new.text if self._sessions is None else self._sessions.answer_prefix(new)
+        text, steps = self._model.answer_prefix(new), self.exact or (self._model.sessions if self._is_exact else None)
         if new.request.sampling.beams > 1:
             row.search = partial(new.search, prefix=text)
-        elif self.exact is not None and self.exact.guesses:
-            if isinstance(self.exact, PagedSteps) and new.layout is None:  # it knows no positions of pictures
+        elif steps is not None and steps.guesses:
+            if self.exact is not None and new.layout is None:  # it knows no positions of pictures
                 row.drafter = self.exact.drafter()
             drafters = [row.drafter] if row.drafter is not None else []
             row.speculation = Speculation(self._prices, text, most_tokens, drafters)
@@ -627,14 +619,14 @@ class ContinuousBatch:
     def _found(self, reserve: Check) -> bool:
         """Reserves pages, after others have given up theirs if need be."""
         while not reserve():
-            offers = (self._above or self).give_up_offers()
-            if not (offers or self.make_room() or any(lane.give_way() for lane in self.below)):
+            offers = (self._above or self)._left.give_up()
+            if not (offers or self._model.give_up_idle() or any(lane.give_way() for lane in self.below)):
                 return False
         return True
 
     def _has_outgrown(self, row: PagedRow) -> bool:
         """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
-        if self.pool.held or self.pool.elsewhere():
+        if self.pool.in_use:
             return False
         self._leave(row).on_row(row.answer(error=self._no_memory(row)))
         return True
@@ -650,37 +642,55 @@ class ContinuousBatch:
         of sweeps one, where some of them are computed as if alone."""
         self._admit()
         self._make_room()
-        if self.exact is None:
-            return self._packed([row for row in self.rows if not self._source_of[row].rests])
         for _ in range(2):  # rows may have gone since the round began
             if (work := next(self._round, None)) is not None:
                 return work
-            self._round = self._turns() if isinstance(self.exact, SessionRows) else self._sweeps(self.exact)
+            self._round = self._turns([row for row in self.rows if not self._source_of[row].rests])
         return next(self._round, [])
 
-    def _turns(self) -> Iterator[list[Work]]:
-        """A round in which each row has its turn, for a part of its prompt or a step of its answer."""
-        for row in list(self.rows):
+    def _turns(self, rows: list[PagedRow]) -> Iterator[list[Work]]:
+        """A round after which each of these rows has got on."""
+        if self.exact is not None:
+            yield from self._sweeps(self.exact, rows)
+            return
+        single = self._by_themselves(rows) if self._model.sessions is not None else []
+        for row in single:
             if row not in self.rows or self._source_of[row].rests:
                 continue
-            if row.own is None and self._sessions is not None:
-                with self._work_for(row):
-                    self._sessions.begin(row)
-            if row.error is not None:
-                continue
-            if row.is_reading:
-                assert isinstance(row.own, RowSession)
-                if tokens := self._up_to(row, row.own.coming):
-                    yield [Work(row, tokens, is_exact=True)]
-            elif work := self._with_guesses([row], MOST_ROWS):
+            if not row.is_reading:
+                work = self._with_guesses([row], MOST_ROWS)
+            else:
+                tokens = self._coming(row)
+                work = [Work(row, tokens, is_exact=True)] if tokens else []
+            if work:
                 yield work
+        if work := self._packed([row for row in rows if row in self.rows and row not in single]):
+            yield work
 
-    def _sweeps(self, exact: PagedSteps) -> Iterator[list[Work]]:
+    def _by_themselves(self, rows: list[PagedRow]) -> list[PagedRow]:
+        """Those of some rows over their sessions that share no sweep."""
+        if not self._model.are_packed:
+            return rows
+        single = [row for row in rows if row.search is not None or (self._is_exact and self._model.repeats(row))]
+        others = [row for row in rows if row not in single]
+        return rows if self._is_exact and len(others) == 1 else single
+
+    def _coming(self, row: PagedRow) -> int:
+        """Tokens of its prompt that a row over its session reads next, by itself; 0 if something has ended it."""
+        if not self._finds_more(row):
+            return 0
+        tokens = 0
+        with self._work_for(row):
+            assert row.own is not None
+            tokens = row.own.coming()
+        return self._looked_at(row, tokens) if row.error is None else 0
+
+    def _sweeps(self, exact: PagedSteps, rows: list[PagedRow]) -> Iterator[list[Work]]:
         """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
         and answers that are too many for exact steps, in one that they share; then exact steps of the rest."""
-        waiting = self._waiting(self.rows)
-        reading = [row for row in self.rows if row.is_reading and row not in waiting and self._finds_more(row)]
-        writing = [row for row in self.rows if not row.is_reading]
+        waiting = self._waiting(rows)
+        reading = [row for row in rows if row.is_reading and row not in waiting and self._finds_more(row)]
+        writing = [row for row in rows if not row.is_reading]
         most = exact.most_rows
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
         most_read = exact.at_once(len(only.prompt) - only.held) if only is not None else 0
@@ -731,13 +741,12 @@ class ContinuousBatch:
     def _waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
         """Those of some rows that wait for what others are reading of what both begin with, before they read
         themselves."""
-        if self._model.own_caches is not None:
-            return self._model.own_caches.waiting(rows)
-        readers, waiting = list[PagedRow](), set[PagedRow]()
-        for row in rows if self.pool.states else ():
-            if not row.is_reading or row.request.repeats:
+        sessions, readers, waiting = self._model.sessions, list[PagedRow](), set[PagedRow]()
+        partings = self._partings if sessions is None else sessions.partings
+        for row in rows if self.pool.states or sessions is not None else ():
+            if not row.is_reading or (row.request.repeats and sessions is None):
                 continue
-            if row.state is None and self._partings.waits(row, readers):
+            if row.state is None and row.own is None and partings.waits(row, readers):
                 waiting.add(row)
             else:
                 readers.append(row)
@@ -746,10 +755,14 @@ class ContinuousBatch:
     def _up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of its next tokens a row reads before it leaves something for others; 0 if one of its pictures has
         ended it."""
-        if self._model.own_caches is not None:
-            tokens = self._model.own_caches.up_to(row, tokens)
+        if row.own is not None:
+            tokens = row.own.up_to(tokens)
         elif row.state is not None and not row.request.repeats:
             tokens = self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
+        return self._looked_at(row, tokens)
+
+    def _looked_at(self, row: PagedRow, tokens: int) -> int:
+        """How many of its next tokens a row reads once pictures among them have been looked at."""
         if row.layout is None:
             return tokens
         before = RECORDER.request  # what reads pictures is recorded before its sweep begins
@@ -763,7 +776,11 @@ class ContinuousBatch:
         """Takes over what is there of a prompt; false if anything went wrong."""
         exact, begins, caches = self.exact, not row.held, self._model.caches
         with self._work_for(row):
-            if caches is not None and caches.have_states:
+            if self._model.sessions is not None:
+                if row.own is None:
+                    repeats = self._is_exact and self._model.repeats(row)
+                    self._model.sessions.begin(row, keeps=self._keeps, repeats=repeats)
+            elif caches is not None and caches.have_states:
                 if row.state is None:
                     row.find_state(caches, self._kept)
             elif exact is not None and row.request.repeats:
@@ -788,7 +805,8 @@ class ContinuousBatch:
         is_single = bool(work[0].is_exact and self._request == work[0].row.recorded)
         for each in work:
             with self._work_for(each.row):
-                if each.row.is_reading and not each.row.sequence.ids and self._sessions is None:
+                tells = not each.is_exact or self.exact is not None  # else its session has
+                if each.row.is_reading and not each.row.sequence.ids and tells:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
                 if each.is_exact and self.exact is not None:
                     each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
@@ -818,7 +836,7 @@ class ContinuousBatch:
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
-        is_searched = self._sessions is not None and work[0].row.search is not None
+        is_searched = work[0].row.own is not None and work[0].row.search is not None
         is_usual = self.exact is None or self.exact.was_usual
         if tokens <= MOST_ROWS and not is_searched and is_usual:  # else they were several steps
             self._prices.took(tokens, self._sweep_s)
@@ -832,7 +850,7 @@ class ContinuousBatch:
             if row.drafter is not None:
                 row.drafter.take_back(each.tokens - lag - taken)
             back_s = 0.0
-            if isinstance(row.own, RowSession) and taken < each.tokens:
+            if row.own is not None and taken < each.tokens:
                 begun_s = clock.now()
                 with self._work_for(row):
                     row.own.take_back(each.tokens - taken)
@@ -867,7 +885,7 @@ class ContinuousBatch:
                 token = _choose(row, logits[place])
                 text, row.over = row.sequence.take(token)
                 row.request.on_text(text, len(row.sequence.ids))
-                if row.over is None and self.exact is not None and row.request.cancelled():
+                if row.over is None and self._is_exact and row.request.cancelled():
                     text, row.over = row.sequence.end("cancelled")
                     row.request.on_text(text, len(row.sequence.ids))
             if row.over is not None or row.error is not None or place == len(tried) or tried[place] != token:
@@ -888,92 +906,15 @@ class ContinuousBatch:
     def _ended(self, row: PagedRow) -> None:
         """A row has its answer, or an error, whoever's it is; who lent it without being here looks at it by itself."""
         if row in self._source_of:
-            if row.error is None and self._keeps:
-                self._leaves(row)
-            elif row.error is None and row.state is not None:
-                row.leave_part()  # nobody could go on without its state
-            if row.error is None and self._model.own_caches is not None:
-                self._model.own_caches.ends(row)
+            if row.error is None and row.own is None:
+                if self._keeps:
+                    self._left.leave(row, self._model)
+                elif row.state is not None:
+                    row.leave_part()  # nobody could go on without its state
             answer = row.answer(row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
             self._above._ended(row)
-
-    def _leaves(self, row: PagedRow) -> None:
-        """What an answer has read stays in its pages, where others find it; a chat's is written to disk from there."""
-        row.leave_part()
-        self._left_tokens = row.held
-        kept, caches = self._kept, self._model.caches
-        if kept is not None and kept.is_there(row.request.chat):
-            self._left_by[row.request.chat] = self.pool.prefixes(row.pages.tolist())
-            if caches is not None and kept.keeps(row.request.chat):
-                pages = row.pages.clone()
-                for page in pages.tolist():
-                    self.pool.fork(page)
-                self._offer(kept, row, caches, pages)
-        # As much as is kept of other models, or what this one has left.
-        most = max(
-            self.pool.needs(row.held, self._kind),
-            kept.ram_budget // self._model.page_bytes if kept is not None else 0,
-        )
-        if self._policy.on_device:  # room for a context is nobody else's
-            most = max(most, pages_for(self._model.context_tokens))
-        if (too_many := self.pool.spare - most) > 0:
-            self.pool.give_back(too_many)
-        self.pool.fit(if_many=True)
-
-    def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
-        layout, states, windows = BlockLayout.of_pages(caches.in_full), row.states, self._hold_windows(row)
-        for _tokens, state in states:
-            self.pool.hold_state(state)
-        offer = _Offer(pages, [state for _tokens, state in states], [*windows.values()])
-        self._offers.append(offer)
-        copy, chat = from_pages(caches.in_full, pages.tolist(), layout), row.request.chat
-        if caches.have_states:
-            held = [PagedState(caches, pages, tokens, state) for tokens, state in states]
-            kept.offer_states(offer, row.read, layout, copy, held, chat)
-        else:
-            kept.offer(offer, row.read, layout, copy, chat, _blocks_of_windows(caches, windows, row.held))
-
-    def _hold_windows(self, row: PagedRow) -> dict[int, int]:
-        own, others = row.windows_to_keep()
-        for page in own.values():
-            self.pool.hold_window(page, is_reserved=False)  # the row lets go of it now
-        there = dict(own)
-        for place, page in others.items():
-            if self.pool.reserve(self.pool.window_weight):
-                self.pool.hold_window(page)
-                there[place] = page
-        return there
-
-    def _drop_written(self) -> None:
-        """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
-        kept = self._kept
-        if kept is None:
-            return
-        for offer in [each for each in self._offers if kept.is_written(each)]:
-            kept.forget(offer)
-            self._drop(offer)
-        for chat in [each for each in self._left_by if not kept.is_there(each)]:
-            self.pool.forget(self._left_by.pop(chat))
-
-    def give_up_offers(self) -> bool:
-        """Copies what the disk is to have of pages that are needed now; whether there was any."""
-        offers = list(self._offers)
-        for offer in offers:
-            if self._kept is not None:
-                self._kept.withdraw(offer)
-            self._drop(offer)
-        return bool(offers)
-
-    def _drop(self, offer: _Offer) -> None:
-        self._offers.remove(offer)
-        for page in offer.pages.tolist():
-            self.pool.release(page)
-        for page in offer.windows:
-            self.pool.release_window(page)
-        for state in offer.states:
-            self.pool.release_state(state)
 
     def able_to_write(self) -> list[PagedRow]:
         """Its rows that can take part in a sweep of others now, with room for a token."""
@@ -983,24 +924,6 @@ class ContinuousBatch:
                 if not row.request.cancelled() and row.reserve_next():
                     able.append(row)
         return able
-
-
-@dataclass(eq=False)
-class _Offer:
-    """Pages and states that are held until they are on disk."""
-
-    pages: torch.Tensor
-    states: list[int]
-    windows: list[int]
-
-
-def _blocks_of_windows(caches: PagedCaches, windows: dict[int, int], tokens: int) -> WindowBlocks | None:
-    if not caches.slides:
-        return None
-    layout, each = BlockLayout.of_pages(caches.in_windows), BLOCK_TOKENS // PAGE_TOKENS
-    whole = range(tokens // BLOCK_TOKENS)
-    there = [index for index in whole if all(index * each + number in windows for number in range(each))]
-    return WindowBlocks(layout, from_pages(caches.in_windows, windows, layout), there)
 
 
 def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:

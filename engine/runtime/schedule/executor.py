@@ -7,29 +7,65 @@ whose layers cannot take many rows at once are answered row by row, as chats.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from engine.common.errors import RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, never
+from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
-from engine.runtime.batch.session_rows import SessionRows
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
 
-def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
-    """Where rows are answered, and why they cannot share this model's layers, for the user; empty if they can."""
-    why = why_not_packed(loaded.model)
-    if not why:
-        try:
-            return ContinuousBatch(PackedModel(loaded, policy), policy, kept=loaded.kept), ""
-        except LookupError as error:
-            why = str(error)
+def lane_for(
+    loaded: LoadedModel, policy: BatchPolicy, above: ContinuousBatch | None = None
+) -> tuple[ContinuousBatch, str]:
+    """Where rows are answered, and why they cannot share this model's layers, for the user; empty if they can.
+
+    Args:
+        above: whose pages they share, if they can.
+    """
+    try:
+        is_alike = not policy.window and policy.kv_type is loaded.kv_type
+        if above is not None and above.model.sessions is None:
+            model = above.model if is_alike else PackedModel(loaded, policy)
+            return ContinuousBatch(model, policy, above=above, kept=loaded.kept), ""
+        model = PackedModel(loaded, policy)
+        if above is not None and model.sessions is not None and above.model.packs():
+            model.close()
+            return ContinuousBatch(above.model, policy, above=above, kept=loaded.kept), ""
+        return ContinuousBatch(model, policy, kept=loaded.kept), ""
+    except LookupError as error:
+        why = str(error)
     policy = replace(policy, rows=1)
-    return ContinuousBatch(SessionRows(loaded, policy), policy, exact=True), f"Rows are answered one by one: {why}."
+    model = PackedModel(loaded, policy, in_sessions=True)
+    return ContinuousBatch(model, policy, exact=True), f"Rows are answered one by one: {why}."
+
+
+AHEAD_TOKENS = 256
+"""Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
+
+
+def batch_for(loaded: LoadedModel, kept: KeptPrefixes | None) -> ContinuousBatch:
+    """Where requests are answered: over pages that are computed as if each were alone, else each with a session."""
+    policy = replace(policy_for(loaded), ahead=AHEAD_TOKENS)
+    paged = replace(policy, on_device=True, schedule=HYBRID) if loaded.devices is not None else policy
+    if PagedSteps.are_likely(loaded):
+        with suppress(LookupError):
+            found = ContinuousBatch(PackedModel(loaded, paged), paged, kept=kept, keeps=True, exact=True)
+            if found.exact is not None:
+                return found
+            found.free()
+    model = PackedModel(loaded, policy, in_sessions=True, kept=kept)
+    if model.sessions is not None:
+        model.sessions.prepare()
+    return ContinuousBatch(model, policy, kept=kept, keeps=True, exact=True)
 
 
 class BatchExecutor:
@@ -93,9 +129,8 @@ class BatchExecutor:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""
         if self._batch is not None:
             self._batch.pool.forget_prefixes()
-            held = self._batch.model.mixers or self._batch.model
-            if not isinstance(held, PackedModel):
-                held.forget()
+            if self._batch.model.sessions is not None:
+                self._batch.model.sessions.forget()
 
     def close(self) -> None:
         """Frees keys and values.  Safe to call twice."""

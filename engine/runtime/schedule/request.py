@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,10 +34,19 @@ from engine.runtime.decode.generation import (
     ignore_text,
 )
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
-from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, alone_with, end_token_ids, of_one
+from engine.runtime.decode.sequence import (
+    AnswerLimits,
+    AnswerSequence,
+    SequenceError,
+    alone_with,
+    end_token_ids,
+    of_one,
+)
 from engine.runtime.decode.split_answer import Replies, thinking_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Blind, Layout
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,15 +342,13 @@ class Asked:
     """A request, and when its tokens came."""
 
     request: BatchRequest
-    end: OnEnd
+    on_end: OnEnd
     on_begin: Callable[[], None]
     begun_s: float
     on_token: Callable[[], None] = lambda: None
     prepared: PreparedRow | None = None
     begun: AnswerSequence | None = None
     """Its answer so far, after the model has moved to another device."""
-    place: Any = None
-    """The batch that it has joined."""
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -352,6 +360,21 @@ class Asked:
             self.tokens = tokens
             self.on_token()
         self.request.on_text(text, tokens)
+
+    def end(self, outcome: Outcome) -> None:
+        """Tells how it ended; that nobody can be told harms no other."""
+        try:
+            with of_one():
+                self.on_end(outcome)
+        except SequenceError as error:
+            _log.warning("the end of a request could not be told: %s", error.code)
+
+    def move(self, loaded: LoadedModel) -> None:
+        """Another model goes on with it."""
+        if self.begun is not None:
+            self.begun.move(loaded.device)
+        if (prepared := self.prepared) is not None and prepared.layout is not None and loaded.sight:
+            self.prepared = replace(prepared, layout=prepared.layout.seen_by(loaded.sight))
 
     def timed(self, result: GenerationResult) -> GenerationResult:
         """With the times of all its tokens, wherever they came from."""

@@ -13,7 +13,6 @@ from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.common.footprint import PAGE_TOKENS, SPARE_WINDOW_PAGES, pages_for
 from engine.kernels.native.paged_attention import Piece
-from engine.runtime.batch.session_rows import RowSession, SessionBeams
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import Decoded, GenerationResult
@@ -27,7 +26,7 @@ from engine.runtime.pictures import Layout
 from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
-    from engine.runtime.batch.row_mixers import RowCache
+    from engine.runtime.batch.session_rows import RowSession, SessionBeams
     from engine.runtime.decode.head_drafter import HeadDrafter
     from engine.runtime.kv.paged_cache import PagedCaches
 
@@ -88,8 +87,8 @@ class PagedRow:
         self.error: EngineError | None = None
         """What was wrong with it; it has ended then."""
         self.held = 0
-        self.own: RowCache | RowSession | None = None
-        """What it has beside its pages, or in place of them."""
+        self.own: RowSession | None = None
+        """What it has in place of pages, which are only counted then."""
         self.shared = 0
         self.kept = Reused()
         """What was brought from where it is kept; part of `shared`."""
@@ -137,7 +136,7 @@ class PagedRow:
 
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
-        if self.beams is not None:
+        if isinstance(self.beams, _RowBeams):
             return self._reserve_pages(self._pool.beside + self._taken + self.beams.taken + self.beams.needs)
         if self._needs(self.held + 1) <= self._reserved:
             return True
@@ -347,7 +346,6 @@ class PagedRow:
 
     def starts_behind(self, tokens: int) -> None:
         """Holds the first tokens of its prompt, which others have read."""
-        self.piece(tokens)
         self.shared += max(0, min(tokens, self._prompt_tokens) - self._once_read)
         self.has_read(tokens)
 
@@ -454,7 +452,7 @@ class PagedRow:
                 assert self.search is not None
                 begun = self.search(logits)
                 step = next(begun)
-                if isinstance(self.own, RowSession):
+                if self.own is not None:
                     self.beams = self.own.beams(begun, len(step.tokens))
                 else:
                     assert caches is not None
@@ -503,9 +501,9 @@ class PagedRow:
         while self.held >= self._published + PAGE_TOKENS:
             begin, end = self._published, self._published + PAGE_TOKENS
             prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
-            page = self._pages[begin // PAGE_TOKENS]
             if self._shares:
-                self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=end <= self.steady)
+                page, steady = self._pages[begin // PAGE_TOKENS], end <= self.steady
+                self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=steady)
                 self._offer_window(begin // PAGE_TOKENS, prefix)
             self._published, self._prefix = end, prefix
             self._look_ahead()
@@ -547,7 +545,7 @@ class PagedRow:
         most, own = min(most, self.room), self.own
 
         def takes(count: int) -> bool:
-            return count <= most and (not isinstance(own, RowSession) or own.takes(count))
+            return count <= most and (own is None or own.takes(count))
 
         return self.speculation.guess(takes, rows=rows, tokens=tokens)
 

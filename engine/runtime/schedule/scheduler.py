@@ -1,74 +1,37 @@
 """Who is answered when: one model, many requests, and files in the background.
 
-Requests of people come first.  They are sequences over pages that share steps (continuous batching), and one that has
-the model for itself is a batch of one.  What pages cannot hold has a cache of its own, and takes turns with the others:
-the first request of a model on a card, from disk, or whose layers keep what pages do not; encoder-decoders.  Work in
-the background goes on between two of their tokens, and takes them along: another row costs a sweep of many little.  It
-slows them down no more than they do it, as measured, and does nothing before each of them has its first token.
+Requests of people come first.  They are sequences of one batch, which share steps where the model's layers allow that
+(continuous batching), and one that has the model for itself is a batch of one.  Work in the background goes on between
+two of their tokens, and takes them along: another row costs a sweep of many little.  It slows them down no more than
+they do it, as measured, and does nothing before each of them has its first token.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
-from typing import Protocol
 
 import torch
 
 from engine.common import clock
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import EngineError, RequestCancelled
 from engine.common.falls import FALLS
-from engine.common.footprint import pages_for
-from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
-from engine.planner.schedules import HYBRID
-from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_for, why_not_packed
-from engine.runtime.batch.session_rows import SessionRows
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.paged_steps import PagedSteps
-from engine.runtime.decode.sequence import SequenceError, of_one
+from engine.runtime.decode.sequence import of_one
+from engine.runtime.failback import Places
+from engine.runtime.load.devices import CardLoss
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.executor import lane_for
-from engine.runtime.schedule.request import (
-    Asked,
-    BatchRequest,
-    OnEnd,
-    Outcome,
-    Preparation,
-)
+from engine.runtime.schedule.executor import batch_for, lane_for
+from engine.runtime.schedule.request import Asked, BatchRequest, OnEnd, Outcome, Preparation
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.times import Times
-
-_log = logging.getLogger(__name__)
-
-_MOST_SESSIONS = 8
-"""Requests with caches of their own that take turns."""
-AHEAD_TOKENS = 256
-"""Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
-
-
-class Places(Protocol):
-    """Where else a model can run."""
-
-    def without_card(self, *, is_lost: bool) -> LoadedModel:
-        """Frees the model, and loads it without its card.
-
-        Args:
-            is_lost: whether the card does not respond; otherwise others have taken its memory.
-        """
-
-    def may_return(self) -> bool:
-        """Whether the card that the model left is of use again; asked before a request while nothing is under way."""
-
-    def with_card(self) -> LoadedModel:
-        """Frees the model, and loads it where it was at first, or once more without its card."""
 
 
 class Scheduler:
@@ -89,7 +52,6 @@ class Scheduler:
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
         self._on_news, self._places, self._on_note = on_news, places, on_note
-        self._is_lost = False
         self._waiting: deque[Asked] = deque()
         self._admitted: dict[int, Asked] = {}
         """Those that have a place, by their numbers."""
@@ -106,21 +68,16 @@ class Scheduler:
         self.loaded, self._note = loaded, ""
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
-        # Keys and values of several would take a card's memory from its experts.
-        policy = replace(policy_for(loaded), rows=1 if loaded.devices is not None else _MOST_SESSIONS)
-        rows = SessionRows(loaded, policy, kept=self._kept)
-        self._sessions = ContinuousBatch(rows, replace(policy, ahead=AHEAD_TOKENS), exact=True)
-        """Where requests have caches of their own."""
-        self._sessions.is_short = self._are_short
-        self._together: ContinuousBatch | None = None
-        self._are_exact = PagedSteps.are_likely(loaded)
-        self._apart = why_not_packed(loaded.model)
-        """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
-        if self._are_exact:  # now, and not before somebody's first token
-            with suppress(torch.OutOfMemoryError):  # of a card: the first request says what is wrong, or there is again
-                self._shared()
-        else:
-            rows.prepare()
+        self._batch: ContinuousBatch | None = None
+        with suppress(torch.OutOfMemoryError):  # of a card: the first request says what is wrong, or there is again
+            self._ready()  # now, and not before somebody's first token
+
+    def _ready(self) -> ContinuousBatch:
+        """The batch of all requests."""
+        if self._batch is None:
+            self._batch = batch_for(self.loaded, self._kept)
+        self._batch.is_short = self._are_short
+        return self._batch
 
     @property
     def is_busy(self) -> bool:
@@ -134,20 +91,18 @@ class Scheduler:
     @property
     def note(self) -> str:
         """Why requests are answered one by one, for the user; empty if they share sweeps."""
-        return f"Requests are answered one by one: {self._apart}." if self._apart else ""
+        apart = self._batch.model.apart if self._batch is not None else ""
+        return f"Requests are answered one by one: {apart}." if apart else ""
 
     @property
     def kv_tokens(self) -> int:
         """Tokens of context now held."""
-        return sum(batch.kv_tokens for batch in self._batches())
+        return self._batch.kv_tokens if self._batch is not None else 0
 
     @property
     def kv_bytes(self) -> int:
         """Bytes that the held context takes."""
-        return sum(batch.held_bytes for batch in self._batches())
-
-    def _batches(self) -> list[ContinuousBatch]:
-        return [self._sessions, self._together] if self._together is not None else [self._sessions]
+        return self._batch.held_bytes if self._batch is not None else 0
 
     def submit(self, request: BatchRequest, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None) -> None:
         """Takes a request; it is answered in `serve` and `share`.
@@ -160,7 +115,7 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        asked = Asked(replace(request, row=self._numbers), _told(on_end), on_begin, clock.now(), self._wrote)
+        asked = Asked(replace(request, row=self._numbers), on_end, on_begin, clock.now(), self._wrote)
         self._waiting.append(asked)
 
     def answer(self, request: BatchRequest) -> GenerationResult:
@@ -237,15 +192,13 @@ class Scheduler:
             lane.drop_piggybacked()
         self._waiting.clear()
         self._admitted.clear()
-        together = self._together
+        batch = self._batch
         with suppress(EngineError):  # a failed device raises again on its next use
-            if together is not None and together.below:
-                together.close()  # jobs go on in the same pages
-            elif together is not None:
-                self._together = None
-                together.free()
-        with suppress(EngineError):
-            self._sessions.free()
+            if batch is not None and batch.below:
+                batch.close()  # jobs go on in the same pages
+            elif batch is not None:
+                self._batch = None
+                batch.free()
         self._rest(True)
 
     def _rest(self, rests: bool) -> None:
@@ -264,7 +217,8 @@ class Scheduler:
         try:
             self._advance(until)
         except BaseException as error:
-            if not self._has_lost_card(error):
+            loss, places = self._loss(error), self._places
+            if loss is None or places is None:
                 asked = self._asked()
                 try:
                     self.forget()
@@ -272,9 +226,7 @@ class Scheduler:
                     for each in asked:
                         each.end(error)
                 raise
-            places = self._places
-            assert places is not None
-            self._move(lambda: places.without_card(is_lost=self._is_lost))
+            self._move(lambda: places.without_card(is_lost=loss is CardLoss.CARD))
 
     def _has_news(self) -> bool:
         """Whether other programs have taken memory of the devices, or left it."""
@@ -296,30 +248,14 @@ class Scheduler:
         for lane in self._beside():
             lane.drop_piggybacked()
         self._admit()
-        batches = [batch for batch in self._batches() if self._has_any(batch)]
-        for batch in batches:
-            self._sweep(batch, lambda: len(batches) > 1 or bool(self._waiting) or self._has_news() or until())
+        if self._admitted:
+            self._sweep(lambda: bool(self._waiting) or self._has_news() or until())
 
-    def _has_any(self, batch: ContinuousBatch) -> bool:
-        """Whether any request has its place there."""
-        return any(asked.place is batch for asked in self._admitted.values())
-
-    def _has_lost_card(self, error: BaseException) -> bool:
-        """Whether a card of the model has stopped responding, or others have taken what it needs of its memory, and
-        requests can go on without it."""
+    def _loss(self, error: BaseException) -> CardLoss | None:
+        """What this error says of the model's cards, if requests can go on without them."""
         devices = self.loaded.devices
-        if self._places is None or self._is_beside or devices is None or not isinstance(error, Exception):
-            return False
-        if isinstance(error, RequestCancelled):
-            return False
-        code = error.code if isinstance(error, EngineError) else ErrorCode.INTERNAL
-        if is_out_of_memory(error) or code is ErrorCode.NOT_ENOUGH_MEMORY:
-            self._is_lost = False
-            return devices.are_short(monotonic())
-        self._is_lost = True
-        if code not in (ErrorCode.INTERNAL, ErrorCode.DEVICE_UNAVAILABLE):
-            return False
-        return not all(device.responds() for device in devices.devices)
+        goes_on = self._places is not None and not self._is_beside
+        return devices.loss(error) if goes_on and devices is not None else None
 
     def _are_short(self) -> bool:
         devices = self.loaded.devices
@@ -344,11 +280,11 @@ class Scheduler:
             loaded: what answered them so far.
         """
         if self.loaded is loaded and not isinstance(error, PlanOutdatedError):
-            places = self._places
-            if places is None or not self._has_lost_card(error):
+            loss, places = self._loss(error), self._places
+            if loss is None or places is None:
                 return None
             with torch.inference_mode(False):  # which jobs are answered in, and weights must not be made in
-                self._move(lambda: places.without_card(is_lost=self._is_lost))
+                self._move(lambda: places.without_card(is_lost=loss is CardLoss.CARD))
         return self.loaded
 
     def _move(self, load: Callable[[], LoadedModel]) -> None:
@@ -365,16 +301,13 @@ class Scheduler:
                 asked.end(error)
             raise
         for asked in carried:
-            if asked.begun is not None:
-                asked.begun.move(self.loaded.device)
-            if (prepared := asked.prepared) is not None and prepared.layout is not None and self.loaded.sight:
-                asked.prepared = replace(prepared, layout=prepared.layout.seen_by(self.loaded.sight))
+            asked.move(self.loaded)
         self._waiting.extend(carried)
         self._rest(not carried)
 
     def _carried(self) -> list[Asked]:
         """Requests that are under way, each with its answer so far."""
-        rows = [row for batch in self._batches() for row in batch.in_progress]
+        rows = self._batch.in_progress if self._batch is not None else []
         answers = {row.request.row: row.sequence for row in rows if row.sequence.ids}
         carried = self._asked()
         for asked in carried:
@@ -392,7 +325,7 @@ class Scheduler:
             except RequestCancelled:
                 outcome = GenerationResult()
             except Exception as error:  # what is wrong with one request harms no other
-                if self._has_lost_card(error):
+                if self._loss(error) is not None:
                     raise
                 outcome = error
             self._waiting.remove(asked)
@@ -410,104 +343,52 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if asked.prepared.request.cancelled():
             raise RequestCancelled
-        has_beams = request.sampling.beams > 1
-        # On a card no answer can be the same another time.
-        is_read_alone = request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
-        packs = not (has_beams or asked.begun is not None or is_read_alone) and self._has_any(self._sessions)
-        place, together = self._sessions, self._shared() if self._are_exact or packs else None
-        if together is not None and (packs or together.exact is not None) and together.has_room_for(asked.prepared):
-            place = together
-        if asked.begun is None and place.exact is not None and not self._has_any(place):
+        batch = self._ready()
+        if self._admitted:
+            batch.model.packs()  # found out now that there is company
+        elif asked.begun is None:
             with of_one():
                 asked.on_begin()
-        place.submit(asked.prepared, self._answered, asked.begun)
-        asked.place, self._admitted[request.row] = place, asked
-
-    def _shared(self) -> ContinuousBatch | None:
-        """Where requests share sweeps; None if they cannot."""
-        if self._together is None and not self._apart:
-            policy = replace(policy_for(self.loaded), ahead=AHEAD_TOKENS)
-            try:
-                self._together = self._on_device(policy) or self._over_pages(policy)
-            except LookupError as error:
-                self._apart = str(error)
-        if self._together is not None:
-            sizes = self._together.model.sizes
-            of_page = sizes.page + sizes.window
-            self._together.pool.elsewhere = lambda: pages_for(self._sessions.kv_tokens) * of_page
-            self._together.make_room = self._sessions.model.lighten
-            self._together.is_short = self._are_short
-        return self._together
-
-    def _on_device(self, policy: BatchPolicy) -> ContinuousBatch | None:
-        """Over pages of the model's devices; None if these do not hold what its layers keep."""
-        if not self._are_exact or self.loaded.devices is None:
-            return None
-        with suppress(LookupError):
-            found = self._over_pages(replace(policy, on_device=True, schedule=HYBRID))
-            if found.exact is not None:
-                return found
-            found.free()
-        return None
-
-    def _over_pages(self, policy: BatchPolicy) -> ContinuousBatch:
-        model = PackedModel(self.loaded, policy)
-        return ContinuousBatch(model, policy, kept=self._kept, keeps=True, exact=True)
+        batch.submit(asked.prepared, self._answered, asked.begun)
+        self._admitted[request.row] = asked
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
         """Where jobs are answered: over the pages of requests.
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
-        together = self._shared() if self.loaded.devices is None else None
-        if together is None or not isinstance(together.model, PackedModel):
-            return lane_for(self.loaded, policy)
-        is_alike = not policy.window and policy.kv_type is self.loaded.kv_type
-        model = together.model if is_alike else PackedModel(self.loaded, policy)
-        lane = ContinuousBatch(model, policy, above=together, kept=self._kept)
-        if is_alike:
+        lane, note = lane_for(self.loaded, policy, self._ready() if self.loaded.devices is None else None)
+        if self._batch is not None and lane.model is self._batch.model:
             lane.piggybacked = self._piggybacked
-        return lane, ""
+        return lane, note
 
     def _beside(self) -> list[ContinuousBatch]:
         """Where jobs are answered in the pages of requests."""
-        return self._together.below if self._together is not None else []
+        return self._batch.below if self._batch is not None else []
 
     def _piggybacked(self) -> list[PagedRow]:
         """Rows of those who are writing, for a sweep of jobs."""
-        if self._together is None or not self.is_busy or self._awaited() or not self.background.is_in_one_lane:
+        if self._batch is None or not self.is_busy or self._awaited() or not self.background.is_in_one_lane:
             return []
-        return self._together.able_to_write()
+        return self._batch.able_to_write()
 
     def _wrote(self) -> None:
         self._times.wrote(1 / max(1, len(self._admitted)))
 
-    def _sweep(self, batch: ContinuousBatch, until: Check) -> None:
-        """A step of those who have their places there, or more until `until()`."""
+    def _sweep(self, until: Check) -> None:
+        """A step of those who are answered, or more until `until()`."""
+        batch = self._ready()
         try:
             batch.sweep(until)
         except Exception as error:
-            if self._has_lost_card(error):
+            if self._loss(error) is not None:
                 raise
-            for number in batch.give_up():
+            for number, told in batch.give_up(error):
                 if (asked := self._admitted.pop(number, None)) is not None:
-                    asked.end(error)
+                    asked.end(told)
 
     def _answered(self, answer: GenerationResult) -> None:
         asked = self._admitted.pop(answer.row)
         if self.loaded.foresight is not None:
             self.loaded.foresight.learn_while_idle()
         asked.end(asked.timed(answer) if answer.error is None else answer.error)
-
-
-def _told(on_end: OnEnd) -> OnEnd:
-    """The same, where it harms nobody else if there is nobody who can be told."""
-
-    def told(outcome: Outcome) -> None:
-        try:
-            with of_one():
-                on_end(outcome)
-        except SequenceError as error:
-            _log.warning("the end of a request could not be told: %s", error.code)
-
-    return told

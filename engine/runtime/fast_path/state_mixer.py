@@ -141,8 +141,8 @@ def _heads_of(turned: TurnedLinear, parts: _Parts) -> torch.Tensor | None:
     return (firsts[:, 0] // width).to(torch.int32)
 
 
-class DeltaNet:
-    """That of one decoder layer.  It rotates nothing.
+class StateMixer:
+    """The one of a decoder layer.  It rotates nothing.
 
     Attributes: as of `GroupedAttention`.
     """

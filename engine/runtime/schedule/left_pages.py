@@ -1,0 +1,130 @@
+"""What answers leave in pages: found there by others, and written to disk from there for chats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.common.footprint import pages_for
+from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
+from engine.runtime.kept.copying import from_pages
+from engine.runtime.kept.prefixes import KeptPrefixes, WindowBlocks
+from engine.runtime.kept.state import PagedState
+from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.pages import PageKind, PagePool, Prefix
+from engine.runtime.schedule.row import PagedRow
+
+
+@dataclass(eq=False)
+class _Offer:
+    """Pages and states that are held until they are on disk."""
+
+    pages: torch.Tensor
+    states: list[int]
+    windows: list[int]
+
+
+class LeftPages:
+    """Of one batch's rows.
+
+    Args:
+        kind: how they use the pool.
+        kept: what writes to disk, if anything does.
+        on_device: whether pages are in a card's memory, which experts want.
+    """
+
+    def __init__(self, pool: PagePool, kind: PageKind, kept: KeptPrefixes | None, *, on_device: bool) -> None:
+        self._pool, self._kind, self._kept, self._on_device = pool, kind, kept, on_device
+        self._offers: list[_Offer] = []
+        self._left_by: dict[str, list[Prefix]] = {}
+        """What lies in the pages that a chat's last answer left."""
+        self.tokens = 0
+        """What the last row that ended had read, if its pages are still there."""
+
+    def leave(self, row: PagedRow, model: PackedModel) -> None:
+        """What an answer has read stays in its pages; a chat's is written to disk from there."""
+        row.leave_part()
+        self.tokens = row.held
+        kept, caches = self._kept, model.caches
+        if kept is not None and kept.is_there(row.request.chat):
+            self._left_by[row.request.chat] = self._pool.prefixes(row.pages.tolist())
+            if caches is not None and kept.keeps(row.request.chat):
+                pages = row.pages.clone()
+                for page in pages.tolist():
+                    self._pool.fork(page)
+                self._offer(kept, row, caches, pages)
+        # As much as is kept of other models, or what this one has left.
+        most = max(
+            self._pool.needs(row.held, self._kind),
+            kept.ram_budget // model.page_bytes if kept is not None else 0,
+        )
+        if self._on_device:  # room for a context is nobody else's
+            most = max(most, pages_for(model.context_tokens))
+        if (too_many := self._pool.spare - most) > 0:
+            self._pool.give_back(too_many)
+        self._pool.fit(if_many=True)
+
+    def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
+        layout, states, windows = BlockLayout.of_pages(caches.in_full), row.states, self._hold_windows(row)
+        for _tokens, state in states:
+            self._pool.hold_state(state)
+        offer = _Offer(pages, [state for _tokens, state in states], [*windows.values()])
+        self._offers.append(offer)
+        copy, chat = from_pages(caches.in_full, pages.tolist(), layout), row.request.chat
+        if caches.have_states:
+            held = [PagedState(caches, pages, tokens, state) for tokens, state in states]
+            kept.offer_states(offer, row.read, layout, copy, held, chat)
+        else:
+            kept.offer(offer, row.read, layout, copy, chat, _blocks_of_windows(caches, windows, row.held))
+
+    def _hold_windows(self, row: PagedRow) -> dict[int, int]:
+        own, others = row.windows_to_keep()
+        for page in own.values():
+            self._pool.hold_window(page, is_reserved=False)  # the row lets go of it now
+        there = dict(own)
+        for place, page in others.items():
+            if self._pool.reserve(self._pool.window_weight):
+                self._pool.hold_window(page)
+                there[place] = page
+        return there
+
+    def drop_written(self) -> None:
+        """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
+        kept = self._kept
+        if kept is None:
+            return
+        for offer in [each for each in self._offers if kept.is_written(each)]:
+            kept.forget(offer)
+            self._drop(offer)
+        for chat in [each for each in self._left_by if not kept.is_there(each)]:
+            self._pool.forget(self._left_by.pop(chat))
+
+    def give_up(self) -> bool:
+        """Copies what the disk is to have of pages that are needed now; whether there was any."""
+        offers = list(self._offers)
+        for offer in offers:
+            if self._kept is not None:
+                self._kept.withdraw(offer)
+            self._drop(offer)
+        return bool(offers)
+
+    def _drop(self, offer: _Offer) -> None:
+        self._offers.remove(offer)
+        for page in offer.pages.tolist():
+            self._pool.release(page)
+        for page in offer.windows:
+            self._pool.release_window(page)
+        for state in offer.states:
+            self._pool.release_state(state)
+
+
+def _blocks_of_windows(caches: PagedCaches, windows: dict[int, int], tokens: int) -> WindowBlocks | None:
+    if not caches.slides:
+        return None
+    layout, each = BlockLayout.of_pages(caches.in_windows), BLOCK_TOKENS // PAGE_TOKENS
+    whole = range(tokens // BLOCK_TOKENS)
+    there = [index for index in whole if all(index * each + number in windows for number in range(each))]
+    return WindowBlocks(layout, from_pages(caches.in_windows, windows, layout), there)
