@@ -439,7 +439,7 @@ def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False, les
     if dense:
         weights = dense_in_ram(model, costs.precision) - less
         per_token = round(model.kv_bytes_per_token()) * as_stored(costs.precision).width // 2
-        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token + model.state_bytes
+        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token + 2 * model.state_bytes
     return TierBytes(
         total,
         weights,
