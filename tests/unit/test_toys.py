@@ -14,7 +14,7 @@ from engine.formats.ggml import GGML
 
 ROOT = Path(__file__).parents[2]
 
-type Edits = dict[str, list[tuple[str, str]] | str]
+Edits = dict[str, list[tuple[str, str]] | str]
 """File -> what goes before which of its lines; or a new file's content."""
 
 CONFIG, MISSES, POLICIES = "engine/common/config.py", "engine/experts/misses.py", "engine/experts/cache/policies.py"
