@@ -258,7 +258,7 @@ def test_at_most_four_named_factors_and_all_are_listed(rows: list[PublishedCell]
 
 
 def test_predictions_repeat(rows: list[PublishedCell]) -> None:
-    again = [*duoserve.rows(EFFICIENCY), *moe_lightning.rows(EFFICIENCY)]
+    again = [*duoserve.rows(), *moe_lightning.rows()]
     assert again == [row for row in rows if row.paper in ("DuoServe-MoE", "MoE-Lightning")]
 
 
