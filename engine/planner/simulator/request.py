@@ -61,6 +61,11 @@ class Outcome:
         """Decode steps per second: the speed at which text appears."""
         return 1 / self.tpot_s if self.tpot_s > 0 else 0.0
 
+    @property
+    def busiest(self) -> str:
+        """The lane that is busy for most of the time."""
+        return max(self.utilisation, key=lambda lane: self.utilisation[lane], default="")
+
 
 def utilisation(timeline: Timeline) -> dict[str, float]:
     """Share of the simulated time that each lane was busy."""
