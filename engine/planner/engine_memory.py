@@ -339,7 +339,7 @@ def _weights(costs: Costs) -> Weights:
     in_ram = dense_in_ram(model, held_as)
     layers, elsewhere = _spread(model, dense_on_card(costs), precision)
     records, tables = records_nbytes(model, precision), _tables(model, precision, len(layers))
-    on_their_way, of_tables = _on_their_way(model, precision, in_ram, tables)
+    in_transit, of_tables = _in_transit(model, precision, in_ram, tables)
     lie_in_files = _is_in_place(model, precision) or (precision == BF16.name and model.stored is None)
     return Weights(
         precision,
@@ -360,14 +360,14 @@ def _weights(costs: Costs) -> Weights:
         if model.experts
         else (),
         _working_bytes(model, precision),
-        on_their_way + of_tables if is_quantised else 0,
+        in_transit + of_tables if is_quantised else 0,
         quantised_linears(model, precision),
         _spread(model, in_ram, held_as)[0] if lie_in_files else (),
-        replace(tables, on_their_way=of_tables if is_quantised else 0),
+        replace(tables, in_transit=of_tables if is_quantised else 0),
     )
 
 
-def _on_their_way(model: ModelShape, precision: str, in_ram: int, tables: Tables) -> tuple[int, int]:
+def _in_transit(model: ModelShape, precision: str, in_ram: int, tables: Tables) -> tuple[int, int]:
     """RAM for dense weights on their way to cards: (of all but tables, more because of these)."""
     if not _is_in_place(model, precision):
         return in_ram - tables.in_ram, tables.in_ram

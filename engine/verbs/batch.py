@@ -482,7 +482,7 @@ def _place_text(place: PlacePace) -> str:
 
 def prediction_text(prediction: JobPrediction) -> str:
     """How a job will run, in a sentence."""
-    rows = prediction.rows_together
+    rows = prediction.batch_rows
     share = f"{rows:,} rows share each weight load" if rows > 1 else "one row at a time"
     chunks = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
     ends = _between(prediction.seconds_low, prediction.seconds_high)

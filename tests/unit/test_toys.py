@@ -1,4 +1,4 @@
-"""What an addition costs: a toy one of each kind, in a copy of the tree in which only the files that it takes differ."""
+"""What an addition costs: a toy one of each kind, in a copy of the tree where only the files that it takes differ."""
 
 from __future__ import annotations
 
