@@ -381,8 +381,7 @@ def usual_row_s(disk_bytes_per_s: float) -> float:
 
 
 def machines_dir() -> Path:
-    """Complete machines to plan for, with CPU, RAM, disk and card. `resources/hardware` beside it has the cards that a
-    device can emulate, with only their memory and link."""
+    """Complete machines to plan for, with CPU, RAM, disk and card."""
     return resources_dir() / "machines"
 
 
