@@ -233,6 +233,8 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
             (4, "fetch", "experts", 24),
             (2, "mixed", "experts", 48),
             (1, "mixed", "experts", 96),
+            (1, "mixed", "experts", 250),
+            (1, "fetch", "experts", 250),
         ],
         every=4,
     ),
@@ -360,6 +362,26 @@ def test_rows_are_planned_again_only_where_another_plan_is_clearly_better(folder
             ) or not said
             assert PlanWatch(better, rows, loaded)() == ""
             found(loaded, kind, 1)
+    finally:
+        loaded.close()
+
+
+def test_rows_are_planned_again_if_the_disk_is_another_than_was_known(folder: Path) -> None:
+    config = replace(config_of(folder, 1), cache_slots=None, vram_bytes=300 * 2**20, ram_bytes=150 * 2**20)
+    loaded, shape = load_model(config, on_progress=lambda *_: None, cancelled=lambda: False), find_shape(str(folder))
+    try:
+        assert loaded.disk_backed is not None
+        disk, rows = loaded.disk_backed.disk, JobRows(300, 300, 64)
+        plan = job_plan.plan_rows(rows, loaded, shape).batch
+        assert plan is not None
+        watch = PlanWatch(plan, rows, loaded)
+        assert watch() == ""
+        known, _ = job_plan._machine_of(loaded, shape, job_plan.probe())
+        disk.bytes_read = 2**30
+        disk._busy_s = 10 * disk.bytes_read / known.disk_bytes_per_s
+        said = "Reads from disk take 10 times as long as the plan for rows had, so these are planned again."
+        assert watch() == said
+        assert watch() == ""
     finally:
         loaded.close()
 

@@ -253,7 +253,14 @@ def _question(rows: JobRows, loaded: LoadedModel, shape: ModelShape, machine: Ha
     machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)), link=_as_observed(machine.link, loaded))
     memory = min(each.memory.total for each in cards)
     sharing: Sharing = "experts" if is_shared else "auto"
-    limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
+    held = loaded.disk_backed
+    limits = Limits(
+        vram_bytes=memory,
+        ram_bytes=None if held is None else held.nbytes + policy_for(loaded).kv_bytes,
+        threads=loaded.info.threads,
+        precision=precision,
+        sharing=sharing,
+    )
     known = engine_costs(machine, shape, precision, limits.threads, cards=Cards.EXPERTS if is_shared else Cards.LAYERS)
     return question_of(machine, shape, limits, precision, rows, observed_of(loaded, known))
 

@@ -87,8 +87,7 @@ class CacheReporter:
         foresight = self._loaded.foresight
         prefetcher = foresight.prefetcher if foresight is not None else None
         prediction = prefetcher.report() if prefetcher is not None else None
-        kept = self._loaded.kept
-        notes = (prediction and prediction.note, kept and kept.note, dropped_note(), FALLS.note)
+        notes = [each.note for each in (prediction, self._loaded.kept) if each is not None]
         return CacheReport(
             tiers=tiers,
             curve_slots=self._curve[0],
@@ -101,7 +100,7 @@ class CacheReporter:
             ahead=prediction.ahead if prediction is not None else 0,
             predictors=prediction.predictors if prediction is not None else (),
             memory=memory_parts(self._loaded, self._kv_bytes()),
-            note=" ".join(filter(None, notes)),
+            note=" ".join(filter(None, (*notes, dropped_note(), FALLS.note))),
         )
 
     def _vram(self, tokens: Records) -> TierReport | None:
