@@ -233,8 +233,6 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
             (4, "fetch", "experts", 24),
             (2, "mixed", "experts", 48),
             (1, "mixed", "experts", 96),
-            (1, "mixed", "experts", 250),
-            (1, "fetch", "experts", 250),
         ],
         every=4,
     ),
