@@ -70,7 +70,7 @@ class ToyPage(Page):
             MAIN: [
                 (
                     "    )\n\n\ndef first_run_entry() ->",
-                    '        PageEntry("toys", "Toys", _toys),\n',
+                    '        PageEntry("tools", "Toys", _toys),\n',
                 ),
                 (
                     "def first_run_entry() ->",
@@ -220,7 +220,7 @@ PATHS = [Endpoint("POST", "/toys", toys)]
             "engine/serving/server.py": [
                 ("from engine.serving.answers import", "from engine.serving import toy_api\n"),
                 (
-                    '    Interface(openai_api.PATHS, openai_api.error_body, "")',
+                    '    Interface(anthropic_api.PATHS, anthropic_api.error_body, "',
                     '    Interface(toy_api.PATHS, toy_api.error_body, "/toys"),\n',
                 ),
             ],
@@ -325,7 +325,7 @@ assert "toy" in {event["args"]["name"] for event in trace_events(spans, steps) i
 table = io.StringIO()
 write_spans(spans, table)
 assert "\\ntoy,0,copy," in table.getvalue()
-begun = int(spans["begin"].min())
+begun = int(spans["start_ns"].min())
 assert range_averages(spans, steps, begun, begun + 10**10).gigabytes_per_s["toy"] > 0
 
 machine, shape = read_machine("desktop-rtx-4070-12gb"), read_model("qwen3-30b-a3b")
@@ -394,9 +394,9 @@ with staged(settings, theme, Path(sys.argv[1])) as stage:
     for size, text in ((QSize(1280, 800), 14), (QSize(720, 450), 20)):
         theme.set_font_px(text)
         stage.show(size)
-        stage.window.show_page("toys")
+        stage.window.show_page("tools")
         stage.settle()
-        page = stage.window.page("toys")
+        page = stage.window.page("tools")
         assert page.isVisible()
         assert "square" in {label.text() for label in page.findChildren(QLabel)}
         assert layout_problems(stage.window, size) == []
