@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.peers.peer import GgufPeer
-from engine.bench.opened import opened
+from engine.bench.opened import files_of, opened
 from engine.bench.report import PeerError, Report, in_turn
 from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry
-from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.measure.link import forget_cached, read_rate
 from engine.protocol import LoadModel, decode, encode
@@ -48,7 +45,7 @@ def bench_opening(
     Raises:
         EngineError: as `load_model`.
     """
-    files = _files(read_tensors(Path(config.model)).values())
+    files = files_of(Path(config.model))
     nbytes = sum(file.stat().st_size for file in files)
 
     def disk(_repeat: int) -> float:
@@ -97,7 +94,7 @@ def _tell_memory() -> None:
     before = peak_nbytes("self") or 0
     with opened(asked.config) as loaded, torch.inference_mode():
         loaded.model(torch.tensor([_PROMPT], device=loaded.device), use_cache=False)
-        weights = loaded.info.weights_bytes
+        weights = loaded.info.weights_bytes + loaded.info.experts_bytes
         besides = (_status("self", "VmRSS") or 0) - before - weights
         sys.stdout.write(json.dumps([weights, besides, peak_nbytes("self"), loaded.info.threads]))
 
@@ -127,11 +124,6 @@ def _seconds(config: EngineConfig) -> tuple[float, float]:
     total_s = time.perf_counter() - begun_s
     loaded.close()
     return total_s, total_s if first_s is None else first_s
-
-
-def _files(entries: Iterable[TensorEntry]) -> list[Path]:
-    stored = (entry.sources if isinstance(entry, PackedEntry) else (entry,) for entry in entries)
-    return sorted({source.file for sources in stored for source in sources})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ import torch
 
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.library import converted_dir, resolve
+from engine.checkpoint.packed import PackedEntry
+from engine.checkpoint.shards import read_tensors
 from engine.checkpoint.synthetic import is_synthetic, make_synthetic
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
@@ -71,6 +73,17 @@ def resolve_model(model: str, say: Callable[[str], None]) -> Path:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"Only a checkout writes synthetic models as {kind} files.")
     file: Path = writer.make_synthetic_gguf(plain, kind, say)
     return file
+
+
+def files_of(model: Path) -> list[Path]:
+    """The files that hold the weights of a checkpoint.
+
+    Raises:
+        EngineError: as `read_tensors`.
+    """
+    entries = read_tensors(model).values()
+    stored = (entry.sources if isinstance(entry, PackedEntry) else (entry,) for entry in entries)
+    return sorted({source.file for sources in stored for source in sources})
 
 
 def without_file_type(model: str) -> tuple[str, str]:

@@ -3,8 +3,9 @@
 The phases of the engine are told apart by its events, those of the window by its own report; what the imports of the
 engine take is told by Python itself, in a process of its own, as telling it takes time.
 
-With `--model`: a start that finds the model prepared, against reading the prepared files.  The first start prepares
-them, in a folder that is removed afterwards; each later one is an engine process of its own.
+With `--model`: a start until the first token of an answer, against reading the files that it reads: the model's own,
+or the prepared ones where it has to be prepared, by a first start, in a folder that is removed afterwards.  Each is an
+engine process of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.bench.opened import prepared_apart
+from engine.bench.opened import files_of, prepared_apart
 from engine.bench.report import Report, in_turn
 from engine.checkpoint.library import resolve
 from engine.common.config import EngineConfig, SamplingParams
@@ -46,6 +47,7 @@ PATIENCE_S = 300.0
 WINDOW_LIMIT_S = 1.0
 UPDATE_LIMIT_MS = 16.0
 FIRST_TOKEN_LIMIT_S = 2.0
+_QUESTION = Generate("ask", (ChatMessage("user", "What is the capital of France?"),), SamplingParams(max_tokens=4))
 _MOST_PACKAGES = 6
 _PIECE = 8 * 2**20
 _PHASES = (
@@ -149,12 +151,11 @@ def _streaming_ms(starter: Path) -> tuple[float, list[float]]:
 
 def _first_token_seconds(starter: Path) -> dict[str, float]:
     """Seconds of each phase from starting the engine process to the first text of an answer."""
-    messages = (ChatMessage("user", "What is the capital of France?"),)
-    return phases_of(EngineConfig(str(starter)), Generate("ask", messages, SamplingParams(max_tokens=4)))
+    return phases_of(EngineConfig(str(starter)), _QUESTION)
 
 
-def phases_of(config: EngineConfig, question: Generate | None = None) -> dict[str, float]:
-    """Seconds of each phase from starting the engine process to the model, or to the first text of an answer.
+def phases_of(config: EngineConfig, question: Generate) -> dict[str, float]:
+    """Seconds of each phase from starting the engine process to the first text of an answer.
 
     Raises:
         EngineError: the model cannot be loaded, or the question answered; `INTERNAL` if the engine ended.
@@ -167,8 +168,7 @@ def phases_of(config: EngineConfig, question: Generate | None = None) -> dict[st
         assert worker.stdin is not None
         assert worker.stdout is not None
         worker.stdin.write(encode(LoadModel("load", config)))
-        if question is not None:
-            worker.stdin.write(encode(question))
+        worker.stdin.write(encode(question))
         worker.stdin.flush()
         for line in worker.stdout:
             event = decode(line)
@@ -176,11 +176,11 @@ def phases_of(config: EngineConfig, question: Generate | None = None) -> dict[st
             if isinstance(event, Failed):
                 worker.kill()
                 raise EngineError(event.code, event.message)
-            if isinstance(event, Finished if question is not None else ModelLoaded):
+            if isinstance(event, Finished):
                 worker.stdin.write(encode(Shutdown()))
                 worker.stdin.flush()
     phases: dict[str, float] = {}
-    for name, ends_with in _PHASES if question is not None else _PHASES[:-1]:
+    for name, ends_with in _PHASES:
         if ends_with not in reached:
             raise EngineError(ErrorCode.INTERNAL, "The engine ended while it started.")
         phases[name] = reached[ends_with] - sum(phases.values())
@@ -211,44 +211,40 @@ def seconds_by_package(told: str) -> dict[str, float]:
 
 
 def bench_second_start(config: EngineConfig, repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: seconds until the model is there, with its prepared files on disk alone and in the page cache, and
+    """Adds rows: seconds until the first token of an answer, with the files on disk alone and in the page cache, and
     where they go.
 
     A reader of the same files takes turns with each: cold, the faster of one past the page cache with several reads in
     flight and one through it; warm, one that copies them from there into memory that it uses again and again.
 
     Raises:
-        EngineError: as `load_model`; `INVALID_REQUEST` if nothing of the model is prepared in this precision.
+        EngineError: as `load_model`.
     """
     with prepared_apart() as folder:
-        say("first start: prepares the model, which takes a while")
-        phases_of(config)
-        files = sorted(folder.glob("*.gguf"))
+        say("first start: prepares what the model needs, which may take a while")
+        phases_of(config, _QUESTION)
+        prepared = sorted(folder.glob("*.gguf"))
+        files = prepared or files_of(Path(config.model))
         nbytes = sum(file.stat().st_size for file in files)
-        if not files:
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"Nothing of {Path(config.model).name} is kept for a second start: choose another --precision, such as "
-                "int4, or a larger model.",
-            )
         cold: list[dict[str, float]] = []
         warm: list[dict[str, float]] = []
         past: list[float] = []
         through: list[float] = []
         cached: list[float] = []
         for repeat in range(repeats):
-            say(f"repeat {repeat + 1} of {repeats}: reading the prepared files, and starting")
+            say(f"repeat {repeat + 1} of {repeats}: reading the files, and starting")
             past.append(sum(file.stat().st_size / read_rate(file) for file in files))
             forget_cached(files)
             through.append(_copied(files))
             forget_cached(files)
-            cold.append(phases_of(config))
+            cold.append(phases_of(config, _QUESTION))
             cached.append(_copied(files))
-            warm.append(phases_of(config))
+            warm.append(phases_of(config, _QUESTION))
     fastest = [min(pair) for pair in zip(past, through, strict=True)]
-    name = f"ready, {nbytes / 1e9:.1f} GB of prepared files on disk"
+    kind = "prepared files" if prepared else "the model's files"
+    name = f"first token, {nbytes / 1e9:.1f} GB of {kind} on disk"
     _add(report, name, cold, peer="reading them", peer_values=fastest)
-    _add(report, "ready, the same in the page cache", warm, peer="reading them from there", peer_values=cached)
+    _add(report, "first token, the same in the page cache", warm, peer="reading them from there", peer_values=cached)
 
 
 def _copied(files: Sequence[Path]) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine.bench import startup
 from engine.bench.report import Report
 from engine.bench.startup import bench_second_start, seconds_by_package
 from engine.checkpoint.library import converted_dir, converted_path
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError
+from engine.protocol import Generate
 
 
 def test_imports_are_summed_by_package() -> None:
@@ -32,7 +34,7 @@ def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
 ) -> None:
     starts: list[bool] = []
 
-    def phases_of(config: EngineConfig) -> dict[str, float]:
+    def phases_of(config: EngineConfig, _question: Generate) -> dict[str, float]:
         bank = converted_path(Path(config.model), "int4")
         starts.append(bank.exists())
         bank.write_bytes(bytes(10**6))
@@ -44,10 +46,10 @@ def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
     assert starts == [False, True, True, True, True]
     names = [(row.name, row.peer) for row in report.rows]
     assert names == [
-        ("ready, 0.0 GB of prepared files on disk", "reading them"),
+        ("first token, 0.0 GB of prepared files on disk", "reading them"),
         ("  of that: process", None),
         ("  of that: imports", None),
-        ("ready, the same in the page cache", "reading them from there"),
+        ("first token, the same in the page cache", "reading them from there"),
         ("  of that: process", None),
         ("  of that: imports", None),
     ]
@@ -55,7 +57,10 @@ def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
     assert list(converted_dir().iterdir()) == []
 
 
-def test_a_model_of_which_nothing_is_kept_has_no_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(startup, "phases_of", lambda _config: {})
-    with pytest.raises(EngineError, match="Nothing of model is kept"):
-        bench_second_start(EngineConfig(str(tmp_path / "model")), 1, Report({}), lambda _text: None)
+def test_a_model_used_as_it_lies_is_compared_with_reading_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(1000)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(startup, "phases_of", lambda _config, _question: {"process": 1.0})
+    report = Report({})
+    bench_second_start(EngineConfig(str(tmp_path)), 1, report, lambda _text: None)
+    assert report.rows[0].name == "first token, 0.0 GB of the model's files on disk"
+    assert report.rows[0].ratio
