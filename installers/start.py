@@ -134,9 +134,10 @@ def test(pytest_arguments: list[str]) -> int:
             f"(This run will fail whatever the tests say: {' and '.join(failed)} reported errors above.)",
             flush=True,
         )
-    # Two processes halve the time of the whole suite; each gets whole files as long as possible, for fixtures that a
-    # file's tests share. A selection of tests runs one by one, to be readable.
-    arguments = pytest_arguments or ["-n", "2", "--dist", "worksteal", "--slowest-files", "10"]
+    # Three processes: a sixth of their time they wait, for servers, timers and processes of their own. Each gets whole
+    # files as long as possible, for fixtures that a file's tests share. A selection of tests runs one by one, to be
+    # readable.
+    arguments = pytest_arguments or ["-n", "3", "--dist", "worksteal", "--slowest-files", "10"]
     tests = subprocess.call([environment.python, "-m", "pytest", *arguments], cwd=CHECKOUT, env=environment.variables)
     return tests or int(bool(failed))
 

@@ -26,7 +26,7 @@ from engine.checkpoint import mirror
 from engine.checkpoint.downloads import queue, source
 from engine.common import files, installed, integrity
 from engine.common.installed import CURRENT, WHOLE
-from engine.parts import updates
+from engine.parts import install, updates
 from engine.parts.wheels import begin_download, downloads_folder
 from tests.broken import BIG, NEW, OLD, Fresh, Proxy, Updating, chosen, mounted
 from tests.bundles import make_lock
@@ -327,6 +327,7 @@ def half_removed(world: Fresh) -> Iterator[None]:
 @contextmanager
 def two_starts(world: Fresh) -> Iterator[None]:
     world.parts.mkdir(parents=True, exist_ok=True)
+    world.monkeypatch.setattr(install, "_PATIENCE_S", 0.0)
     with files.holding(world.parts / "lock", 0.0, ""):
         yield
 

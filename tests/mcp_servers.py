@@ -65,7 +65,7 @@ def speak(kind: str) -> None:
     if kind == "garbage":
         sys.stdout.write("hello, I am a web server\n")
         sys.stdout.flush()
-        time.sleep(300)
+        sys.stdin.read()
     if kind == "dies-at-start":
         sys.exit("cannot find my settings")
     if kind == "silent":
@@ -95,7 +95,7 @@ def speak(kind: str) -> None:
                 _say({"id": number, "result": _called(message["params"]["name"], message["params"]["arguments"])})
                 continue
             if kind == "hangs":
-                time.sleep(300)
+                sys.stdin.read()
             if kind == "dies":
                 sys.exit(1)
             if kind == "floods":

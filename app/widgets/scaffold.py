@@ -202,13 +202,15 @@ class WrappedLabel(QLabel):
         super().__init__(parent)
         set_words(self, role)
         self._whole = ""
+        self._widest = ("", 0)
+        """Of its words, in which font: labels are fitted again with every size and style that their window takes."""
         self._is_short = False
         self.setWordWrap(True)
         self.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
         self.setText(text)
 
     def setText(self, text: str) -> None:
-        self._whole = few_marks(said(without_commands(text)))
+        self._whole, self._widest = few_marks(said(without_commands(text))), ("", 0)
         self._fit()
 
     def text(self) -> str:
@@ -237,8 +239,13 @@ class WrappedLabel(QLabel):
         def shortened(word: re.Match[str]) -> str:
             return metrics.elidedText(word.group(), Qt.TextElideMode.ElideMiddle, room)
 
-        placed = self.testAttribute(Qt.WidgetAttribute.WA_Resized)  # before that its width is not final
-        shown = _WORDS.sub(shortened, self._whole) if placed else self._whole
+        shown = self._whole
+        if self.testAttribute(Qt.WidgetAttribute.WA_Resized):  # before that its width is not final
+            font = self.font().key()
+            if font != self._widest[0]:
+                self._widest = font, max(map(metrics.horizontalAdvance, _WORDS.findall(self._whole)), default=0)
+            if self._widest[1] >= room:
+                shown = _WORDS.sub(shortened, self._whole)
         if shown != super().text():
             super().setText(shown)
         is_short = shown != self._whole

@@ -50,6 +50,8 @@ CHECKING, UNPACKING, TESTING, FINISHING = "checking", "unpacking", "testing", "f
 """The steps, in their order."""
 SELF_TEST = "engine.self_test"
 """Run in the new part, in a process of its own; its last line is a JSON object with `problem`, empty if all is well."""
+_PATIENCE_S = 1.0
+"""How long somebody else may still be at it."""
 _TEST_S = 600.0
 """The first import of everything, on a slow disk with a virus scanner."""
 _OURS = re.compile(r"(engine|app|resources|switchyard[_a-z]*)(-.*)?|" + re.escape(WHOLE))
@@ -90,7 +92,9 @@ def exclusive_access() -> Iterator[None]:
         OSError: the folder cannot be written to.
     """
     new_folder(parts_dir())
-    with holding(parts_dir() / "lock", 1.0, "Another Switchyard is installing something: wait until it is done."):
+    with holding(
+        parts_dir() / "lock", _PATIENCE_S, "Another Switchyard is installing something: wait until it is done."
+    ):
         yield
 
 

@@ -8,23 +8,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import ComputingClock, JobEnding, JobWatcher, Pace, StoppedError, run_in_background
-from engine.batch_files.messages import (
-    BatchFinished,
-    BatchPlanned,
-    BatchProgress,
-    BatchRow,
-    BatchRows,
-    SampleBatch,
-    StartBatch,
-)
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue, RequestThreads
-from engine.protocol import Event, LoadModel, UnloadModel
+from engine.protocol import (
+    BatchFinished,
+    BatchPlanned,
+    BatchProgress,
+    BatchRow,
+    BatchRows,
+    Event,
+    LoadModel,
+    SampleBatch,
+    StartBatch,
+    StartTuning,
+    UnloadModel,
+)
 from engine.telemetry.request_log import RequestLog
-from engine.tuning.messages import StartTuning
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

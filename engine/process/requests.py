@@ -7,18 +7,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from engine.batch_files.messages import BatchFinished, SampleBatch, StartBatch
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import (
+    BatchFinished,
     Cancelled,
     Failed,
     Finished,
     Generate,
     LoadModel,
+    SampleBatch,
+    StartBatch,
+    StartTuning,
     TerminalEvent,
+    TuningFinished,
     UnloadModel,
 )
-from engine.tuning.messages import StartTuning, TuningFinished
 
 _log = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ _catalogue_here = hub.catalogue_here
 @cache
 def _few_judged(device: str, download_free: int | None = None) -> tuple[MachineLook, tuple[Recommendation, ...]]:
     whole = read_catalogue()
-    with patch("engine.checkpoint.catalogue.read_catalogue", lambda: replace(whole, entries=whole.entries[::-6])):
+    with patch("engine.checkpoint.catalogue.read_catalogue", lambda: replace(whole, entries=whole.entries[::-9])):
         return _catalogue_here(device, download_free)
 
 

@@ -11,7 +11,6 @@ from app.services.answer_queue import AnswerQueue, Phase, Stage, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState
 from app.services.engine_client import EngineState
 from engine.common.config import SamplingParams
-from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage
 from tests.app.scripted_engine import ScriptedEngine
 
@@ -141,32 +140,6 @@ def test_stopping_keeps_the_text_and_a_waiting_answer_never_starts(bench: Bench,
     assert (bench.ended[-1].id, bench.ended[-1].state) == ("b", MessageState.PARTIAL)
     engine.end_loading()
     assert len(engine.requests) == 1
-
-
-def test_an_engine_that_dies_ends_an_answer_and_later_ones_wait(
-    bench: Bench, engine: ScriptedEngine, qtbot: QtBot
-) -> None:
-    bench.ask("a")
-    engine.write("so far")
-    engine.die("The engine was killed.")
-    bench.ask("b")
-    (ended,) = bench.ended
-    assert (ended.content, ended.state) == ("so far", MessageState.PARTIAL)
-    assert (ended.reason, ended.reason_code) == ("The engine was killed.", "engine_died")
-    assert bench.queue.phase("b") == Phase(Stage.NO_ENGINE)
-    engine.set_state(EngineState.STARTING)
-    engine.start_loading()
-    engine.end_loading()
-    engine.write("again")
-    engine.finish()
-    assert bench.ended[-1].id == "b"
-    assert bench.saved(qtbot, "a").content == "so far"
-
-
-def test_a_request_that_fails_before_any_text_is_failed(bench: Bench, engine: ScriptedEngine) -> None:
-    bench.ask("a")
-    engine.fail(ErrorCode.PROMPT_TOO_LONG, "The prompt is too long.")
-    assert (bench.ended[0].state, bench.ended[0].reason) == (MessageState.FAILED, "The prompt is too long.")
 
 
 def test_prompts_leave_out_empty_answers_and_join_turns_of_one_role() -> None:

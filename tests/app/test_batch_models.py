@@ -202,13 +202,6 @@ def test_a_wrong_encoding_is_noticed(tmp_path: Path) -> None:
     assert look_at(file, InputForm(encoding="cp1252")).rows == (("naïve",),)
 
 
-def test_openai_requests_need_no_template(tmp_path: Path) -> None:
-    file = tmp_path / "in.jsonl"
-    file.write_text('{"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": []}}\n', encoding="utf-8")
-    found = look_at(file, InputForm())
-    assert (found.openai, found.template) == (True, "")
-
-
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError):
         look_at(tmp_path / "none.csv", InputForm())

@@ -31,12 +31,12 @@ from app.views.batch.page import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.widgets.asking import before_loading
 from app.widgets.page import BatchDraft
-from engine.batch_files.messages import BatchFinished
 from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, failed
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
+from engine.protocol import BatchFinished
 from tests.app.scripted_batches import ScriptedBatches, row, shown_page
 from tests.app.scripted_engine import STARTER
 
@@ -103,11 +103,19 @@ def words(widget: QWidget) -> str:
 # --- a new job ------------------------------------------------------------------------------------
 
 
-def test_an_empty_page_says_what_to_do_first(page: BatchPage) -> None:
+def test_an_empty_page_says_what_to_do_first(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
     assert page.pages.currentWidget() is page.empty
     assert "csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html" in words(page.empty)
     assert page.empty.choose.isVisible()
     assert not page.strip.isVisible()
+    # What is no file of rows is refused in a sentence.
+    drop(page, tmp_path / "song.mp3")
+    assert page.trouble.text.startswith("song.mp3 has an unsupported file type")
+    empty = tmp_path / "empty.csv"
+    empty.touch()
+    drop(page, empty)
+    qtbot.waitUntil(lambda: "empty.csv" in words(page.form.input) and "Reading" not in words(page.form.input))
+    assert not page.form.foot.start.isEnabled()
 
 
 def test_a_dropped_file_shows_its_columns_and_rows(page: BatchPage, qtbot: QtBot, table: Path) -> None:
@@ -119,16 +127,6 @@ def test_a_dropped_file_shows_its_columns_and_rows(page: BatchPage, qtbot: QtBot
     assert page.form.job().sampling == SamplingParams()
     assert page.form.output.path == table.with_name("complaints.answers.csv")
     qtbot.waitUntil(lambda: "6 rows" in words(page.form.input))
-
-
-def test_what_is_no_file_of_rows_is_refused_in_a_sentence(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
-    drop(page, tmp_path / "song.mp3")
-    assert page.trouble.text.startswith("song.mp3 has an unsupported file type")
-    empty = tmp_path / "empty.csv"
-    empty.touch()
-    drop(page, empty)
-    qtbot.waitUntil(lambda: "empty.csv" in words(page.form.input) and "Reading" not in words(page.form.input))
-    assert not page.form.foot.start.isEnabled()
 
 
 def test_an_unknown_column_is_told_at_once(page: BatchPage, qtbot: QtBot, table: Path) -> None:
@@ -165,17 +163,21 @@ def test_choices_and_schemas_are_checked(page: BatchPage, qtbot: QtBot, table: P
     sampling = page.form.job().sampling
     assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (48, 40, 0.0)
 
+    def ground(box: QPlainTextEdit) -> str:
+        return box.grab().toImage().pixelColor(box.width() // 2, box.height() - 6).name()
 
-@pytest.mark.parametrize(
-    ("rows", "words_shown"), [(1, "one row"), (2, "two rows"), (3, "three rows"), (9, "three rows")]
-)
-def test_no_more_rows_are_to_be_tried_than_there_are(
-    page: BatchPage, qtbot: QtBot, tmp_path: Path, rows: int, words_shown: str
-) -> None:
-    file = tmp_path / "few.txt"
-    file.write_text("line\n" * rows)
-    fill(page, qtbot, file)
-    assert words_shown in page.form.sample.button.text()
+    assert answers.schema.isEnabled()
+    qtbot.waitUntil(lambda: answers.schema.height() > 40)
+    assert ground(answers.schema) == ground(page.form.template.system)  # it looks like every field
+
+
+def test_no_more_rows_are_to_be_tried_than_there_are(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
+    for rows, words_shown in ((1, "one row"), (2, "two rows"), (3, "three rows"), (9, "three rows")):
+        file = tmp_path / f"{rows}.txt"
+        file.write_text("line\n" * rows)
+        fill(page, qtbot, file)
+        qtbot.waitUntil(lambda said=words_shown: said in page.form.sample.button.text())
+        page.form.foot.cancel.click()
 
 
 def test_three_rows_are_tried_and_the_plan_follows(
@@ -282,18 +284,6 @@ def test_a_form_opens_at_its_top_and_the_keyboard_goes_to_what_is_in_view(
     assert view.rect().contains(focused.mapTo(view, focused.rect().bottomLeft()))
 
 
-def test_the_box_for_a_schema_looks_like_every_field(page: BatchPage, qtbot: QtBot, table: Path) -> None:
-    fill(page, qtbot, table)
-    page.form.answers.kinds.button(2).click()
-
-    def ground(box: QPlainTextEdit) -> str:
-        return box.grab().toImage().pixelColor(box.width() // 2, box.height() - 6).name()
-
-    assert page.form.answers.schema.isEnabled()
-    qtbot.waitUntil(lambda: page.form.answers.schema.height() > 40)
-    assert ground(page.form.answers.schema) == ground(page.form.template.system)
-
-
 def test_openai_requests_need_no_template(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     body = '{"messages": [{"role": "user", "content": "Hi"}]}'
@@ -323,7 +313,7 @@ def test_progress_is_shown_and_rows_come_in(
     assert "Waiting: the disk is full." in words(page.job_view.progress)
 
 
-def test_pause_resume_and_the_end(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
+def test_pause_resume_the_end_and_a_death(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
     start(page, qtbot, table)
     page.head.pause.click()
     assert not page.head.pause.isEnabled()
@@ -337,6 +327,11 @@ def test_pause_resume_and_the_end(page: BatchPage, engine: ScriptedBatches, qtbo
     assert page.head.open.isVisible()
     page.head.retry.click()
     assert engine.jobs[-1].command.job.start == "retry_failed"
+    # A dead engine is told, and resuming offered.
+    engine.set_state(EngineState.DIED)
+    engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed (signal 9).")
+    assert "signal 9" in words(page.job_view.progress)
+    assert page.head.resume.isVisible()
 
 
 def test_rows_that_were_cut_off_are_shown_alone_and_answered_again_with_one_click(
@@ -357,16 +352,6 @@ def test_rows_that_were_cut_off_are_shown_alone_and_answered_again_with_one_clic
     assert rows.redo.isHidden()
     (entry,) = page._jobs.entries
     assert (entry.done, entry.failed, entry.cut_off) == (ROWS - 3, 1, 0)
-
-
-def test_a_dead_engine_is_told_and_resume_offered(
-    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
-) -> None:
-    start(page, qtbot, table)
-    engine.set_state(EngineState.DIED)
-    engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed (signal 9).")
-    assert "signal 9" in words(page.job_view.progress)
-    assert page.head.resume.isVisible()
 
 
 def test_a_job_taken_off_the_list_can_be_brought_back(
@@ -447,6 +432,15 @@ def test_everything_has_a_name(page: BatchPage, engine: ScriptedBatches, qtbot: 
                   form.input.encoding, form.input.separator, form.input.table, page.strip,
                   page.job_view.rows.table, page.job_view.detail.answer):  # fmt: skip
         assert field.accessibleName()
+    # Tab goes through the prompt as it is read.
+    page.activateWindow()
+    form.template.edit.setFocus()
+    for before, after in pairwise(
+        [form.template.edit, form.template.pictures, form.template.system, form.answers.max_tokens]
+    ):
+        assert before.hasFocus()
+        QTest.keyClick(before, Qt.Key.Key_Tab)
+        assert after.hasFocus()
 
 
 @pytest.mark.parametrize("font_px", [14, 20])
@@ -569,33 +563,15 @@ def test_a_chats_prompt_is_asked_of_the_rows_of_the_next_file(page: BatchPage, q
     job = page.form.job()
     assert (job.template, job.system) == ("Sum up {{text}}", "Be brief.")
     assert (job.sampling.temperature, job.sampling.beams) == (0.3, 1)
-
-
-def test_a_prompt_without_columns_gets_the_rows_text(page: BatchPage, qtbot: QtBot, table: Path) -> None:
-    fill(page, qtbot, table)
-    page.take_draft(BatchDraft("Sum this up."))  # of the file that is open
+    page.take_draft(BatchDraft("Sum this up."))  # of the file that is open: without columns, it gets the rows' text
     assert page.pages.currentWidget() is page.form
     assert page.form.job().template == "Sum this up.\n\n{{text}}"
-
-
-def test_a_prompt_with_other_columns_stays_and_says_so(page: BatchPage, qtbot: QtBot, table: Path) -> None:
-    page.take_draft(BatchDraft("Sum up {{story}}"))
+    page.form.foot.cancel.click()
+    page.take_draft(BatchDraft("Sum up {{story}}"))  # with other columns it stays, and says so
     drop(page, table)
     qtbot.waitUntil(lambda: page.form.template.template == "Sum up {{story}}")
     assert "{{story}}" in page.form.template.trouble.text()
     assert not page.form.foot.start.isEnabled()
-
-
-def test_tab_goes_through_the_prompt_as_it_is_read(page: BatchPage, qtbot: QtBot, table: Path) -> None:
-    fill(page, qtbot, table)
-    template, answers = page.form.template, page.form.answers
-    page.activateWindow()
-    template.edit.setFocus()
-    order = [template.edit, template.pictures, template.system, answers.max_tokens]
-    for before, after in pairwise(order):
-        assert before.hasFocus()
-        QTest.keyClick(before, Qt.Key.Key_Tab)
-        assert after.hasFocus()
 
 
 def test_a_column_of_pictures_is_found_chosen_and_part_of_the_job(

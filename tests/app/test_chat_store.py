@@ -87,10 +87,18 @@ def test_a_newer_file_is_told(open_store: Callable[[], ChatStore], path: Path, q
         connection.execute("PRAGMA user_version = 99")
     keep_chat("one of its chats")
     (folder_of("one of its chats", kept_context_dir()) / f"{'0' * 32}.kept").write_bytes(b"what was read")
+    before = path.read_bytes()
     store = open_store()
-    with qtbot.waitSignal(store.notice) as notice:
+    notices: list[str] = []
+    store.notice.connect(notices.append)
+    store.create(Conversation("c", "hello"))
+    with qtbot.waitSignal(store.listed) as listed:
         store.list_conversations()
-    assert "newer Switchyard" in notice.args[0]
+    qtbot.waitUntil(lambda: bool(notices))
+    assert "newer Switchyard" in notices[0]
+    assert [conversation.title for conversation in listed.args[0]] == ["hello"]
+    store.close()
+    assert path.read_bytes() == before
     assert kept_files(kept_context_dir())
 
 

@@ -16,7 +16,7 @@ from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor.engine_cards import EngineCards, ExpertCard
-from engine.telemetry.messages import IN_RAM, IN_VRAM, ExpertMap
+from engine.protocol import IN_RAM, IN_VRAM, ExpertMap
 from engine.telemetry.records import pack
 from engine.telemetry.session_file import RecordedSession
 from tests.app.cache_reports import report, tier, without_cache

@@ -71,8 +71,8 @@ def open_window(
 
 @pytest.fixture
 def client(qapp: QApplication) -> Iterator[EngineClient]:
-    """A client that has not been started."""
-    result = EngineClient()
+    """A client that has not been started, of a worker that needs no torch."""
+    result = EngineClient(command=WORKER)
     yield result
     result.close_now()
     result.deleteLater()

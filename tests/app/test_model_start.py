@@ -47,17 +47,6 @@ def _model(name: str) -> Path:
     return folder
 
 
-def test_the_default_model_is_loaded(start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot) -> None:
-    service, client = start
-    folder = _model("mine")
-    settings.default_model = "mine"
-    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
-        service.begin()
-        assert client.state is EngineState.STARTING  # begin() did not wait
-    assert client.model is not None
-    assert client.model.name == str(folder)
-
-
 def test_a_choice_made_meanwhile_is_the_one_that_counts(
     start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot
 ) -> None:
@@ -102,13 +91,17 @@ def test_a_model_that_cannot_be_loaded_after_a_restart_is_told(
     service.deleteLater()
 
 
-def test_a_model_that_is_opened_by_hand(
+def test_the_default_model_is_loaded_and_another_is_opened_by_hand(
     start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot, tmp_path: Path
 ) -> None:
     service, client = start
-    settings.default_model = _model("mine").name
+    folder = _model("mine")
+    settings.default_model = "mine"
     with qtbot.waitSignal(client.model_loaded, timeout=20_000):
         service.begin()
+        assert client.state is EngineState.STARTING  # begin() did not wait
+    assert client.model is not None
+    assert client.model.name == str(folder)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     with qtbot.waitSignal(service.problem, timeout=20_000) as told:

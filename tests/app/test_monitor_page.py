@@ -29,10 +29,11 @@ from app.widgets.expert_map.view import ExpertMapView
 from app.widgets.timeline.strip import TimelineStrip
 from engine.common.errors import EngineError
 from engine.common.paths import sessions_dir
-from engine.telemetry.analysis import OTHER, Advice, Waiting
-from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
+from engine.protocol import TelemetryCounters, TelemetrySpans
+from engine.telemetry.analysis import OTHER, Waiting
 from engine.telemetry.records import Records, pack
 from engine.telemetry.session_file import SessionWriter
+from engine.tuning.advice import Advice
 from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices
 from tests.app.scripted_engine import STARTER
 from tests.app.scripted_engine import ScriptedEngine as ChatEngine
@@ -127,12 +128,25 @@ def test_a_recording_is_named_by_its_model_and_what_was_asked(tmp_path: Path) ->
     assert sessions_in(tmp_path)[0].model == ""
 
 
-def test_it_says_what_to_do_first(page: MonitorPage) -> None:
+def test_it_says_what_to_do_first_and_watches_while_it_is_seen(
+    page: MonitorPage, engine: WatchedEngine, settings: Settings
+) -> None:
     assert "Ask something in Chat" in page.summary.accessibleName()
     assert page.summary.button.isHidden()
+    for button in page.findChildren(QAbstractButton):
+        if button.isVisibleTo(page) and button.objectName() != "qt_tableview_cornerbutton":
+            assert button.accessibleName() or button.text()
+    assert engine.watched[-1] == (True, True)
+    page.hide()
+    assert engine.watched[-1] == (True, False)  # for the recording
+    page.show()
+    settings.record_sessions = False
+    assert engine.watched[-1] == (True, True)
+    page.hide()
+    assert engine.watched[-1] == (False, False)
 
 
-def test_what_the_engine_says_is_shown(
+def test_what_the_engine_says_is_shown_and_its_death_told(
     page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, qtbot: QtBot
 ) -> None:
     with qtbot.waitSignal(hub.analysed, timeout=20_000):
@@ -143,21 +157,14 @@ def test_what_the_engine_says_is_shown(
     page.timeline.view.refresh()
     page.grab()
     assert [row.lane.key for row in page.timeline.view.rows][:2] == ["phase", "cpu"]
-
-
-def test_it_watches_while_it_is_seen(page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub) -> None:
-    assert engine.watched[-1] == (True, True)
-    page.hide()
-    assert engine.watched[-1] == (True, False)  # for the recording
-
-
-def test_who_wants_no_recording_is_watched_by_nobody(
-    page: MonitorPage, engine: WatchedEngine, settings: Settings
-) -> None:
-    settings.record_sessions = False
-    assert engine.watched[-1] == (True, True)
-    page.hide()
-    assert engine.watched[-1] == (False, False)
+    engine.die()
+    assert "The engine has stopped." in page.summary.accessibleName()
+    history = hub.history
+    assert history is not None
+    qtbot.waitUntil(lambda: bool(history.marks_between(0, 2**62)), timeout=20_000)
+    assert history.has_engine  # what was recorded stays
+    engine.set_state(EngineState.STARTING)
+    assert "starting" in page.summary.accessibleName()
 
 
 def test_nonsense_harms_nothing(page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, qtbot: QtBot) -> None:
@@ -175,27 +182,6 @@ def test_nonsense_harms_nothing(page: MonitorPage, engine: WatchedEngine, hub: T
     with qtbot.waitSignal(hub.analysed, timeout=20_000):
         tell(engine)
     assert hub.recorder.dropped >= 2
-
-
-def test_a_dead_engine_is_told_and_what_was_recorded_stays(
-    page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, qtbot: QtBot
-) -> None:
-    with qtbot.waitSignal(hub.analysed, timeout=20_000):
-        tell(engine)
-    engine.die()
-    assert "The engine has stopped." in page.summary.accessibleName()
-    history = hub.history
-    assert history is not None
-    qtbot.waitUntil(lambda: bool(history.marks_between(0, 2**62)), timeout=20_000)
-    assert history.has_engine
-    engine.set_state(EngineState.STARTING)
-    assert "starting" in page.summary.accessibleName()
-
-
-def test_everything_that_can_be_pressed_has_a_name(page: MonitorPage) -> None:
-    for button in page.findChildren(QAbstractButton):
-        if button.isVisibleTo(page) and button.objectName() != "qt_tableview_cornerbutton":
-            assert button.accessibleName() or button.text()
 
 
 @pytest.mark.parametrize("choice", ["light", "dark"])

@@ -81,9 +81,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", some(SCENES))
-def test_everything_has_room_and_a_name_and_comes_to_rest(stage: Stage, theme: ThemeController, name: str) -> None:
+def test_everything_has_room_and_a_name_and_comes_to_rest(
+    theme: ThemeController, name: str, request: pytest.FixtureRequest
+) -> None:
     number = list(SCENES).index(name)
-    theme.set_choice("dark" if number % 2 else "light")
+    theme.set_choice("dark" if number % 2 else "light")  # before there is a window to dress anew
+    stage: Stage = request.getfixturevalue("stage")
     SCENES[name](stage)
     # Ordinary text in a larger window, large text on the smallest screen: a change of text styles every widget anew.
     assert _check(stage, theme, ((number % 2, 1), (2, 2))) == []

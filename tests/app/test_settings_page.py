@@ -76,6 +76,8 @@ def _button(parent: QWidget, text: str) -> QPushButton:
 def test_scrolling_the_settings_changes_none(page: SettingsPage) -> None:
     fields = [field for kind in (ComboBox, SpinBox, Slider) for field in page.findChildren(kind)]
     assert len(fields) > 6
+    models = page.model.findChild(QComboBox)
+    assert [models.itemText(i) for i in range(models.count())] == ["Starter"]
     before = [value_of(field) for field in fields]
     area = page.findChild(QScrollArea)
     assert area is not None
@@ -86,36 +88,23 @@ def test_scrolling_the_settings_changes_none(page: SettingsPage) -> None:
     assert [value_of(field) for field in fields] == before
 
 
-def test_a_theme_is_applied_and_kept(page: SettingsPage, settings: Settings, theme: ThemeController) -> None:
+def test_a_theme_and_a_text_size_are_applied_and_kept(
+    page: SettingsPage, settings: Settings, theme: ThemeController
+) -> None:
     _button(page, "Dark").click()
     assert theme.theme is DARK
     assert settings.theme == "dark"
     _button(page, "System").click()
     assert settings.theme == "system"
-
-
-def test_a_text_size_is_applied_and_kept(page: SettingsPage, settings: Settings, theme: ThemeController) -> None:
     slider = page.findChild(QSlider)
     assert slider is not None
     slider.setValue(18)
     assert (theme.font_px, settings.font_px) == (18, 18)
-
-
-def test_while_the_slider_is_dragged_nothing_moves_under_the_pointer(
-    page: SettingsPage, settings: Settings, theme: ThemeController
-) -> None:
-    slider = page.findChild(QSlider)
-    assert slider is not None
-    slider.setSliderDown(True)
-    slider.setValue(18)
-    assert theme.font_px == 14
-    slider.setSliderDown(False)
+    slider.setSliderDown(True)  # while it is dragged nothing moves under the pointer
+    slider.setValue(14)
     assert theme.font_px == 18
-
-
-def test_the_default_model_is_chosen_from_the_library(page: SettingsPage, settings: Settings, qtbot: QtBot) -> None:
-    combo = page.model.findChild(QComboBox)
-    assert [combo.itemText(i) for i in range(combo.count())] == ["Starter"]
+    slider.setSliderDown(False)
+    assert theme.font_px == 14
 
 
 def test_a_default_model_that_is_gone_is_still_shown(
@@ -129,7 +118,9 @@ def test_a_default_model_that_is_gone_is_still_shown(
     assert combo.currentData() == "gone"
 
 
-def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settings: Settings, qtbot: QtBot) -> None:
+def test_what_the_engine_is_told_is_what_is_chosen_and_can_take_effect_at_once(
+    page: SettingsPage, settings: Settings, qtbot: QtBot
+) -> None:
     card = page.computing
     box = card.controls["threads"]
     assert isinstance(box, SpinBox)
@@ -144,6 +135,14 @@ def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settin
     assert settings.engine("").threads is None
     settings.set("threads", 1)  # as another part of the window does
     assert box.value() == 1
+    for key, value in (("speculation", "off"), ("kv_precision", "int8"), ("cache_policy", "lfu"), ("misses", "cpu")):
+        choice = next(card.controls[key] for card in page.cards.values() if key in card.controls)
+        assert isinstance(choice, ComboBox)
+        assert getattr(settings.engine("starter"), key) == getattr(EngineConfig(""), key)
+        choice.setCurrentIndex(choice.findData(value))
+        choice.activated.emit(choice.currentIndex())
+        assert getattr(settings.engine("starter"), key) == value
+    assert _button(page, "Reload model").isEnabled()
 
 
 def test_budgets_precision_and_device_are_set_by_mouse_with_the_predicted_speed(
@@ -214,17 +213,6 @@ def test_what_experts_set_is_folded_away_and_found_by_its_words(page: SettingsPa
     assert not slots.isVisible()
 
 
-def test_what_the_engine_is_told_is_what_is_chosen(page: SettingsPage, settings: Settings) -> None:
-    for key, value in (("speculation", "off"), ("kv_precision", "int8"), ("cache_policy", "lfu"), ("misses", "cpu")):
-        box = next(card.controls[key] for card in page.cards.values() if key in card.controls)
-        assert isinstance(box, ComboBox)
-        assert getattr(settings.engine("starter"), key) == getattr(EngineConfig(""), key)
-        box.setCurrentIndex(box.findData(value))
-        box.activated.emit(box.currentIndex())
-        assert getattr(settings.engine("starter"), key) == value
-    assert _button(page, "Reload model").isEnabled()
-
-
 def test_a_change_of_the_data_folder_is_planned_told_and_undone(page: SettingsPage, tmp_path: Path) -> None:
     page.data.plan(tmp_path / "new", copy=True)
     assert planned_change() is not None
@@ -235,9 +223,7 @@ def test_a_change_of_the_data_folder_is_planned_told_and_undone(page: SettingsPa
     undo.click()
     assert planned_change() is None
     assert not undo.isVisible()
-
-
-def test_a_folder_that_cannot_be_used_is_told_in_its_place(page: SettingsPage, tmp_path: Path) -> None:
+    # One that cannot be used is told in its place.
     (tmp_path / "file").write_text("")
     page.data.plan(tmp_path / "file" / "folder", copy=False)
     texts = [label.text() for label in page.data.findChildren(QLabel) if label.isVisible()]

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from PySide6.QtCore import QCoreApplication, QEvent
+from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.services import tools as service
@@ -35,18 +36,45 @@ def server(kind: str) -> ToolServer:
     return ToolServer(kind, sys.executable, ("-m", "tests.mcp_servers", kind), (("PYTHONPATH", ROOT),))
 
 
-@pytest.fixture
-def tools(qtbot: QtBot) -> Iterator[Tools]:
-    tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+def new_tools() -> Tools:
+    return Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+
+
+@pytest.fixture(scope="module")
+def shared(qapp: QApplication) -> Iterator[Tools]:
+    """With the process that talks to servers, which takes half a second to start; it and they end when it is closed."""
+    tools = new_tools()
+
+    def look() -> psutil.Process:
+        outcomes: list[Outcome] = []
+        tools.look(server("good"), outcomes.append)
+        while not outcomes:
+            qapp.processEvents()
+            time.sleep(0.005)
+        assert tools._process is not None
+        return psutil.Process(tools._process.processId())
+
+    host = look()
+    tools.stop("good")
     yield tools
+    assert look() == host
     # Other tests of this process may have left it a child that is to stay, so only the host's family is asked after.
-    family = []
-    if tools._process is not None:
-        host = psutil.Process(tools._process.processId())
-        family = [host, *host.children(recursive=True)]
+    family = [host, *host.children(recursive=True)]
+    assert len(family) > 1
     tools.close()
     _gone, left = psutil.wait_procs(family, timeout=30)
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in left)
+
+
+@pytest.fixture
+def tools(shared: Tools, qtbot: QtBot) -> Iterator[Tools]:
+    shared._settings = Settings()
+    yield shared
+    for one in shared.servers:
+        shared.remove(one.name)
+    shared.for_this_run.clear()
+    host = psutil.Process(shared._process.processId())  # type: ignore[union-attr]
+    qtbot.waitUntil(lambda: not host.children(recursive=True), timeout=30_000)
 
 
 def listed(tools: Tools, qtbot: QtBot, one: ToolServer) -> Outcome:
@@ -82,7 +110,7 @@ def test_a_server_over_pipes_lists_its_tools_and_runs_them(tools: Tools, qtbot: 
     assert call(tools, qtbot, "add", {"a": "two"}).failed
     # The next session knows them without starting the server.
     tools._settings.save()
-    later = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+    later = new_tools()
     assert [each.tool.name for each in later.offered()] == names
     assert not later.is_running
 
@@ -113,7 +141,7 @@ KEY = "key-4f1b9d"
 
 def test_tools_are_deleted_after_their_process(qtbot: QtBot) -> None:
     """What the process calls may have the last reference to them, and they the process: it is deleted once."""
-    tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+    tools = new_tools()
     assert listed(tools, qtbot, server("good")).failed is False
     tools.close()
     del tools
@@ -139,7 +167,7 @@ def keyed() -> ToolServer:
 def opened_again(monkeypatch: pytest.MonkeyPatch) -> Tools:
     """What the next start of the window knows."""
     monkeypatch.setattr(servers, "_this_run", {})
-    return Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+    return new_tools()
 
 
 def test_keys_of_servers_are_in_the_keyring_and_in_no_file(
@@ -213,13 +241,13 @@ def test_a_value_may_be_read_from_the_environment(
 def test_servers_that_never_begin_are_one_sentence_each(
     tools: Tools, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {
-        "dies-at-start": "cannot find my settings",
-        "garbage": "did not speak MCP",
+    said = {  # the silent one first, which is given two seconds to end by itself
         "silent": "did not speak MCP",
+        "garbage": "did not speak MCP",
+        "dies-at-start": "cannot find my settings",
     }
     for kind, says in said.items():
-        monkeypatch.setattr(service, "START_S", 6.0 if kind == "dies-at-start" else 1.5)
+        monkeypatch.setattr(service, "START_S", 6.0 if kind == "dies-at-start" else 0.5)
         outcome = listed(tools, qtbot, server(kind))
         assert outcome.failed
         assert says in outcome.text
@@ -228,6 +256,7 @@ def test_servers_that_never_begin_are_one_sentence_each(
         assert tools.problems[kind] == outcome.text
     assert tools.problems.keys() == said.keys()
     # What others offer is there all the same.
+    monkeypatch.setattr(service, "START_S", 0.5)
     done: list[bool] = []
     tools.when_known(lambda: done.append(True))
     qtbot.waitUntil(lambda: bool(done), timeout=60_000)
@@ -250,7 +279,7 @@ def test_servers_that_misbehave_in_a_call_are_one_sentence_each_and_others_go_on
         ("floods", "sent more than"),
         ("huge", "sent more than"),
     ):
-        monkeypatch.setattr(service, "CALL_S", 1.0 if kind == "hangs" else 60.0)
+        monkeypatch.setattr(service, "CALL_S", 0.3 if kind == "hangs" else 60.0)
         assert not listed(tools, qtbot, server(kind)).failed
         outcome = call(tools, qtbot, "go")
         assert (outcome.failed, outcome.text.startswith(kind), "\n" in outcome.text) == (True, True, False), outcome

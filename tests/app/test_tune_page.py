@@ -25,9 +25,8 @@ from app.views.tune.page import TunePage
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.hardware.measured import load_measurements
-from engine.protocol import Failed
-from engine.tuning.machine_state import MachineLook, look_at_machine
-from engine.tuning.messages import (
+from engine.protocol import (
+    Failed,
     TuningFinished,
     TuningMeasured,
     TuningNumber,
@@ -35,6 +34,7 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
+from engine.tuning.machine_state import MachineLook, look_at_machine
 from engine.tuning.result import Fact, TuningResult, busy_note
 from engine.tuning.saved_results import results_of, save_result
 from tests.app import tuning_results as made
@@ -142,14 +142,21 @@ def test_before_anything_is_run(scene: Scene) -> None:
     for step in (TIMED, PLAN, MEASURE, MACHINE):  # every step can be gone to
         QTest.mouseClick(page.steps._group.button(step), Qt.MouseButton.LeftButton)
         assert page.cards.race.isVisible() == (step == TIMED)
-
-
-def test_where_there_is_room_the_buttons_stand_in_one_line(scene: Scene) -> None:
-    run = scene.page.cards.run
+    page.copy_button.click()
+    text = QGuiApplication.clipboard().text()
+    assert "RTX 4060" in text
+    assert "Plan for" in text
+    run = page.cards.run  # where there is room its buttons stand in one line
     run.resize(1000, run.height())
     QApplication.sendPostedEvents()
     buttons = (run.quick, run.thorough, run.measure_only, run.start)
     assert len({button.mapTo(run, button.rect().center()).y() for button in buttons}) == 1
+    page.resize(700, 600)  # short names
+    page.activateWindow()
+    for number, step in enumerate((MACHINE, MEASURE, PLAN, TIMED), 1):
+        assert page.steps._group.button(step).shortcut().toString() == f"Alt+{number}"
+    page.show_step(MACHINE)
+    assert page.steps._group.button(PLAN).shortcut().toString() == "Alt+3"
 
 
 def test_a_run_to_its_end(scene: Scene) -> None:
@@ -217,7 +224,13 @@ def test_the_second_click_of_a_double_click_does_not_cancel(scene: Scene) -> Non
         QCoreApplication.sendEvent(cancel, QMouseEvent(kind, at, at, button, button, Qt.KeyboardModifier.NoModifier))
     assert scene.engine.cancelled == []
     QTest.mouseClick(cancel, Qt.MouseButton.LeftButton)
-    assert scene.engine.cancelled == [scene.id]
+    first = scene.id
+    assert scene.engine.cancelled == [first]
+    scene.finish()
+    scene.start()
+    scene.upto("measuring")
+    scene.page.following.cancel()  # by Escape
+    assert scene.engine.cancelled == [first, scene.id]
 
 
 def busy_result() -> TuningResult:
@@ -272,10 +285,7 @@ def test_another_run_forgets_what_was_not_saved(scene: Scene) -> None:
     scene.finish(made.result(LOOK))
     assert not scene.page.cards.race.warning.isVisibleTo(scene.page)
     assert not scene.page.cards.run.unsaved.isVisibleTo(scene.page)
-
-
-def test_a_result_that_was_outrun_says_so(scene: Scene) -> None:
-    race = scene.page.cards.race
+    race = scene.page.cards.race  # a result that was outrun says so
     race.show_result(replace(made.result(LOOK), outrun=53.1), "")
     assert "53.1" in race.warning.text()
     assert "24.6" in race.warning.text()
@@ -296,13 +306,6 @@ def test_while_it_is_timed_the_plan_takes_the_timed_figure(scene: Scene) -> None
     assert "23.8" in plan.range.text()  # what had been predicted, and why it is another figure
 
 
-def test_escape_cancels(scene: Scene) -> None:
-    scene.start()
-    scene.upto("measuring")
-    scene.page.following.cancel()
-    assert scene.engine.cancelled == [scene.id]
-
-
 def test_a_model_that_fits_nowhere(scene: Scene) -> None:
     page = scene.page
     page.cards.run.models.typed.setText("huge")
@@ -314,18 +317,13 @@ def test_a_model_that_fits_nowhere(scene: Scene) -> None:
     assert page.cards.run.start.isEnabled()
 
 
-def test_a_run_that_finds_no_room(scene: Scene) -> None:
-    scene.start()
-    scene.upto("planning")
-    scene.finish(problem="m does not fit on this machine: the nearest that fits is int4.")
-    assert "int4" in scene.page.cards.run.notes.text()
-
-
-def test_who_walks_on_is_not_called_back(scene: Scene) -> None:
+def test_who_walks_on_is_not_called_back_and_a_run_may_find_no_room(scene: Scene) -> None:
     scene.start()
     QTest.mouseClick(scene.page.steps._group.button(MACHINE), Qt.MouseButton.LeftButton)
     scene.upto("timing")
     assert scene.page.step == MACHINE
+    scene.finish(problem="m does not fit on this machine: the nearest that fits is int4.")
+    assert "int4" in scene.page.cards.run.notes.text()
 
 
 def test_only_measuring(scene: Scene) -> None:
@@ -344,16 +342,6 @@ def test_a_result_of_earlier_is_in_use_once_its_model_is_loaded(scene: Scene) ->
     scene.engine.end_loading(loaded)
     assert not page.cards.race.use.isVisibleTo(page.cards.race)
     assert page.cards.race.in_use == made.result(LOOK).winner
-
-
-def test_steps_have_keys(scene: Scene) -> None:
-    page = scene.page
-    page.resize(700, 600)  # short names
-    page.activateWindow()
-    for number, step in enumerate((MACHINE, MEASURE, PLAN, TIMED), 1):
-        assert page.steps._group.button(step).shortcut().toString() == f"Alt+{number}"
-    page.show_step(MACHINE)
-    assert page.steps._group.button(PLAN).shortcut().toString() == "Alt+3"
 
 
 def test_keeping_the_old_way(scene: Scene) -> None:
@@ -414,13 +402,6 @@ def test_what_if_for_a_model_of_the_catalogue(scene: Scene) -> None:
     card.card.typed.setText("4090")
     card.card.typed.editingFinished.emit()
     scene.qtbot.waitUntil(lambda: "240" in card.result.text(), timeout=PATIENCE_MS)
-
-
-def test_the_report_is_copied(scene: Scene) -> None:
-    scene.page.copy_button.click()
-    text = QGuiApplication.clipboard().text()
-    assert "RTX 4060" in text
-    assert "Plan for" in text
 
 
 def test_other_hardware_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,10 @@ def test_no_row_has_two_endings_and_a_refused_write_leaves_none_of_it(tmp_path: 
     journal.close()
 
 
-def test_a_second_run_of_the_same_job_is_refused_and_another_job_too(tmp_path: Path) -> None:
+def test_a_second_run_of_the_same_job_is_refused_and_another_job_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.batch_files.journal._LOCK_S", 0.0)
     path = tmp_path / "job"
     journal = Journal(path, _MANIFEST)
     with pytest.raises(EngineError) as refusal:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.experts.cache.policies import POLICY_NAMES
+from engine.experts.cache.policies import POLICY_NAMES, make_policy
 from engine.experts.cache.tier import ADAPTIVE, Copy, Purpose, Tier
 
 LAYERS, EXPERTS, NBYTES = 3, 4, 10
@@ -139,6 +139,12 @@ class TierMachine(RuleBasedStateMachine):
             self.given[number] = self.tier.pools[number].shrink(count)
         self.tier.renew_sampler()
 
+    @precondition(lambda self: self.tier.pools)
+    @rule(data=st.data(), name=st.sampled_from(POLICY_NAMES))
+    def adopt(self, data: st.DataObject, name: str) -> None:
+        pool = data.draw(st.sampled_from(self.tier.pools))
+        pool.adopt(make_policy(name, pool.capacity, POPULARITY))
+
     @invariant()
     def none_in_use_or_in_flight_has_left(self) -> None:
         residents = {key for pool in self.tier.pools for key in pool.residents}
@@ -154,6 +160,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.capacity + sum(map(len, self.given)) == self.slots
         for pool in self.tier.pools:
             assert all(self.memory.holds[slot] == key for key, slot in pool.residents.items())
+            assert sorted(pool.policy.victims()) == sorted(pool.residents)
 
     @invariant()
     def nothing_is_counted_twice(self) -> None:
@@ -170,7 +177,7 @@ class TierMachine(RuleBasedStateMachine):
         )
 
 
-TierMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestTier = TierMachine.TestCase
 
 

@@ -28,7 +28,6 @@ from app.services.chat_store.records import (
 from app.services.chat_store.recovery import open_checked, recover
 from app.services.chat_store.schema import MIGRATIONS, NewerDatabaseError, connect, migrate, version_of
 from app.services.chat_store.store import search
-from app.services.chat_store.tree import MessageTree
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 
@@ -74,24 +73,6 @@ def test_changes_touch_only_the_fields_that_they_name(database: ChatDatabase) ->
     assert database.conversation(conversation.id) == expected
     with pytest.raises(ValueError, match="not fields"):
         database.change_conversation(conversation.id, {"id = '' --": 1})
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=15))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_rows_and_memory_agree_on_the_tree(database: ChatDatabase, moves: list[tuple[bool, int]]) -> None:
-    conversation, _ = chat(database)
-    tree, ids = MessageTree(), []
-    for adds, number in moves:
-        if adds or not ids:
-            parent = ([None, *ids])[number % (len(ids) + 1)]
-            ids.append(f"{conversation.id}-{len(ids)}")
-            message = Message(ids[-1], conversation.id, parent, "user", "x")
-            tree.add(message)
-            database.add_message(message)
-        else:
-            tree.choose(ids[number % len(ids)])
-            database.choose(ids[number % len(ids)])
-    assert list(database.messages(conversation.id)) == tree.messages()
 
 
 def test_a_parent_in_another_conversation_is_refused(database: ChatDatabase) -> None:

@@ -291,18 +291,6 @@ def test_a_folder_that_cannot_be_used_is_told_and_used_once_it_can(
     assert told.troubles[1:] == [None]
 
 
-def test_a_damaged_file_is_recovered_on_the_way(open_worker: Callable[..., Told], tmp_path: Path) -> None:
-    path = tmp_path / "chats.sqlite3"
-    path.write_bytes(b"damaged" * 1000)
-    told = open_worker()
-    told.write(hello)
-    seen = told.read(titles)
-    assert told.worker.flush(10)
-    assert seen == [["hello"]]
-    assert len(told.recoveries) == 1
-    assert told.recoveries[0].kept_as.exists()
-
-
 def test_a_recovery_without_room_changes_nothing_and_is_tried_again(
     open_worker: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,21 +334,6 @@ def test_a_fault_of_ours_does_not_end_the_thread(open_worker: Callable[..., Told
     assert told.worker.flush(10)
     assert seen == [["hello"]]
     assert len(failures) == 1
-
-
-def test_a_newer_file_is_left_alone(open_worker: Callable[..., Told], tmp_path: Path) -> None:
-    path = tmp_path / "chats.sqlite3"
-    filled(path)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    before = path.read_bytes()
-    told = open_worker()
-    told.write(hello)
-    seen = told.read(titles)
-    assert told.worker.flush(10)
-    assert (seen, told.newer) == ([["hello"]], 1)
-    told.worker.close(10)
-    assert path.read_bytes() == before
 
 
 def test_two_windows_on_one_file_take_turns(open_worker: Callable[..., Told]) -> None:

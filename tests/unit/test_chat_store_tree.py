@@ -50,13 +50,9 @@ def check_invariants(tree: MessageTree) -> None:
 
 
 @given(steps)
-def test_there_is_always_one_path_and_one_chosen_sibling(moves: list[tuple[bool, int]]) -> None:
-    check_invariants(grown(moves))
-
-
-@given(steps)
 def test_a_tree_rebuilt_from_its_messages_is_the_same(moves: list[tuple[bool, int]]) -> None:
     tree = grown(moves)
+    check_invariants(tree)
     again = MessageTree(tree.messages())
     assert again.messages() == tree.messages()
     assert again.path() == tree.path()

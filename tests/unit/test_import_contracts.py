@@ -46,11 +46,11 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
 
 
 LIGHT = """
-app.main app.services.engine_client
+app.main app.services.engine_client app.views.chat.chat_view app.views.settings.page app.views.data_folder_start
 engine.formats engine.families.family engine.protocol engine.checkpoint.library engine.checkpoint.catalogue
-engine.tuning.fit engine.jobs.job engine.parts.install engine.remote.client engine.remote.job
-engine.verbs.batch engine.hardware.probe engine.hardware.measured engine.cli engine.verbs.simulate
-engine.planner.papers.report engine.planner.simulator.plans
+engine.tuning.fit engine.jobs.job engine.parts.install engine.remote.client engine.remote.job engine.process.remote
+engine.verbs.batch engine.hardware.probe engine.hardware.measured engine.hardware.profiles engine.cli
+engine.verbs.simulate engine.experts.file_image engine.planner.papers.report engine.planner.simulator.plans
 """
 
 

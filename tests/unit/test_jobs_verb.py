@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def test_a_name_has_no_line_of_its_own(output: Path, capsys: pytest.CaptureFixtu
 def test_a_running_job_is_stopped_from_elsewhere(
     output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.batch_files.journal._LOOK_S", 0.0)
+    for patience in ("_LOOK_S", "_LOCK_S"):
+        monkeypatch.setattr(f"engine.batch_files.journal.{patience}", 0.0)
     ask_to_stop(_path_of(output))
     journal = _begun(output)
 
@@ -78,7 +80,7 @@ def test_a_running_job_is_stopped_from_elsewhere(
         with StopRequest(journal.path) as stop:
             begun.set()
             while not stop.is_made():
-                pass
+                time.sleep(0.002)
         journal.close()
 
     begun = threading.Event()

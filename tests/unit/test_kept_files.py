@@ -48,7 +48,8 @@ def key_of(number: int) -> bytes:
 
 
 def data_of(number: int, nbytes: int = 1000) -> memoryview:
-    return memoryview(bytearray((number + place) % 251 for place in range(nbytes)))
+    once = bytes((number + place) % 251 for place in range(251))
+    return memoryview(bytearray((once * (nbytes // 251 + 1))[:nbytes]))
 
 
 def read(files: KeptFiles, number: int, nbytes: int = 1000) -> bytes | None:

@@ -32,6 +32,7 @@ from engine.checkpoint.removing import remove
 from engine.checkpoint.shards import fingerprint
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir, models_dir
+from tests.combinations import DAY
 from tests.refusals import refused
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.tiny_gguf import write_mixtral
@@ -186,7 +187,7 @@ _KILLED = """
 import errno, itertools, os, shutil, sys
 from pathlib import Path
 
-home, step, is_other_disk = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+home, first, step, is_other_disk = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
 os.environ["SWITCHYARD_HOME"] = str(home / "live")
 from engine.checkpoint import moving
 from engine.checkpoint.importing import import_model
@@ -236,7 +237,7 @@ def is_whole(folder):
     manifest = read_manifest(folder)
     return manifest is not None and not damaged_files(folder, manifest)
 
-for number in itertools.count(0, step):
+for number in itertools.count(first, step):
     for folder in (home / "live", disk):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(home / "fresh", home / "live")
@@ -261,9 +262,10 @@ for number in itertools.count(0, step):
 
 
 def _killed(tmp_path: Path, step: int, *, is_other_disk: bool = True) -> int:
+    """Kills a move at one of so many of its steps, another one each day; the last that was tried."""
     write_tiny_checkpoint(tmp_path / "source", shards=2)
     done = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path), str(step), str(is_other_disk)],
+        [sys.executable, "-c", _KILLED, str(tmp_path), str(DAY % step), str(step), str(is_other_disk)],
         capture_output=True,
         text=True,
         check=False,
@@ -274,12 +276,12 @@ def _killed(tmp_path: Path, step: int, *, is_other_disk: bool = True) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of itself")
 def test_a_killed_move_leaves_a_whole_model(tmp_path: Path) -> None:
-    assert _killed(tmp_path, 9) > 30
+    assert _killed(tmp_path, 18) > 30
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of itself")
 def test_a_killed_renaming_leaves_no_prepared_experts_behind(tmp_path: Path) -> None:
-    assert _killed(tmp_path, 3, is_other_disk=False) > 10
+    assert _killed(tmp_path, 6, is_other_disk=False) > 10
 
 
 @pytest.mark.exhaustive

@@ -151,8 +151,8 @@ def test_nothing_is_unpacked_beyond_the_limit(name: str) -> None:
 
 def test_bombs_of_parts_are_dropped_or_refused() -> None:
     plain = file_of(coloured(), "PNG")
-    zipped = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(200_000_000), 9))
-    colours = _chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(50_000_000), 9))
+    zipped = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(200_000_000), 1))
+    colours = _chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(50_000_000), 1))
     bombed = plain[:33] + zipped + colours + plain[33:]
     assert read(bombed).tobytes() == read(plain).tobytes()
     assert read(_gif_remarks()).tobytes() == read(file_of(coloured(), "GIF")).tobytes()

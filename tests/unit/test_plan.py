@@ -24,6 +24,7 @@ from tests.refusals import refused
 
 _GIB = 2**30
 QWEN, DEEPSEEK, MIXTRAL = read_model("qwen3-30b-a3b"), read_model("deepseek-v3"), read_model("mixtral-8x7b")
+SMALL = read_model("gpt-oss-20b")
 GAMER, BARE, LARGE = (
     read_machine(name) for name in ("desktop-rtx-3060-12gb", "desktop-no-gpu-64gb", "desktop-rtx-5090-32gb")
 )
@@ -78,8 +79,8 @@ def assert_sound(plan: Plan) -> None:
 
 
 def test_what_others_hold_and_what_is_left_free_is_not_planned_with() -> None:
-    alone = make_plan(GAMER, QWEN)
-    shared = make_plan(GAMER, QWEN, limits=Limits(vram_of_others=4 * _GIB, precision=alone.precision))
+    alone = make_plan(GAMER, SMALL)
+    shared = make_plan(GAMER, SMALL, limits=Limits(vram_of_others=4 * _GIB, precision=alone.precision))
     assert alone.card is not None
     assert shared.card is not None
     assert shared.card.other_programs == 4 * _GIB
@@ -180,13 +181,13 @@ def test_each_help_is_a_gain(machine: HardwareProfile) -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
-    before = make_plan(GAMER, QWEN, limits=Limits(precision="int8")).speed.tokens_per_s
-    after = make_plan(what_if(GAMER, Change(vram_bytes=24 * _GIB)), QWEN, limits=Limits(precision="int8"))
+    before = make_plan(GAMER, SMALL, limits=Limits(precision="int8")).speed.tokens_per_s
+    after = make_plan(what_if(GAMER, Change(vram_bytes=24 * _GIB)), SMALL, limits=Limits(precision="int8"))
     assert after.speed.tokens_per_s >= 0.99 * before
 
 
 def test_pictures_are_read_where_that_is_faster_and_there_is_room() -> None:
-    seeing = replace(QWEN, sees=True, tower_weights=600 * 10**6, picture_gflops=7_000)
+    seeing = replace(SMALL, sees=True, tower_weights=600 * 10**6, picture_gflops=7_000)
     slow_link = replace(GAMER, link=replace(GAMER.link, h2d=2e7, h2d_pageable=2e7))
     seconds = []
     for machine, on_card in ((BARE, False), (GAMER, True), (slow_link, False)):
@@ -199,7 +200,7 @@ def test_pictures_are_read_where_that_is_faster_and_there_is_room() -> None:
     plan = make_plan(BARE, seeing)
     assert plan.ram.pictures == 1_200 * 10**6
     assert plan.ram.held == sum(total_held(plan.ram).values()) - plan.ram.headroom - plan.ram.other_programs
-    assert make_plan(BARE, QWEN).pictures is None
+    assert make_plan(BARE, SMALL).pictures is None
     full = replace(seeing, tower_weights=20 * 10**9)  # no card has room for it
     assert not make_plan(GAMER, full).pictures.on_card  # type: ignore[union-attr]
 

@@ -10,7 +10,7 @@ import pytest
 from engine.checkpoint.library import note_use
 from engine.cli import main
 from engine.common.config import EngineConfig
-from engine.tuning.messages import StartTuning
+from engine.protocol import StartTuning
 from engine.tuning.run import tune
 from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, others_take, tiny_model
 
@@ -35,8 +35,8 @@ def test_a_plan_for_people_names_bytes_and_what_limits(capsys: pytest.CaptureFix
 
 def test_keys_and_values_in_bytes_take_half_without_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     def kv(hardware: str, precision: str) -> int:
-        where = ["--hardware", hardware, "--kv-precision", precision, "--json"]
-        assert main(["plan", "--model", "qwen3-30b-a3b", *where]) == 0
+        where = ["--hardware", hardware, "--kv-precision", precision, "--workload", "512x8", "--json"]
+        assert main(["plan", "--model", "gpt-oss-20b", *where]) == 0
         plan = json.loads(capsys.readouterr().out)
         return int(plan["ram"]["kv"] + (plan["card"] or {"kv": 0})["kv"])
 
@@ -143,7 +143,7 @@ def test_emulated_cards_of_different_sizes_are_planned_with(
     monkeypatch.setattr("engine.tuning.machine_state.probe_machine", lambda: MACHINE)
     where = ["--workload", "64x8", "--json", "--precision", "int4"]
     device = "emulated:link25-8gb,emulated:link12-6gb"
-    assert main(["plan", "--model", "qwen3-30b-a3b", "--device", device, *where]) == 0
+    assert main(["plan", "--model", "gpt-oss-20b", "--device", device, *where]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["card"]["total"] == 14 * 2**30
     assert "2 cards" in found["sharing_words"]

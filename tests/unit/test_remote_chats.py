@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 
@@ -204,11 +201,3 @@ def test_commands_reach_it_whatever_the_engine_does(process: Process, server: Ba
     assert not read_commands(theirs, process.requests, None, None, None, process.chats)  # type: ignore[arg-type]
     os.close(theirs)
     process.wait_for(Finished)
-
-
-def test_it_needs_no_torch() -> None:
-    script = "import sys, engine.process.remote, engine.remote.client; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False"

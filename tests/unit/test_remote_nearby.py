@@ -46,16 +46,15 @@ def test_nobody_answers() -> None:
         assert look_around(cancelled=lambda: True, group=silent.getsockname()) == ()
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"\0" * 12, b"\xff" * 500, struct.pack(">6H", 0, 0x8400, 0, 9, 0, 0) + b"\xc0\x0c"]
-)
-def test_nonsense_is_no_server(answer: bytes) -> None:
+def test_nonsense_is_no_server() -> None:
+    answers = (b"", b"\0" * 12, b"\xff" * 500, struct.pack(">6H", 0, 0x8400, 0, 9, 0, 0) + b"\xc0\x0c")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as strange:
         strange.bind(HERE)
 
         def reply() -> None:
             _packet, sender = strange.recvfrom(9000)
-            strange.sendto(answer, sender)
+            for answer in answers:
+                strange.sendto(answer, sender)
 
         thread = threading.Thread(target=reply)
         thread.start()

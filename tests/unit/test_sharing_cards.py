@@ -125,7 +125,7 @@ def test_every_expert_is_on_one_card_and_every_card_has_one(count: int, shares: 
 
 
 def test_a_chat_on_two_cards_is_never_said_to_be_twice_as_fast() -> None:
-    model = read_model("qwen3-30b-a3b")
+    model = read_model("gpt-oss-20b")
     fits = make_plan(one_card(), model, CHAT, Limits(precision="int4"))
     both = make_plan(two_cards(), model, CHAT, Limits(precision="int4"))
     assert both.cache.all_experts == fits.cache.all_experts

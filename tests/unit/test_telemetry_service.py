@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from engine.process import telemetry
 from engine.process.streams import MOST_OFFERED, EventWriter
 from engine.process.telemetry import TelemetryService
-from engine.protocol import Event
-from engine.telemetry.lanes import DECODE, EXPERTS, GPU
-from engine.telemetry.messages import (
+from engine.protocol import (
     CacheReport,
+    Event,
     ExpertMap,
     ResizeCache,
     TelemetryCounters,
@@ -22,6 +22,7 @@ from engine.telemetry.messages import (
     TelemetrySpans,
     WatchTelemetry,
 )
+from engine.telemetry.lanes import DECODE, EXPERTS, GPU
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import SPAN, STEP, Records, unpack
 
@@ -93,7 +94,9 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def service(window: Window, recorder: Recorder) -> Iterator[TelemetryService]:
+def service(window: Window, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[TelemetryService]:
+    for pause in ("SPANS_S", "MAP_S", "REPORT_S"):
+        monkeypatch.setattr(telemetry, pause, 0.02)
     made = TelemetryService(window.offer, window.send, window.send, recorder)
     yield made
     made.close()

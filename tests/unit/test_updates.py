@@ -153,27 +153,12 @@ def test_nothing_newer_for_this_system_is_no_update(server: Server, said: dict[s
     assert look_for_update() is None
 
 
-def test_a_list_that_somebody_else_signed_is_not_believed(server: Server) -> None:
-    server.publish(Ed25519PrivateKey.generate(), windows=[window()])
-    with pytest.raises(EngineError, match="not signed"):
-        look_for_update()
-    server.publish(signs=b"another list", windows=[window()])
-    with pytest.raises(EngineError, match="not signed"):
-        look_for_update()
-
-
 @pytest.mark.parametrize(
     "said", [{"version": "../../x"}, {"windows": [{}]}, {"windows": 3}, {"windows": [window(sha256="1")]}]
 )
 def test_a_signed_list_that_makes_no_sense_is_told(server: Server, said: dict[str, Any]) -> None:
     server.publish(**{"windows": [window()], **said})
     with pytest.raises(EngineError, match="makes no sense"):
-        look_for_update()
-
-
-def test_no_server_is_told(server: Server) -> None:
-    mirror.use_updates_address("http://127.0.0.1:9")
-    with pytest.raises(EngineError, match="check the network"):
         look_for_update()
 
 
@@ -257,14 +242,13 @@ def test_an_engine_with_other_wheels_is_fetched_first(update: Update, server: Se
 
 
 @needs_uv
-@pytest.mark.parametrize("variable", ["WINDOW_PROBLEM", "SELF_TEST_PROBLEM"])
-def test_one_that_does_not_work_changes_nothing(update: Update, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_work_changes_nothing(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.run(begin_update(update).key)
-    monkeypatch.setenv(variable, "no such library")
+    monkeypatch.setenv("WINDOW_PROBLEM", "no such library")
     with pytest.raises(EngineError, match="no such library"):
         install_update("0.3.0", choose=choose)
     assert state() == ("0.2.0", "0.2.0")
-    monkeypatch.delenv(variable)
+    monkeypatch.delenv("WINDOW_PROBLEM")
     install_update("0.3.0", choose=choose)
     assert state() == ("0.3.0", "0.3.0")
 

@@ -27,8 +27,8 @@ from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count, number, percent, translate
 from app.widgets.scaffold import STRETCH, Card, PageBody, WrappedLabel, add_items, hbox, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.messages import BatchRow
 from engine.common.config import HERE
+from engine.protocol import BatchRow
 from engine.remote.endpoint import named_at
 
 _PLACE = re.compile(r"\{\{.+?\}\}")

@@ -14,7 +14,7 @@ from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.probe import GpuInfo, Probe
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.messages import Telemetry
+from engine.protocol import Telemetry
 
 SPACING_PX = 6
 _NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)

@@ -31,7 +31,7 @@ from app.widgets.quantities import number, translate
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, push_button, text_label, vbox
 from engine.common.errors import EngineError
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.messages import CacheReport, ExpertMap
+from engine.protocol import CacheReport, ExpertMap
 
 _COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
 """Column widths in digits; a wider table scrolls."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engine.common.choice import clearly_least
+from engine.common.model_info import PredictorRate
 from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.predictors import Predictor, Ranked
 from engine.experts.prediction.target import PrefetchTimes
-from engine.telemetry.messages import PredictorRate
 
 _EWMA_WEIGHT = 0.02
 """Weight of one layer in the moving averages of layer times and of what a prefetch saves and costs."""

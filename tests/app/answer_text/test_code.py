@@ -36,6 +36,7 @@ def test_copy_takes_the_code_and_says_so(make_view: ViewMaker, qtbot: QtBot) -> 
     view = make_view("Look:\n\n```python\nx = 1\n\ny = '*'\n```\n\n- one\n  ```\n  two\n  ```")
     view.show()
     button, other = view.copy_buttons
+    button._reset.setInterval(100)
     assert button.text() == "Copy"
     assert button.accessibleName() == "Copy code"
     assert button.focusPolicy() & Qt.FocusPolicy.TabFocus

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+
 from PySide6.QtCore import Qt, QTimer
 from pytestqt.qtbot import QtBot
 
@@ -33,52 +34,43 @@ def test_a_question_and_its_answer(page: ChatView, engine: ScriptedEngine, qtbot
     assert page.composer.send_button.text() == "Send"
 
 
-def test_what_gave_way_stands_under_the_answer(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
-    gone = "The graphics card stopped responding, so the model runs on the CPU now."
-    type_and_send(qtbot, page, "What is the capital of France?")
-    engine.write("It is Paris.")
-    engine.finish(gave_way=gone)
-    assert last_answer(page).figures.endswith(f"  ·  {gone}")
-
-
-@pytest.mark.parametrize(
-    ("pictures", "kept", "words"),
-    [
-        (1, 0, "picture read in 0.40 s"),
-        (1, 1, "picture read before"),
-        (3, 0, "3 pictures read in 0.40 s"),
-        (3, 3, "3 pictures read before"),
-        (3, 2, "2 of 3 pictures read before, the others in 0.40 s"),
-    ],
-)
-def test_how_long_pictures_took_stands_under_the_answer(
-    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, pictures: int, kept: int, words: str
+def test_what_gave_way_and_how_long_pictures_took_stands_under_the_answer(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
 ) -> None:
-    type_and_send(qtbot, page, "What is in them?")
-    engine.write("A cat.")
-    engine.finish(pictures=pictures, pictures_kept=kept, pictures_s=0.4)
-    assert last_answer(page).figures.endswith(f"  ·  {words}")
+    gone = "The graphics card stopped responding, so the model runs on the CPU now."
+    more: dict[str, Any]
+    for more, words in (
+        ({"gave_way": gone}, gone),
+        ({"pictures": 1, "pictures_kept": 0, "pictures_s": 0.4}, "picture read in 0.40 s"),
+        ({"pictures": 1, "pictures_kept": 1, "pictures_s": 0.4}, "picture read before"),
+        ({"pictures": 3, "pictures_kept": 0, "pictures_s": 0.4}, "3 pictures read in 0.40 s"),
+        ({"pictures": 3, "pictures_kept": 3, "pictures_s": 0.4}, "3 pictures read before"),
+        (
+            {"pictures": 3, "pictures_kept": 2, "pictures_s": 0.4},
+            "2 of 3 pictures read before, the others in 0.40 s",
+        ),
+    ):
+        type_and_send(qtbot, page, "What is in them?")
+        engine.write("A cat.")
+        engine.finish(**more)
+        assert last_answer(page).figures.endswith(f"  ·  {words}")
 
 
-def test_shift_enter_starts_a_line_and_an_empty_box_sends_nothing(page: ChatView, qtbot: QtBot) -> None:
+def test_shift_enter_starts_a_line_and_the_box_grows_and_an_empty_one_sends_nothing(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    one = page.composer.box.height()
     qtbot.keyClick(page.composer.box, Qt.Key.Key_Return)
     qtbot.keyClicks(page.composer.box, "a")
     qtbot.keyClick(page.composer.box, Qt.Key.Key_Return, Qt.KeyboardModifier.ShiftModifier)
     qtbot.keyClicks(page.composer.box, "b")
     assert page.composer.text == "a\nb"
     assert shown(page) == []
-
-
-def test_the_box_grows_with_its_text_up_to_a_limit(page: ChatView, qtbot: QtBot) -> None:
     box = page.composer.box
-    one = box.height()
     box.setPlainText("a\nb\nc")
     three = box.height()
     box.setPlainText("\n".join("abcdefghijklmnopqrstuvwxyz"))
     assert one < three < box.height() < 400
-
-
-def test_an_example_is_asked_with_a_click(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
     button = page.empty.examples[0]
     qtbot.mouseClick(button, Qt.MouseButton.LeftButton)
     assert engine.requests[0].command.messages[0].content == button.text()

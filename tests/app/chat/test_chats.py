@@ -74,18 +74,9 @@ def test_deleting_a_chat_ends_its_answer(page: ChatView, engine: ScriptedEngine,
     assert page.presenter.model.rows[-1].message.state is MessageState.PARTIAL
 
 
-def test_renaming_in_the_list(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
-    answered(qtbot, page, engine, "old name", "yes")
-    page.rename()
-    editor = QApplication.focusWidget()
-    assert editor is not None
-    editor.setText("  new   name ")  # type: ignore[attr-defined]
-    qtbot.keyClick(editor, Qt.Key.Key_Return)
-    qtbot.waitUntil(lambda: titles(page) == ["new name"])
-    assert page.title_bar.title == "new name"
-
-
-def test_pinning_moves_a_chat_to_the_top(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+def test_pinning_moves_a_chat_to_the_top_and_it_is_renamed_in_the_list(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
     answered(qtbot, page, engine, "a", "1")
     first = page.presenter.conversation
     page.new_chat()
@@ -94,6 +85,13 @@ def test_pinning_moves_a_chat_to_the_top(page: ChatView, engine: ScriptedEngine,
     next(action for action in menu.actions() if "Pin" in action.text()).trigger()
     assert titles(page) == ["a", "b"]
     menu.deleteLater()
+    page.rename()
+    editor = QApplication.focusWidget()
+    assert editor is not None
+    editor.setText("  new   name ")  # type: ignore[attr-defined]
+    qtbot.keyClick(editor, Qt.Key.Key_Return)
+    qtbot.waitUntil(lambda: titles(page) == ["a", "new name"])
+    assert page.title_bar.title == "new name"
 
 
 def test_searching_finds_an_answer_and_shows_it(

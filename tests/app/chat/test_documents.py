@@ -122,7 +122,7 @@ def test_of_a_long_document_the_passage_is_given_and_opens_marked(
     dialog.close()
 
 
-def test_a_question_about_all_of_it_gets_pieces_from_all_over(
+def test_a_question_about_all_of_it_gets_pieces_from_all_over_and_what_was_asked_of_opens(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot, book: Path
 ) -> None:
     page.presenter.document_room = lambda _texts: 1500
@@ -130,6 +130,19 @@ def test_a_question_about_all_of_it_gets_pieces_from_all_over(
     given = ask(page, engine, qtbot, "Summarise!")
     assert "[1] book.pdf, page 1, Beginning:" in given
     assert "[3]" in given
+    answer(engine, "None.")
+    turn = page.transcript.turns[0]
+    assert isinstance(turn, UserMessage)
+    QTest.keyClick(turn.attachments.chips[0], Qt.Key.Key_Return)
+    (dialog,) = page.findChildren(PassageDialog)
+    qtbot.waitUntil(lambda: dialog.text.toPlainText().startswith("Page 1 tells"))
+    dialog.close()
+    QApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
+    page._open_source(Source(1, "unknown", "a.pdf", 3))
+    (gone,) = page.findChildren(PassageDialog)
+    qtbot.waitUntil(lambda: "no longer there" in gone.text.placeholderText())
+    gone.close()
+    QApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
 
 
 def test_documents_outlive_a_restart_edits_and_branches_and_go_with_their_chats(
@@ -376,8 +389,11 @@ def test_files_and_folders_are_chosen_by_a_button(page: ChatView, qtbot: QtBot, 
     assert [one.kind for one in settled(page, qtbot)] == ["file", "folder"]
 
 
-def test_files_in_the_clipboard_are_attached_not_pasted_as_text(page: ChatView, qtbot: QtBot, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("words")
+def test_files_in_the_clipboard_are_attached_sent_without_a_text_and_never_logged(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(0)
+    (tmp_path / "a.txt").write_text("sesquipedalian")
     data = QMimeData()
     data.setText(f"{QUrl.fromLocalFile(str(tmp_path / 'a.txt')).toString()}\n")  # as some file managers copy
     QGuiApplication.clipboard().setMimeData(data)
@@ -386,6 +402,14 @@ def test_files_in_the_clipboard_are_attached_not_pasted_as_text(page: ChatView, 
     assert page.composer.text == ""
     page.composer.box.paste()  # the same again
     assert len(page.presenter.attachments) == 1
+    assert page.composer.send_button.isEnabled()
+    given = ask(page, engine, qtbot, "")
+    assert "[1] a.txt:\nsesquipedalian" in given
+    assert page.presenter.conversation.title == "a.txt"
+    assert isinstance(page.presenter.model.rows[0].message, Message)
+    answer(engine, "Long.")
+    ask(page, engine, qtbot, "What is sesquipedalian?")
+    assert "sesquipedalian" not in caplog.text
 
 
 def test_without_an_index_the_chat_says_so_and_goes_on(
@@ -446,17 +470,6 @@ def test_no_file_is_read_and_no_index_asked_on_the_windows_thread(
     assert threading.main_thread() not in threads
 
 
-def test_nothing_of_a_document_is_logged(
-    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(0)
-    (tmp_path / "a.txt").write_text("sesquipedalian")
-    attach(page, qtbot, tmp_path / "a.txt")
-    ask(page, engine, qtbot, "What is sesquipedalian?")
-    answer(engine, "Long.")
-    assert "sesquipedalian" not in caplog.text
-
-
 def test_an_import_brings_texts_but_names_no_place_to_read(
     page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, tmp_path: Path
 ) -> None:
@@ -481,35 +494,3 @@ def test_an_import_brings_texts_but_names_no_place_to_read(
     given = ask(page, engine, qtbot, "Again?")
     assert given == "Again?"
     assert "called Ingrid" in engine.requests[-1].command.messages[0].content
-
-
-def test_a_document_of_a_message_opens(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, book: Path) -> None:
-    attach(page, qtbot, book)
-    ask(page, engine, qtbot, "What word?")
-    answer(engine, "None.")
-    turn = page.transcript.turns[0]
-    assert isinstance(turn, UserMessage)
-    QTest.keyClick(turn.attachments.chips[0], Qt.Key.Key_Return)
-    (dialog,) = page.findChildren(PassageDialog)
-    qtbot.waitUntil(lambda: dialog.text.toPlainText().startswith("Page 1 tells"))
-    dialog.close()
-
-
-def test_a_source_whose_document_is_gone_says_so(page: ChatView, qtbot: QtBot) -> None:
-    page._open_source(Source(1, "unknown", "a.pdf", 3))
-    (dialog,) = page.findChildren(PassageDialog)
-    qtbot.waitUntil(lambda: "no longer there" in dialog.text.placeholderText())
-    dialog.close()
-    QApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
-
-
-def test_messages_with_documents_alone_can_be_sent(
-    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
-) -> None:
-    (tmp_path / "a.txt").write_text("words")
-    attach(page, qtbot, tmp_path / "a.txt")
-    assert page.composer.send_button.isEnabled()
-    given = ask(page, engine, qtbot, "")
-    assert "[1] a.txt:\nwords" in given
-    assert page.presenter.conversation.title == "a.txt"
-    assert isinstance(page.presenter.model.rows[0].message, Message)

@@ -42,23 +42,13 @@ def test_a_slash_lists_prompts_and_typing_finds_one(prompts: ChatView, qtbot: Qt
     assert prompts.composer.text == "Say hello."
     qtbot.keyClicks(box, "/")  # within a text it is a slash
     assert prompts.composer.text == "Say hello./"
-
-
-def test_a_text_that_begins_with_a_slash_can_be_written(prompts: ChatView, qtbot: QtBot) -> None:
-    qtbot.keyClicks(prompts.composer.box, "/")
-    qtbot.keyClicks(prompts.tools.popover.filter, "etc/hosts")
-    qtbot.keyClick(prompts.tools.popover.filter, Qt.Key.Key_Return)
+    box.clear()
+    qtbot.keyClicks(box, "/")  # a text that begins with one can be written
+    qtbot.keyClicks(popover.filter, "etc/hosts")
+    qtbot.keyClick(popover.filter, Qt.Key.Key_Return)
     assert prompts.composer.text == "/etc/hosts"
-
-
-def test_without_prompts_a_slash_is_a_slash(page: ChatView, qtbot: QtBot) -> None:
-    qtbot.keyClicks(page.composer.box, "/")
-    assert page.composer.text == "/"
-
-
-def test_variables_are_asked_for_and_put_in(prompts: ChatView, qtbot: QtBot) -> None:
-    popover = prompts.tools.popover
-    prompts.tools.open_prompts()
+    box.clear()
+    prompts.tools.open_prompts()  # variables are asked for and put in
     qtbot.keyClicks(popover.filter, "transl")
     qtbot.keyClick(popover.filter, Qt.Key.Key_Return)
     assert list(popover.fields) == ["language", "text"]
@@ -66,6 +56,11 @@ def test_variables_are_asked_for_and_put_in(prompts: ChatView, qtbot: QtBot) -> 
     popover.fields["text"].setPlainText("one\n{{language}}")
     popover.insert_button.click()
     assert prompts.composer.text == "Translate into French:\none\n{{language}}"
+
+
+def test_without_prompts_a_slash_is_a_slash(page: ChatView, qtbot: QtBot) -> None:
+    qtbot.keyClicks(page.composer.box, "/")
+    assert page.composer.text == "/"
 
 
 def test_a_message_becomes_a_prompt_that_can_be_changed_and_removed(prompts: ChatView, qtbot: QtBot) -> None:
@@ -116,7 +111,7 @@ def test_presets_are_saved_renamed_used_and_deleted(page: ChatView, qtbot: QtBot
     assert page.presenter.conversation.sampling == sampling
 
 
-def test_a_number_is_typed_past_the_models_own(
+def test_a_number_is_typed_past_the_models_own_which_is_said(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.3}))
@@ -129,12 +124,9 @@ def test_a_number_is_typed_past_the_models_own(
     field.selectAll()
     qtbot.keyClicks(field, "0.35")
     assert field.value() == 0.35
-
-
-def test_every_field_is_explained_with_the_models_own(page: ChatView, qtbot: QtBot) -> None:
+    # Every field is explained, with the model's own.
     popover = page.composer.sampling_popover
     popover.set_own(replace(popover.own, top_k=40))
-    page.composer.edit_sampling()
     explained = {setting.key for setting in popover._explained.values()}
     assert explained == {each.key for each in settings_of(SamplingParams)}
     popover.fields["top_k"].setFocus()

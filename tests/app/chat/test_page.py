@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import Qt
-from PySide6.QtGui import QGuiApplication
+from PySide6.QtCore import Qt, QUrl
+from PySide6.QtGui import QDesktopServices, QGuiApplication
+from PySide6.QtWidgets import QAbstractButton, QLineEdit, QPlainTextEdit
 from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore, Conversation, Message
@@ -75,26 +76,19 @@ def test_a_chat_without_settings_of_its_own_takes_those_of_the_model_that_answer
     type_and_send(qtbot, page, "q")
     sent = engine.requests[0].command.sampling
     assert (sent.temperature, sent.min_p, sent.dry_multiplier, sent.max_tokens) == (0.3, 0.1, 0.8, 1024)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
+    for sampling in (  # the card gives back what it shows
         SamplingParams(stop=("a,b", "\n\n", ", c"), dry_breakers=("\n", ",", "</think>")),
         SamplingParams(dry_multiplier=1.25, dry_base=2.5, dry_allowed_length=4, dry_range=0, dry_breakers=()),
         SamplingParams(temperature=0.5, seed=3, beams=4),
-    ],
-)
-def test_the_card_gives_back_what_it_shows(page: ChatView, sampling: SamplingParams) -> None:
-    card = page.composer.sampling_popover
-    card.fill(sampling)
-    shown = card.sampling()
-    assert replace(shown, stop=(), dry_breakers=()) == replace(sampling, stop=(), dry_breakers=())
-    for texts, given in ((shown.stop, sampling.stop), (shown.dry_breakers, sampling.dry_breakers)):
-        assert texts == tuple(text.strip(" ") for text in given)
+    ):
+        card.fill(sampling)
+        shown = card.sampling()
+        assert replace(shown, stop=(), dry_breakers=()) == replace(sampling, stop=(), dry_breakers=())
+        for texts, given in ((shown.stop, sampling.stop), (shown.dry_breakers, sampling.dry_breakers)):
+            assert texts == tuple(text.strip(" ") for text in given)
 
 
-def test_copying_gives_the_text(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+def test_copying_gives_the_text_and_everything_has_a_name(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
     answered(qtbot, page, engine, "my question", "an **answer**")
     last_answer(page)._copy.click()
     assert QGuiApplication.clipboard().text().strip() == "an **answer**"
@@ -102,6 +96,11 @@ def test_copying_gives_the_text(page: ChatView, engine: ScriptedEngine, qtbot: Q
     assert isinstance(first, UserMessage)
     first._buttons[0].click()
     assert QGuiApplication.clipboard().text() == "my question"
+    # For those who cannot see it.
+    for kind in (QAbstractButton, QLineEdit, QPlainTextEdit):
+        for widget in page.findChildren(kind):
+            if widget.isVisible() and widget.focusPolicy() != Qt.FocusPolicy.NoFocus:
+                assert widget.accessibleName() or getattr(widget, "text", str)(), widget
 
 
 def test_the_view_stays_at_the_end_only_if_the_reader_is_there(
@@ -153,22 +152,7 @@ def test_colours_follow_the_theme(page: ChatView, engine: ScriptedEngine, theme:
     assert page.transcript.turns[-1].maximumWidth() > 680
 
 
-def test_everything_has_a_name_for_those_who_cannot_see_it(
-    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
-) -> None:
-    answered(qtbot, page, engine, "q", "a")
-    from PySide6.QtWidgets import QAbstractButton, QLineEdit, QPlainTextEdit
-
-    for kind in (QAbstractButton, QLineEdit, QPlainTextEdit):
-        for widget in page.findChildren(kind):
-            if widget.isVisible() and widget.focusPolicy() != Qt.FocusPolicy.NoFocus:
-                assert widget.accessibleName() or getattr(widget, "text", str)(), widget
-
-
 def test_links_open_only_if_they_are_of_the_web(page: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
-    from PySide6.QtCore import QUrl
-    from PySide6.QtGui import QDesktopServices
-
     opened: list[str] = []
     monkeypatch.setattr(QDesktopServices, "openUrl", lambda url: opened.append(url.toString()))
     for url in ("https://example.org/", "file:///etc/passwd", "javascript:alert(1)"):

@@ -117,16 +117,13 @@ def test_a_restart_from_the_chat_loads_the_default_model_as_the_settings_say(
     assert [load.command.config for load in engine.loads] == [EngineConfig(model=str(model), device="cpu", threads=3)]
 
 
-def test_a_store_in_trouble_is_told_and_taken_back(page: ChatView, store: ChatStore) -> None:
+def test_a_store_in_trouble_is_told_and_closing_with_unsaved_text_asked_about(
+    page: ChatView, store: ChatStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.trouble.emit("The disk is full.")
     assert page.trouble_banner.isVisible()
     store.trouble.emit("")
     assert not page.trouble_banner.isVisible()
-
-
-def test_closing_with_unsaved_text_is_asked_about(
-    page: ChatView, store: ChatStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
     asked: list[bool] = []
     answers = [False, True]
 

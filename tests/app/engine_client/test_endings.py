@@ -12,6 +12,7 @@ import psutil
 import pytest
 from pytestqt.qtbot import QtBot
 
+from app.services import engine_client, worker_process
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import Request
 from engine.common import installed
@@ -62,9 +63,19 @@ def test_kill_in_mid_answer_then_restart(running: tuple[EngineClient, Watch], qt
     assert isinstance(watch.end_of(load), ModelLoaded)
 
 
+@pytest.fixture
+def impatient(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineClient, Watch]:
+    """Looks often, so that little more than a missed heartbeat is noticed."""
+    for module in (engine_client, worker_process):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
+    return make(not_responding_s=1.3)
+
+
 @POSIX
-def test_a_hanging_worker_is_told_of_and_restarted_only_when_asked(make: Make, qtbot: QtBot) -> None:
-    client, watch = make(not_responding_s=2.0)
+def test_a_hanging_worker_is_told_of_and_restarted_only_when_asked(
+    impatient: tuple[EngineClient, Watch], qtbot: QtBot
+) -> None:
+    client, watch = impatient
     said: list[bool] = []
     client.responding_changed.connect(said.append)
     client.start()
@@ -86,8 +97,8 @@ def test_a_hanging_worker_is_told_of_and_restarted_only_when_asked(make: Make, q
 
 
 @POSIX
-def test_a_worker_that_answers_again_is_well_again(make: Make, qtbot: QtBot) -> None:
-    client, _ = make(not_responding_s=2.0)
+def test_a_worker_that_answers_again_is_well_again(impatient: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    client, _ = impatient
     client.start()
     qtbot.waitUntil(lambda: client.state == EngineState.READY, timeout=WAIT_MS)
     os.kill(client.worker_pid, signal.SIGSTOP)
@@ -223,7 +234,8 @@ def test_shutdown_ends_the_worker_and_open_requests(running: tuple[EngineClient,
     qtbot.waitUntil(lambda: client.state == EngineState.READY, timeout=WAIT_MS)
 
 
-def test_a_worker_that_ignores_shutdown_is_killed(make: Make, qtbot: QtBot) -> None:
+def test_a_worker_that_ignores_shutdown_is_killed(make: Make, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "SHUTDOWN_S", 0.2)
     client, _ = make(worker_saying(READY, then="time.sleep(600)"))
     client.start()
     qtbot.waitUntil(lambda: client.state == EngineState.READY, timeout=WAIT_MS)

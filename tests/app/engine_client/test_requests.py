@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 import pytest
+from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
@@ -16,11 +20,31 @@ from engine.protocol import (
     ModelUnloaded,
     encode,
 )
-from tests.app.engine_client.watching import READY, WAIT_MS, Make, Watch, worker_saying
+from tests.app.engine_client.watching import READY, SCRIPTED, WAIT_MS, Make, Watch, worker_saying
 
 
-def test_an_answer_streams_and_ends(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    client, watch = running
+@pytest.fixture(scope="module")
+def shared(qapp: QApplication) -> Iterator[EngineClient]:
+    client = EngineClient(command=SCRIPTED)
+    client.start()
+    while client.state is not EngineState.READY:
+        qapp.processEvents()
+        time.sleep(0.005)
+    yield client
+    client.close_now()
+    client.deleteLater()
+
+
+@pytest.fixture
+def running(shared: EngineClient) -> tuple[EngineClient, Watch]:
+    """That of other tests of this file."""
+    return shared, Watch(shared)
+
+
+def test_an_answer_streams_and_ends(make: Make, qtbot: QtBot) -> None:
+    client, watch = make()
+    client.start()
+    qtbot.waitUntil(lambda: client.state == EngineState.READY, timeout=WAIT_MS)
     load = watch.load("anything")
     answer = watch.ask("count 5")
     assert client.state == EngineState.LOADING
@@ -107,29 +131,23 @@ def test_a_load_that_fails_leaves_no_model(running: tuple[EngineClient, Watch], 
     assert client.state == EngineState.READY
 
 
-@pytest.mark.parametrize(
-    ("prompt", "code"),
-    [
+def test_what_the_engine_raises_ends_the_request_and_quotes_nothing_and_stray_prints_reach_the_log(
+    make: Make, qtbot: QtBot
+) -> None:
+    client, watch = make()
+    client.start()
+    for prompt, code in (
         ("raise memory", ErrorCode.NOT_ENOUGH_MEMORY),
         ("raise value SECRET", ErrorCode.INTERNAL),
         ("exit", ErrorCode.INTERNAL),
-    ],
-)
-def test_what_the_engine_raises_ends_the_request_and_quotes_nothing(
-    running: tuple[EngineClient, Watch], qtbot: QtBot, prompt: str, code: ErrorCode
-) -> None:
-    _, watch = running
-    failing, next_one = watch.ask(prompt), watch.ask("count 1")
-    qtbot.waitUntil(lambda: watch.ended(failing, next_one), timeout=WAIT_MS)
-    assert watch.end_of(failing).code == code
-    assert watch.end_of(next_one).finish_reason == "stop"
-    said = watch.end_of(failing).message + "".join(path.read_text() for path in log_dir().glob("*.log"))
-    assert "SECRET" not in said
-    assert code == ErrorCode.NOT_ENOUGH_MEMORY or "scripted_worker.py" in said
-
-
-def test_stray_prints_reach_the_log_and_not_the_stream(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    client, watch = running
+    ):
+        failing, next_one = watch.ask(prompt), watch.ask("count 1")
+        qtbot.waitUntil(lambda pair=(failing, next_one): watch.ended(*pair), timeout=WAIT_MS)
+        assert watch.end_of(failing).code == code
+        assert watch.end_of(next_one).finish_reason == "stop"
+        said = watch.end_of(failing).message + "".join(path.read_text() for path in log_dir().glob("*.log"))
+        assert "SECRET" not in said
+        assert code == ErrorCode.NOT_ENOUGH_MEMORY or "scripted_worker.py" in said
     request = watch.ask("print")
     qtbot.waitUntil(lambda: watch.ended(request), timeout=WAIT_MS)
     assert watch.end_of(request).finish_reason == "stop"
