@@ -309,6 +309,7 @@ def test_progress_is_shown_and_rows_come_in(
     model = page.job_view.rows.model
     assert [model.index(n, Column.ROW).data() for n in range(3)] == ["2", "1", "3"]
     assert page.job_view.rows.filters.button(2).text() == "Failed 1"
+    assert "this PC" in words(page.job_view.settings).split("\n")  # whole, in the narrow column
     engine.tell(3, ROWS, failed=1, blocked="Waiting: the disk is full.")
     assert "Waiting: the disk is full." in words(page.job_view.progress)
 
