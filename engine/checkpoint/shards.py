@@ -147,7 +147,7 @@ def _check_numbers(entries: list[TensorEntry], places: int) -> None:
                         stream.seek(entry.offset + at * size)
                         read += stream.read(few * size)
                     if places > 1 and entry.nbytes >= _LARGE and len(entry.shape) > 1 and not any(read):
-                        raise damaged(f"{file} has nothing but zeros in {quoted(entry.key)}")
+                        raise damaged(file, f"has nothing but zeros in {quoted(entry.key)}")
                     raw = np.frombuffer(read, np.uint8)
                     if kind is None:
                         is_broken = (raw == 0xFF).all()
