@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.bench.report import Report
 from engine.formats import AUTO
-from engine.verbs.bench import add_common, add_model, config_of, emit_report, lengths, new_report
+from engine.verbs.bench import add_common, add_model, config_of, emit_report, lengths, new_report, reported
 from engine.verbs.options import add_engine_options, engine_config, parse_size, positive_int
 from engine.verbs.output import note
 
@@ -260,31 +261,30 @@ def _rates(text: str) -> tuple[float, ...]:
     return rates
 
 
-def _run_opening(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_opening(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from benchmarks.opening import bench_opening
 
     bench_opening(config, args.repeats, report, note, peers=args.peers)
-    return emit_report(report, args)
 
 
-def _run_blocks(args: argparse.Namespace) -> int:
+@reported
+def _run_blocks(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.block_types import bench_blocks
 
-    report = new_report()
     bench_blocks(args.repeats, report, note)
-    return emit_report(report, args)
 
 
-def _run_machines(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_machines(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from benchmarks.machines import MachinesPlan, bench_machines
 
     plan = MachinesPlan(
         args.machines, args.beside, args.tokens, args.prompt_tokens, args.repeats, not args.measured_host
     )
     bench_machines(config, plan, report, note)
-    return emit_report(report, args)
 
 
 def _run_papers(args: argparse.Namespace) -> int:
@@ -297,32 +297,31 @@ def _run_papers(args: argparse.Namespace) -> int:
     return emit_cells(list(paper_cells(model, QUICK if args.quick else LONG, args.papers, note)), as_json=args.json)
 
 
-def _run_chats(args: argparse.Namespace) -> int:
+@reported
+def _run_chats(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.chats import ChatsPlan, bench_chats
 
-    report = new_report()
     bench_chats(config_of(args), ChatsPlan(args.chats, args.tokens, args.repeats), report, note)
-    return emit_report(report, args)
 
 
-def _run_cache(args: argparse.Namespace) -> int:
+@reported
+def _run_cache(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.cache import bench_cache
 
-    report = new_report()
     bench_cache(args.trace, args.repeats, report, note)
-    return emit_report(report, args)
 
 
-def _run_disk(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_disk(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from benchmarks.disk import DiskPlan, bench_disk
 
     bench_disk(config, DiskPlan(args.tokens, args.repeats, args.expert_ram), report, note)
-    return emit_report(report, args)
 
 
-def _run_quality(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_quality(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from benchmarks.quality import QualityPlan, bench_quality
 
     bench_quality(
@@ -331,43 +330,42 @@ def _run_quality(args: argparse.Namespace) -> int:
         report,
         note,
     )
-    return emit_report(report, args)
 
 
-def _run_speculation(args: argparse.Namespace) -> int:
-    config, report = dataclasses.replace(config_of(args), speculation=args.speculation), new_report()
+@reported
+def _run_speculation(args: argparse.Namespace, report: Report) -> None:
+    config = dataclasses.replace(config_of(args), speculation=args.speculation)
     from benchmarks.speculation import SpeculationPlan, bench_speculation
 
     bench_speculation(config, SpeculationPlan(args.tokens, args.prompt_tokens, args.repeats), report, note)
-    return emit_report(report, args)
 
 
-def _run_prefixes(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_prefixes(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from benchmarks.prefixes import PrefixesPlan, bench_prefixes
 
     bench_prefixes(config, PrefixesPlan(args.prompt_tokens, args.repeats), report, note)
-    return emit_report(report, args)
 
 
-def _run_loops(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_loops(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from benchmarks.loops import LoopsPlan, bench_loops
 
     bench_loops(config, LoopsPlan(args.seeds, args.tokens), report, note)
-    return emit_report(report, args)
 
 
-def _run_serve(args: argparse.Namespace) -> int:
+@reported
+def _run_serve(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.serving import ServingPlan, bench_serving
     from benchmarks.serving_load import QUESTIONS, read_questions
     from engine.bench.opened import resolve_model
 
     questions = read_questions(args.questions) if args.questions else QUESTIONS
-    model, report = resolve_model(args.model, note), new_report()
+    model = resolve_model(args.model, note)
     plan = ServingPlan(args.clients, args.rates, questions, args.per_load, args.repeats, args.threads, args.peers)
     bench_serving(model, plan, report, note)
-    return emit_report(report, args)
 
 
 def _run_cluster(args: argparse.Namespace) -> int:
@@ -387,28 +385,25 @@ def _run_cluster(args: argparse.Namespace) -> int:
     return emit_report(report, args)
 
 
-def _run_endpoints(args: argparse.Namespace) -> int:
+@reported
+def _run_endpoints(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.endpoints import bench_endpoints
 
-    report = new_report()
     bench_endpoints(args.repeats, report, note)
-    return emit_report(report, args)
 
 
-def _run_download(args: argparse.Namespace) -> int:
+@reported
+def _run_download(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.download import bench_download
 
-    report = new_report()
     bench_download(args.repeats, report, note)
-    return emit_report(report, args)
 
 
-def _run_monitor(args: argparse.Namespace) -> int:
+@reported
+def _run_monitor(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.monitor import bench_monitor
 
-    report = new_report()
     bench_monitor(args.seconds, args.repeats, report, note)
-    return emit_report(report, args)
 
 
 def _run_decode(args: argparse.Namespace) -> int:
@@ -474,18 +469,19 @@ def _run_predictions(args: argparse.Namespace) -> int:
     return emit_report(report, args)
 
 
-def _run_brute_force(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_brute_force(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from benchmarks.brute_force import bench_brute_force
 
     bench_brute_force(config, args.tokens, args.repeats, report, note)
-    return emit_report(report, args)
 
 
-def _run_prefill(args: argparse.Namespace) -> int:
+@reported
+def _run_prefill(args: argparse.Namespace, report: Report) -> None:
     args.model = args.model or _file_of_library(wanted=bool(args.peers) and not args.strategies) or "starter"
     _limit(args)
-    config, report = config_of(args), new_report()
+    config = config_of(args)
     from benchmarks.cut import cut_of
     from benchmarks.prefill import bench_prefill_beside
     from engine.bench.prefill import PrefillPlan
@@ -493,7 +489,6 @@ def _run_prefill(args: argparse.Namespace) -> int:
     cut = cut_of(args.model)
     plan = PrefillPlan(args.prompt_tokens, args.tokens, args.repeats, cut.words if cut is not None else "")
     bench_prefill_beside(config, plan, args.peers, report, note, strategies=args.strategies)
-    return emit_report(report, args)
 
 
 def _run_batch(args: argparse.Namespace) -> int:

@@ -41,6 +41,7 @@ from engine.bench.report import PeerError, Report, in_turn
 from engine.common import clock
 from engine.common.config import Misses
 from engine.experts.latency import LatencyModel
+from engine.experts.shares import Estimate, split_among
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig, Misses
@@ -102,7 +103,9 @@ class StrategyModel:
         return self._two_sides(0, 0, step.needed, 0)
 
     def _off(self, step: LayerStep) -> float:
-        on_cpu, fetched = self.latency.split([(expert, 1) for expert in range(step.needed)])
+        latency = self.latency
+        ways = [Estimate(latency.cpu_s, keeps_caller=True), Estimate(latency.gpu_s, latency.transfer_s)]
+        on_cpu, fetched = split_among([(expert, 1) for expert in range(step.needed)], ways)
         return self._two_sides(0, len(on_cpu), len(fetched), 0)
 
     def _layer(self, step: LayerStep) -> float:

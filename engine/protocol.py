@@ -31,6 +31,7 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import from_fields
 from engine.common.model_info import ModelInfo
+from engine.common.model_info import PredictorRate as PredictorRate
 from engine.jobs.rows import RowAnswer
 from engine.planner.batch_prediction import JobPrediction
 from engine.remote.endpoint import RemoteModel
@@ -691,18 +692,6 @@ class TierReport:
     prefetches_wasted: int
     note: str = ""
     miss_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PredictorRate:
-    """As `engine.experts.prediction.score.PredictorReport`."""
-
-    name: str
-    layers: int
-    hit_rate: float
-    precision: float
-    cost_s: float
-    gain_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.hub import Repository, candidates, is_reference, parse_reference, read_repository
 from engine.checkpoint.hub.repository import QUALITIES, quality_of
 from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
-from engine.common.errors import CancelCheck, EngineError, never_cancelled
+from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.paths import data_dir, resources_dir
 from engine.common.plain_text import quoted
@@ -205,7 +205,7 @@ def _file(file: ProfileFile, model: str) -> CatalogueFile:
 # For maintainers
 
 
-def differences(catalogue: Catalogue, *, cancelled: CancelCheck = never_cancelled) -> list[str]:
+def differences(catalogue: Catalogue) -> list[str]:
     """What the hub says otherwise than the catalogue, a line each; an empty list if nothing differs."""
     found: list[str] = []
     for entry in catalogue.entries:
@@ -215,19 +215,17 @@ def differences(catalogue: Catalogue, *, cancelled: CancelCheck = never_cancelle
             key = f"{where.hub}:{where.id}"
             if key not in repositories:
                 try:
-                    repositories[key] = read_repository(key, cancelled=cancelled)
+                    repositories[key] = read_repository(key)
                 except EngineError as error:
                     repositories[key] = error
                     found.append(f"{entry.name}: {error.message}")
             repository = repositories[key]
             if not isinstance(repository, EngineError):
-                found += _differences(entry, file, repository, cancelled)
+                found += _differences(entry, file, repository)
     return list(dict.fromkeys(found))
 
 
-def _differences(
-    entry: CatalogueEntry, file: CatalogueFile, repository: Repository, cancelled: CancelCheck
-) -> Iterator[str]:
+def _differences(entry: CatalogueEntry, file: CatalogueFile, repository: Repository) -> Iterator[str]:
     where = parse_reference(file.reference)
     if repository.id != where.id:
         yield f"{entry.name}: {where.id} is called {repository.id} now"
@@ -235,7 +233,7 @@ def _differences(
         yield f"{entry.name}: {repository.id} is under {repository.licence}, not {entry.licence}"
     if repository.gated:
         yield f"{entry.name}: {repository.id} is gated"
-    able = {one.label: one for one in candidates(repository, cancelled=cancelled)}
+    able = {one.label: one for one in candidates(repository)}
     one = able.get(where.what)
     if one is None:
         yield f"{entry.name}: {repository.id} has no {where.what}, but {', '.join(sorted(able))}"

@@ -21,7 +21,7 @@ _SETTINGS, _LENGTH = "config_sentence_transformers.json", "sentence_bert_config.
 _OF_EMBEDDING = re.compile(
     rf"{re.escape(MODULES)}|{re.escape(_SETTINGS)}|{re.escape(_LENGTH)}|\d+_[A-Za-z]+/(?:config\.json|model\.safetensors)"
 )
-FOLDER = re.compile(r"\d+_[A-Za-z]+")
+PART_FOLDER = re.compile(r"\d+_[A-Za-z]+")
 _GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 """llama.cpp's `llama_pooling_type`; 0 is none, and 4 ranks pairs of texts."""
 _POOLING: dict[str, Pooling] = {
@@ -134,7 +134,7 @@ def _modules(path: Path) -> list[tuple[str, Path]]:
     found: list[tuple[str, Path]] = []
     for each in listed if isinstance(listed, list) else [None]:
         kind, folder = (each.get("type"), each.get("path")) if isinstance(each, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(folder, str) or (folder and not FOLDER.fullmatch(folder)):
+        if not isinstance(kind, str) or not isinstance(folder, str) or (folder and not PART_FOLDER.fullmatch(folder)):
             raise _damaged(path / MODULES, "is no list of parts with a type and a path")
         found.append((kind.rpartition(".")[2], path / folder))
     return found

@@ -76,9 +76,9 @@ def read_header(file: Path, open_file: Opener = open_untrusted) -> dict[str, Ten
             stream.seek(0)
             raw = _header_bytes(file, stream.read(8), size, stream)
     except FileNotFoundError as error:
-        raise _damaged(file, "is missing") from error
+        raise damaged(file, "is missing") from error
     except OSError as error:
-        raise _damaged(file, f"cannot be read ({reason(error)})") from error
+        raise damaged(file, f"cannot be read ({reason(error)})") from error
     try:
         content = parse_json(raw, object_pairs_hook=_unique)
         if not isinstance(content, dict):
@@ -86,7 +86,7 @@ def read_header(file: Path, open_file: Opener = open_untrusted) -> dict[str, Ten
         for key in content:
             key.encode("utf-8")  # a lone surrogate: valid in JSON, rejected everywhere else
     except ValueError as error:
-        raise _damaged(file, f"has a broken header ({error})") from error
+        raise damaged(file, f"has a broken header ({error})") from error
     start = 8 + len(raw)
     content.pop("__metadata__", None)
     entries = {key: _entry(file, key, value, start, size) for key, value in content.items()}
@@ -96,15 +96,15 @@ def read_header(file: Path, open_file: Opener = open_untrusted) -> dict[str, Ten
 
 def _header_bytes(file: Path, length_bytes: bytes, size: int, stream: BinaryIO) -> bytes:
     if size == 0:
-        raise _damaged(file, "is empty")
+        raise damaged(file, "is empty")
     if len(length_bytes) < 8:
-        raise _damaged(file, f"is cut short: it has only {size} bytes")
+        raise damaged(file, f"is cut short: it has only {size} bytes")
     length = int.from_bytes(length_bytes, "little")
     if length > MAX_HEADER:
-        raise _damaged(file, f"is not a safetensors file, or its header is larger than {MAX_HEADER // 2**20} MiB")
+        raise damaged(file, f"is not a safetensors file, or its header is larger than {MAX_HEADER // 2**20} MiB")
     raw = stream.read(length)
     if len(raw) < length:
-        raise _damaged(file, "is cut short within its header")
+        raise damaged(file, "is cut short within its header")
     return raw
 
 
@@ -123,11 +123,11 @@ def _entry(file: Path, key: str, value: Any, start: int, size: int) -> TensorEnt
             raise ValueError("numbers")
         bits = DTYPE_BITS[dtype] * math.prod(shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(file, f"has a broken header (at tensor {quoted(key)})") from error
+        raise damaged(file, f"has a broken header (at tensor {quoted(key)})") from error
     if (end - begin) * 8 != bits:
-        raise _damaged(file, f"has a broken header (tensor {quoted(key)} has a size that does not match its shape)")
+        raise damaged(file, f"has a broken header (tensor {quoted(key)} has a size that does not match its shape)")
     if start + end > size:
-        raise _damaged(file, f"is cut short: tensor {quoted(key)} ends at byte {start + end} of {size}")
+        raise damaged(file, f"is cut short: tensor {quoted(key)} ends at byte {start + end} of {size}")
     return TensorEntry(file, key, dtype, tuple(shape), start + begin, end - begin)
 
 
@@ -136,11 +136,11 @@ def _check_layout(file: Path, entries: list[TensorEntry], start: int, size: int)
     position = start
     for entry in entries:
         if entry.offset != position:
-            raise _damaged(file, f"has a broken header (tensor {quoted(entry.key)} overlaps another or leaves a gap)")
+            raise damaged(file, f"has a broken header (tensor {quoted(entry.key)} overlaps another or leaves a gap)")
         position += entry.nbytes
     if position != size:
-        raise _damaged(file, f"is {size - position} bytes longer than its header says")
+        raise damaged(file, f"is {size - position} bytes longer than its header says")
 
 
-def _damaged(file: Path, what: str) -> EngineError:
+def damaged(file: Path | str, what: str) -> EngineError:
     return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{file} {what}: download or copy the model again.")

@@ -20,11 +20,11 @@ from pathlib import Path
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.gguf.names import SUFFIX, gguf_at
 from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
-from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
+from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, counted, sha256_of, write_manifest
 from engine.checkpoint.model_directories import NO_NAME, check_connected
 from engine.checkpoint.names import check_new_name, folder_name, name_of, resolve
 from engine.checkpoint.shards import INDEX_NAME, check_filled, read_tensors
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, locked_file, new_folder, require_space, try_lock
 from engine.common.paths import models_dir
 from engine.common.untrusted import open_untrusted
@@ -150,15 +150,7 @@ def import_model(
     with disk_errors_explained(models_dir()), staging_folder(models_dir()) as staging:
         side_files = list(_side_files(source)) if source.is_dir() else []
         total = sum(file.stat().st_size for file in (*weights, *side_files))
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            if cancelled():
-                raise RequestCancelled
-            done += count
-            on_progress(done, total)
-
+        advance = counted(on_progress, total, cancelled)
         records = [_take(file, folder, staging, advance, may_link=False) for file in side_files]
         records += [
             _take(file, folder, staging, advance, may_link=True, called=_name_in_library(file, name))

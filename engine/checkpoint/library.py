@@ -23,25 +23,25 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
-from engine.checkpoint.embedding import FOLDER, MODULES, embedding_of, is_of_embedding
-from engine.checkpoint.gguf.names import LABEL, all_parts, gguf_at
+from engine.checkpoint.embedding import MODULES, PART_FOLDER, embedding_of, is_of_embedding
+from engine.checkpoint.gguf.names import LABEL, SUFFIX, all_parts, gguf_at
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
-from engine.checkpoint.model_directories import OWN, WITHIN_S, Found, find_models, origin_of
+from engine.checkpoint.model_directories import FOLDER, OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
 from engine.checkpoint.profile import ModelProfile, read_profile
-from engine.checkpoint.same_models import content_keys, link_key, listed_once
 from engine.checkpoint.shards import check_filled, is_beside_weights, named_weights, read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, locked_file, new_folder, remove_unlocked, write_private
+from engine.common.json_fields import fields_of
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
-from engine.common.untrusted import parse_json, read_untrusted, reason
+from engine.common.untrusted import open_untrusted, parse_json, read_untrusted, reason
 from engine.families.pictures import SIGHTS
 from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 
@@ -199,7 +199,7 @@ def _others(mine: Path, prefix: str) -> bool:
     return any(not remove_unlocked(file) for file in files)
 
 
-_VERSION = [6, *sorted(SIGHTS)]
+_VERSION = [7, *sorted(SIGHTS)]
 """Of the file with descriptions, and what is known to see; another is not read."""
 _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
@@ -518,18 +518,25 @@ class _Descriptions:
             return
         self._is_loaded_from = _descriptions_file()
         self._kept = {}
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, EngineError):
             raw = parse_json(read_untrusted(_descriptions_file(), _MOST_DESCRIPTIONS))
             if raw["version"] == _VERSION:
                 self._kept = {
-                    path: (kept["state"], _kept_entry(Path(path), kept)) for path, kept in raw["models"].items()
+                    path: (
+                        kept["state"],
+                        LibraryEntry("", Path(path), **fields_of(LibraryEntry, {name: kept[name] for name in _KEPT})),
+                    )
+                    for path, kept in raw["models"].items()
                 }
 
     def save(self) -> None:
         if not self._changed:
             return
         self._changed = False
-        models = {path: {"state": state, **_fields(entry)} for path, (state, entry) in list(self._kept.items())}
+        models = {
+            path: {"state": state, **{name: getattr(entry, name) for name in _KEPT}}
+            for path, (state, entry) in list(self._kept.items())
+        }
         text = json.dumps({"version": _VERSION, "models": dict(list(models.items())[-_MOST_KEPT:])})
         with contextlib.suppress(OSError, ValueError):
             write_private(_descriptions_file(), text)
@@ -542,21 +549,10 @@ def _descriptions_file() -> Path:
     return cache_dir() / "models.json"
 
 
-_TEXTS = ("family", "dtype", "source", "precision_words")
-_NUMBERS = ("parameters", "bytes_on_disk", "experts", "experts_per_token", "context_tokens")
-_ABLE = ("embeds", "sees", "calls_tools", "thinks")
-
-
-def _fields(entry: LibraryEntry) -> dict[str, str | int]:
-    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS, *_ABLE)} | {"content": "\n".join(entry.content)}
-
-
-def _kept_entry(path: Path, kept: dict[str, Any]) -> LibraryEntry:
-    texts = {name: str(kept[name]) for name in _TEXTS}
-    numbers = {name: int(kept[name]) for name in _NUMBERS}
-    content = tuple(str(kept["content"]).split("\n")) if kept["content"] else ()
-    able = {name: bool(kept[name]) for name in _ABLE}
-    return LibraryEntry("", path, **texts, **numbers, **able, content=content)  # type: ignore[arg-type]
+_KEPT = (
+    *("family", "dtype", "source", "precision_words", "parameters", "bytes_on_disk", "experts", "experts_per_token"),
+    *("context_tokens", "embeds", "sees", "calls_tools", "thinks", "content"),
+)
 
 
 def _state(path: Path) -> str:
@@ -622,7 +618,9 @@ def files_of(path: Path) -> list[Path]:
     if (path / MANIFEST_NAME).is_file():
         files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     else:
-        parts = [Path(entry) for entry in _entries(path) if (path / MODULES).is_file() and FOLDER.fullmatch(entry.name)]
+        parts = [
+            Path(entry) for entry in _entries(path) if (path / MODULES).is_file() and PART_FOLDER.fullmatch(entry.name)
+        ]
         files = [Path(entry) for folder in (path, path / TEMPLATE_FOLDER, *parts) for entry in _entries(folder)]
     return sorted(file for file in files if file.is_file())
 
@@ -681,8 +679,81 @@ def verify(
 
 
 def _named_by_content(files: list[Path], folder: Path) -> Iterator[FileRecord]:
-    """Records of the files whose name, or that of the file they link to, is their SHA-256."""
     for file in files:
-        digest = _DIGEST.fullmatch(file.resolve().name)
-        if digest is not None:
-            yield FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, digest[1])
+        if digest := _digest(file):
+            yield FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, digest)
+
+
+def _digest(file: Path) -> str:
+    """Its SHA-256, if its name, or that of the file that it links to, is that; else empty."""
+    match = _DIGEST.fullmatch(file.resolve().name)
+    return match[1] if match is not None else ""
+
+
+# One model in several stores is known by what its weights are: the same files (by link), the same SHA-256 where that is
+# known without reading them (our manifest, the names in the hub's cache and in Ollama's store), or GGUF files of one
+# name and size with the same bytes at many places.  Models that merely resemble each other must never count as one.
+_SAMPLES, _SAMPLE_BYTES = 64, 2**12
+_LEAST_BYTES = 2**16
+"""Smaller weights are no model worth telling apart."""
+
+
+def link_key(weights: Sequence[Path]) -> str:
+    """The same for links to the same files; empty if that cannot be told."""
+    try:
+        found = [(status.st_dev, status.st_ino) for status in (file.stat() for file in weights)]
+    except OSError:
+        return ""
+    return f"file:{sorted(found)}" if found and all(inode for _, inode in found) else ""
+
+
+def content_keys(weights: Sequence[Path], folder: Path, manifest: Manifest | None) -> tuple[str, ...]:
+    """What the weights are, as far as that is known, or from some of their bytes."""
+    with contextlib.suppress(OSError, RuntimeError):
+        if not weights or sum(file.stat().st_size for file in weights) < _LEAST_BYTES:
+            return ()
+        known = {record.path: record.sha256 for record in manifest.files} if manifest is not None else {}
+        digests = [
+            _digest(file) or known.get(os.path.relpath(file, folder).replace(os.sep, "/"), "") for file in weights
+        ]
+        keys = [f"sha256:{' '.join(sorted(digests))}"] if all(digests) else []
+        if all(file.name.lower().endswith(SUFFIX) for file in weights):
+            keys.append(f"gguf:{' '.join(sorted(_sampled(file) for file in weights))}")
+        return tuple(keys)
+    return ()
+
+
+def _sampled(file: Path) -> str:
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{file.name.casefold()}\0{size}\0".encode(errors="surrogateescape"))
+    with open_untrusted(file) as reader:
+        for at in range(_SAMPLES):
+            reader.seek((size - _SAMPLE_BYTES) * at // (_SAMPLES - 1))
+            digest.update(reader.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def listed_once(entries: Iterable[LibraryEntry]) -> list[LibraryEntry]:
+    """The same entries in their order, copies of one model as one that names the others: the user's own before those
+    of other programs."""
+    groups: list[list[LibraryEntry]] = []
+    by_key: dict[str, list[LibraryEntry]] = {}
+    for entry in entries:
+        keys = () if entry.problem else entry.content
+        met = {id(by_key[key]): by_key[key] for key in keys if key in by_key}
+        group = next(iter(met.values()), None)
+        if group is None:
+            group = []
+            groups.append(group)
+        for other in list(met.values())[1:]:  # of which only this one tells that they are the same
+            group += other
+            groups.remove(other)
+            by_key |= {key: group for key, known in by_key.items() if known is other}
+        group.append(entry)
+        by_key |= dict.fromkeys(keys, group)
+    return [_as_one(group) for group in groups]
+
+
+def _as_one(group: list[LibraryEntry]) -> LibraryEntry:
+    first = min(group, key=lambda entry: (OWN, FOLDER).index(entry.origin) if entry.origin in (OWN, FOLDER) else 2)
+    return replace(first, also=tuple((one.origin, one.path) for one in group if one is not first))

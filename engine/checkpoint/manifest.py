@@ -85,6 +85,22 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
 
 
+def counted(
+    on_progress: Callable[[int, int], None], total: int, cancelled: Callable[[], bool] = lambda: False
+) -> Callable[[int], None]:
+    """Reports the sum of the bytes that it is called with; raises `RequestCancelled` if that was asked for."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        if cancelled():
+            raise RequestCancelled
+        done += count
+        on_progress(done, total)
+
+    return advance
+
+
 def damaged_files(
     folder: Path,
     manifest: Manifest,
@@ -97,15 +113,7 @@ def damaged_files(
     Raises:
         RequestCancelled: `cancelled()` returned true.
     """
-    done = 0
-    total = manifest.total_bytes
-    damage: dict[str, str] = {}
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        on_progress(done, total)
-
+    advance, damage = counted(on_progress, manifest.total_bytes), dict[str, str]()
     for record in manifest.files:
         path = folder / record.path
         try:

@@ -6,13 +6,12 @@ Shapes of published models are shipped with the program: JSON in `resources/mode
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.stored import StoredWeights
 from engine.common.footprint import PAGE_TOKENS, pages_for, window_pages
 from engine.common.paths import resources_dir
-from engine.common.profile_file import ProfileFile, find_profile, refused
+from engine.common.profile_file import ProfileFile, find_profile, profile_names, refused
 from engine.formats import BF16, LADDER, STORED, WeightFormat, careful, format_of, head_format, measured_as
 
 
@@ -273,22 +272,17 @@ _WITH_DEFAULT = {
 }
 
 
-def model_profiles_dir() -> Path:
-    return resources_dir() / "models"
+def model_names() -> list[str]:
+    return profile_names(resources_dir() / "models")
 
 
-def model_names(folder: Path | None = None) -> list[str]:
-    """Names of all models, sorted."""
-    return sorted(path.stem for path in (folder or model_profiles_dir()).glob("*.json"))
-
-
-def read_model(name: str, folder: Path | None = None) -> ModelShape:
+def read_model(name: str) -> ModelShape:
     """The model of this name, or in this JSON file.
 
     Raises:
         EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
-    path = find_profile(name, folder or model_profiles_dir(), model_names(folder), "model")
+    path = find_profile(name, resources_dir() / "models", "model")
     return shape_in(ProfileFile(path), path.stem)
 
 

@@ -26,6 +26,7 @@ from engine.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
+    counted,
     damaged_files,
     read_manifest,
     sha256_of,
@@ -34,7 +35,7 @@ from engine.checkpoint.manifest import (
 from engine.checkpoint.model_directories import OWN, Found, take_model_folder
 from engine.checkpoint.names import folder_name, starter_folder
 from engine.checkpoint.ownership import is_ours, named, others_beside, own_files, owner
-from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import models_dir
 
@@ -179,16 +180,7 @@ def _copy(
     files = [file for file in files if file.name != MANIFEST_NAME]
     total = total_bytes(files)
     require_space(staging, total)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        if cancelled():
-            raise RequestCancelled
-        done += count
-        on_progress(done, 2 * total)
-
-    records = []
+    advance, records = counted(on_progress, 2 * total, cancelled), []
     for file in files:
         name = file.relative_to(base).as_posix()
         name += SUFFIX if base != source and not name.lower().endswith(SUFFIX) else ""

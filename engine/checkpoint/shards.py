@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_json
 from engine.checkpoint.gguf.names import all_parts, gguf_at
-from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
+from engine.checkpoint.headers import MAX_HEADER, TensorEntry, damaged, read_header
 from engine.checkpoint.quantised.declared import BESIDE, LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line, quoted
@@ -116,7 +116,7 @@ def check_filled(tensors: Iterable[TensorEntry], *, thorough: bool = False) -> N
                     stream.seek(entry.offset + place)
                     looked_at += stream.read(_LOOKED_AT)
         except OSError as error:
-            raise _damaged(f"{file} cannot be read ({reason(error)})") from error
+            raise damaged(file, f"cannot be read ({reason(error)})") from error
         if not any(looked_at):
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
@@ -147,7 +147,7 @@ def _check_numbers(entries: list[TensorEntry], places: int) -> None:
                         stream.seek(entry.offset + at * size)
                         read += stream.read(few * size)
                     if places > 1 and entry.nbytes >= _LARGE and len(entry.shape) > 1 and not any(read):
-                        raise _damaged(f"{file} has nothing but zeros in {quoted(entry.key)}")
+                        raise damaged(file, f"has nothing but zeros in {quoted(entry.key)}")
                     raw = np.frombuffer(read, np.uint8)
                     if kind is None:
                         is_broken = (raw == 0xFF).all()
@@ -156,9 +156,9 @@ def _check_numbers(entries: list[TensorEntry], places: int) -> None:
                     else:
                         is_broken = not np.isfinite(kind.dequantise(raw)).all()
                     if is_broken:
-                        raise _damaged(f"{file} has weights that are no numbers (NaN, in {quoted(entry.key)})")
+                        raise damaged(file, f"has weights that are no numbers (NaN, in {quoted(entry.key)})")
         except OSError as error:
-            raise _damaged(f"{file} cannot be read ({reason(error)})") from error
+            raise damaged(file, f"cannot be read ({reason(error)})") from error
 
 
 def weight_files(directory: Path, names: Collection[str] | None = None) -> list[Path]:
@@ -202,14 +202,14 @@ def named_weights(directory: Path) -> list[Path]:
 def _from_index(directory: Path, index: Path, open_file: Opener) -> dict[str, TensorEntry]:
     weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _damaged(f"{index} lists no tensors")
+        raise damaged(index, "lists no tensors")
     names = files_named(weight_map)
     if names is None:
-        raise _damaged(f"{index} lists an invalid file name, or more than {MOST_FILES:,} files")
+        raise damaged(index, f"lists an invalid file name, or more than {MOST_FILES:,} files")
     headers: dict[str, dict[str, TensorEntry]] = {}
     for name in names:
         if Path(name).name != name:
-            raise _damaged(f"{index} lists a file outside the model's folder ({quoted(name)})")
+            raise damaged(index, f"lists a file outside the model's folder ({quoted(name)})")
         if name.lower().endswith(PICKLE_SUFFIXES):
             raise _unsafe(directory, name)
         headers[name] = read_header(directory / name, open_file)
@@ -217,7 +217,7 @@ def _from_index(directory: Path, index: Path, open_file: Opener) -> dict[str, Te
     for key, name in weight_map.items():
         entry = headers[name].get(key)
         if entry is None:
-            raise _damaged(f"{index.name} lists {quoted(key)} in {directory / name}, which does not contain it")
+            raise damaged(index.name, f"lists {quoted(key)} in {directory / name}, which does not contain it")
         tensors[key] = entry
     return tensors
 
@@ -246,7 +246,7 @@ def _from_files(directory: Path, files: list[Path], open_file: Opener) -> dict[s
         header = read_header(file, open_file)
         twice = tensors.keys() & header.keys()
         if twice:
-            raise _damaged(f"{quoted(min(twice))} is in both {file} and {tensors[min(twice)].file.name}")
+            raise damaged(quoted(min(twice)), f"is in both {file} and {tensors[min(twice)].file.name}")
         tensors.update(header)
     return tensors
 
@@ -259,7 +259,7 @@ def _check_complete(directory: Path, files: list[Path]) -> None:
     # Stop at the first gap: the total in a file name may be any number.
     absent = next(number for number in itertools.count(1) if number not in have)
     if absent <= total:
-        raise _damaged(f"{directory} has {len(have)} of {total} shards: number {absent} is missing")
+        raise damaged(directory, f"has {len(have)} of {total} shards: number {absent} is missing")
 
 
 def _no_weights(directory: Path) -> EngineError:
@@ -267,7 +267,7 @@ def _no_weights(directory: Path) -> EngineError:
     for name in names:
         if name.lower().endswith(PICKLE_SUFFIXES) and name not in _NOT_WEIGHTS:
             return _unsafe(directory, name)
-    return _damaged(f"{directory} has no safetensors file")
+    return damaged(directory, "has no safetensors file")
 
 
 def _unsafe(directory: Path, name: str) -> EngineError:
@@ -276,10 +276,6 @@ def _unsafe(directory: Path, name: str) -> EngineError:
         f"{directory / name} is a pickle file, which can run code when opened, so Switchyard never loads "
         "one: use the model's safetensors version.",
     )
-
-
-def _damaged(what: str) -> EngineError:
-    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{what}: download or copy the model again.")
 
 
 def fingerprint(directory: Path) -> dict[str, Any]:

@@ -66,3 +66,24 @@ class ModelInfo:
     def is_tuned(self) -> bool:
         """Whether it runs with tuned settings: `device_note` then says when they were found, and the speed."""
         return self.device_note.startswith("Tuned")
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorRate:
+    """One predictor, measured on recent routing whether it was in use or not.
+
+    Attributes:
+        name: as in the engine's configuration.
+        layers: how many layers it was compared on.
+        hit_rate: share predicted, of the experts that were needed and absent.
+        precision: share needed, of the experts that were predicted and absent.
+        cost_s: seconds per step that the step waits for the predictor.
+        gain_s: seconds per step that using it saves, net of its cost, wasted prefetches and their evictions.
+    """
+
+    name: str
+    layers: int
+    hit_rate: float
+    precision: float
+    cost_s: float
+    gain_s: float

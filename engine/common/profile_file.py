@@ -41,7 +41,12 @@ def best_match(text: str, names: Sequence[str]) -> str | None:
     return min(holding, key=lambda each: (each.casefold() != text.strip().casefold(), len(each)), default=None)
 
 
-def find_profile(name: str, folder: Path, names: list[str], kind: str) -> Path:
+def profile_names(folder: Path) -> list[str]:
+    """Names of all profiles in a folder, sorted."""
+    return sorted(path.stem for path in folder.glob("*.json"))
+
+
+def find_profile(name: str, folder: Path, kind: str) -> Path:
     """The file of the profile called `name` in `folder`, or the JSON file `name` itself.
 
     Raises:
@@ -49,6 +54,7 @@ def find_profile(name: str, folder: Path, names: list[str], kind: str) -> Path:
     """
     if name.endswith(".json"):
         return Path(name)
+    names = profile_names(folder)
     exact = {each.casefold(): each for each in names}.get(name.casefold())
     if exact is None:
         near = near_names(name, names)

@@ -63,7 +63,7 @@ def compute_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """`experts_forward`, ignoring `interrupted_by_experts`."""
-    layer, kernel = _bound(module)
+    layer, kernel = bound_kernel(module)
     device, place = layer.device, hidden_states.device
     if place != device:
         # The experts are in RAM, the rest of the model on the GPU: only activations are copied.
@@ -96,21 +96,17 @@ def bound_kernel(module: Any) -> tuple[LayerRecords, ExpertKernel]:
     Raises:
         EngineError: `INTERNAL`, the module is not bound.
     """
-    return _bound(module)
-
-
-def bank_layer(module: Any) -> LayerRecords:
-    """The records of an experts module with its own forward (see `engine.runtime.adapters`)."""
-    return _bound(module)[0]
-
-
-def _bound(module: Any) -> tuple[LayerRecords, ExpertKernel]:
     try:
         return cast("tuple[LayerRecords, ExpertKernel]", module._switchyard_bank_layer)
     except AttributeError:
         raise EngineError(
             ErrorCode.INTERNAL, f"An experts module ({type(module).__name__}) is not bound to the expert bank."
         ) from None
+
+
+def bank_layer(module: Any) -> LayerRecords:
+    """The records of an experts module with its own forward (see `engine.runtime.adapters`)."""
+    return bound_kernel(module)[0]
 
 
 class StandardExperts(torch.nn.Module):

@@ -22,8 +22,6 @@ from engine.common.choice import Choice
 from engine.common.costs import Cost, CostModel, prefers_cpu
 from engine.common.files import write_private
 from engine.common.paths import cache_dir
-from engine.experts.cache.policies import Key
-from engine.experts.shares import Estimate, split_among
 
 _VERSION = 3
 _PROMPT_WEIGHT = 0.2
@@ -151,14 +149,6 @@ class LatencyModel:
         if size not in self._of_size:
             self._of_size[size] = Choice((False, True), is_busy=is_busy)
         return self._of_size[size]
-
-    def split(
-        self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0, busy_s: float = 0.0
-    ) -> tuple[list[Key], list[Key]]:
-        """`split_among` the CPU and the link: keys (on the CPU, fetched)."""
-        here = Estimate(self.cpu_s, keeps_caller=True)
-        on_cpu, fetched = split_among(misses, [here, Estimate(self.gpu_s, self.transfer_s, backlog_s, busy_s)])
-        return on_cpu, fetched
 
     def observe_gpu(self, tokens: Sequence[int], took_s: float) -> None:
         """The device computed experts with these token counts by one launch."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import resources_dir
-from engine.common.profile_file import GIGA, ProfileFile, best_match, find_profile, near_names
+from engine.common.profile_file import GIGA, ProfileFile, best_match, find_profile, near_names, profile_names
 from engine.hardware.disk import DiskInfo, DiskKind
 from engine.hardware.gpu_info import GpuInfo, Vendor
 from engine.hardware.probe import Probe
@@ -381,23 +381,21 @@ def usual_row_s(disk_bytes_per_s: float) -> float:
 
 
 def machines_dir() -> Path:
-    """Complete machines to plan for, with CPU, RAM, disk and card. `resources/hardware` beside it has the cards that a
-    device can emulate, with only their memory and link."""
+    """Complete machines to plan for, with CPU, RAM, disk and card."""
     return resources_dir() / "machines"
 
 
-def machine_names(folder: Path | None = None) -> list[str]:
-    """Names of all machines, sorted."""
-    return sorted(path.stem for path in (folder or machines_dir()).glob("*.json"))
+def machine_names() -> list[str]:
+    return profile_names(machines_dir())
 
 
-def read_machine(name: str, folder: Path | None = None) -> HardwareProfile:
+def read_machine(name: str) -> HardwareProfile:
     """The machine of this name, or in this JSON file.
 
     Raises:
         EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
-    path = find_profile(name, folder or machines_dir(), machine_names(folder), "machine")
+    path = find_profile(name, machines_dir(), "machine")
     return machine_in(ProfileFile(path), path.stem)
 
 

@@ -1,30 +1,24 @@
-"""Profiles of graphics cards for emulated devices: JSON files in `resources/hardware`.
+"""Profiles of graphics cards for emulated devices, in `resources/emulated_machines.json`.
 
-{"name": "slow-link", "description": "...", "vram_bytes": 4000000000, "link_h2d_gbps": 2.0,
- "link_d2h_gbps": 2.0, "link_latency_us": 20.0, "compute_slowdown": 1.0}
-
-`resources/emulated_machines.json` has cards with a clock of their own, and what processor is beside them.
+Some have a clock of their own, and a processor beside them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import cache
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import resources_dir
-from engine.common.untrusted import parse_json, read_untrusted, reason
 from engine.hardware.machine import CallProfile, CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
 
 EMULATED = "emulated:"
 """What the names of emulated devices begin with."""
 _SEVERAL = re.compile(r"(.+)x(\d+)", re.ASCII)
-_MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +26,6 @@ class DeviceProfile:
     """A card and its link to the host.
 
     Attributes:
-        name: the file name without `.json`.
         description: display text.
         vram_bytes: memory.
         link_h2d_gbps, link_d2h_gbps: bandwidth to the card and back, in 1e9 bytes per second.
@@ -77,25 +70,6 @@ class DeviceProfile:
         return 1e9 / (1 / self.link_d2h_gbps + 1 / self.link_h2d_gbps), 2 * latency_s
 
 
-# Plausible for any card of the next decades; a number outside is probably in the wrong unit.
-_RANGES: dict[str, tuple[float, float]] = {
-    "vram_bytes": (2**20, 2**42),
-    "link_h2d_gbps": (0.001, 2000),
-    "link_d2h_gbps": (0.001, 2000),
-    "link_latency_us": (0, 100_000),
-    "compute_slowdown": (1, 1000),
-    "card_gbps": (1, 100_000),
-    "card_tflops": (0.01, 100_000),
-    "launch_us": (0, 1000),
-    "peer_gbps": (0, 2000),
-    "call_us": (0, 1000),
-    "cpu_slowdown": (0.01, 100),
-    "cpu_gbps": (0.1, 10_000),
-    "cpu_tflops": (0.001, 1000),
-}
-_TEXTS = ("name", "description")
-_REQUIRED = 6
-_OPTIONAL = tuple(field.name for field in fields(DeviceProfile)[_REQUIRED:])
 _FIXED_HOST, _ONLY_HOST = "?host=fixed", "?host=only"
 _ROOMY = 2**37
 _CALLS_OF_LAYER, _CALLS_OF_CARD, _CALLS_OF_HOST, _CALLS_OF_FETCH, _CALLS_OF_SUM = 4, 4, 4, 3, 6
@@ -117,57 +91,36 @@ def lent(*profiles: DeviceProfile) -> Iterator[None]:
             _lent.pop(profile.name, None)
 
 
-def profiles_dir() -> Path:
-    """Folder of the profiles shipped with the program."""
-    return resources_dir() / "hardware"
+@cache
+def _shipped() -> Mapping[str, DeviceProfile]:
+    """Those that come with the program, by their names."""
+    listed = json.loads((resources_dir() / "emulated_machines.json").read_text(encoding="utf-8"))
+    return {each["name"]: DeviceProfile(**each) for each in listed}
 
 
-def profile_names(folder: Path | None = None) -> list[str]:
-    """Names of all profiles, sorted."""
-    return sorted(path.stem for path in (folder or profiles_dir()).glob("*.json"))
-
-
-def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
-    """The profile of this name.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
-    """
-    if folder is None and name in _lent:
-        return _lent[name]
-    if folder is None and (timed := next((one for one in timed_profiles() if one.name == name), None)) is not None:
-        return timed
-    folder = folder or profiles_dir()
-    names = profile_names(folder)
-    if name not in names:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"There is no hardware profile called {name!r} in {folder}: use one of {', '.join(names) or '(none)'}.",
-        )
-    path = folder / f"{name}.json"
-    try:
-        content = parse_json(read_untrusted(path, _MAX_BYTES))
-    except (OSError, ValueError) as error:
-        raise _refused(path, f"cannot be read ({reason(error)})") from None
-    if not isinstance(content, dict):
-        raise _refused(path, "is not a JSON object")
-    return _checked(content, path)
+def profile_names() -> list[str]:
+    """Of cards that compute as fast as this machine allows, behind a link of their own."""
+    return [name for name, profile in _shipped().items() if not profile.has_clock]
 
 
 def timed_profiles() -> list[DeviceProfile]:
-    """The machines whose cards have a clock of their own.
+    """The machines whose cards have a clock of their own."""
+    return [profile for profile in _shipped().values() if profile.has_clock]
+
+
+def read_profile(name: str) -> DeviceProfile:
+    """The profile of this name.
 
     Raises:
-        EngineError: as `read_profile`.
+        EngineError: `INVALID_REQUEST` if there is none.
     """
-    path = resources_dir() / "emulated_machines.json"
-    try:
-        content = parse_json(read_untrusted(path, _MAX_BYTES))
-    except (OSError, ValueError) as error:
-        raise _refused(path, f"cannot be read ({reason(error)})") from None
-    if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
-        raise _refused(path, "is not a list of JSON objects")
-    return [_checked(one, path, named_by_file=False) for one in content]
+    found = _lent.get(name) or _shipped().get(name)
+    if found is None:
+        known = ", ".join(profile_names())
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"There is no hardware profile called {name!r}: use one of {known}."
+        )
+    return found
 
 
 def has_fixed_host(device: str) -> bool:
@@ -203,8 +156,7 @@ def emulated_cards(device: str) -> tuple[str, int]:
     several = _SEVERAL.fullmatch(which)
     if several is None:
         return which, 1
-    names = {*profile_names(), *(one.name for one in timed_profiles())}
-    if which in names or several[1] not in names:
+    if which in _shipped() or several[1] not in _shipped():
         return which, 1
     return several[1], int(several[2][:9])
 
@@ -253,50 +205,3 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
     h2d, d2h = card.link_h2d_gbps * 1e9, card.link_d2h_gbps * 1e9
     link = LinkProfile(h2d, d2h, h2d, latency_s, card.peer_gbps * 1e9)
     return replace(machine, cpu=cpu, gpu=gpu, link=link, calls=calls, origins=origins)
-
-
-def _checked(content: dict[str, object], path: Path, *, named_by_file: bool = True) -> DeviceProfile:
-    known = [field.name for field in fields(DeviceProfile)]
-    if unknown := sorted(content.keys() - set(known)):
-        raise _refused(path, f"has an unknown field {unknown[0]!r}; known fields are {', '.join(known)}")
-    values: dict[str, object] = {}
-    for field in known:
-        if field not in content:
-            if field in _OPTIONAL:
-                continue
-            raise _refused(path, f"lacks the field {field!r}")
-        values[field] = (
-            _checked_text(content, field, path) if field in _TEXTS else _checked_number(content, field, path)
-        )
-    if named_by_file and values["name"] != path.stem:
-        raise _refused(path, f"has {values['name']!r} in 'name', but its file is called {path.stem!r}")
-    return DeviceProfile(**values)  # type: ignore[arg-type]
-
-
-def _checked_text(content: dict[str, object], field: str, path: Path) -> str:
-    value = content[field]
-    if not isinstance(value, str) or not value.strip():
-        raise _refused(path, f"has no text in {field!r}, but {_shown(value)}")
-    return value
-
-
-def _checked_number(content: dict[str, object], field: str, path: Path) -> float:
-    value = content[field]
-    low, high = _RANGES[field]
-    whole = field.endswith("_bytes")
-    kind = "a whole number" if whole else "a number"
-    # bool is an int to Python, and JSON as Python reads it has NaN.
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise _refused(path, f"has {_shown(value)} in {field!r}, which must be {kind} from {low:g} to {high:g}")
-    if not low <= value <= high or not math.isfinite(value):
-        raise _refused(path, f"has {_shown(value)} in {field!r}, which must be {kind} from {low:g} to {high:g}")
-    return value if whole else float(value)
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-def _refused(path: Path, what: str) -> EngineError:
-    return EngineError(ErrorCode.INVALID_REQUEST, f"The hardware profile {path} {what}: fix it or use another profile.")

@@ -229,13 +229,13 @@ def best_batch(question: Question, given: BatchPlan | None = None) -> tuple[Batc
         outcome, why = given_outcome(question, given)
         if outcome is not None:
             FALLS.is_over(GIVEN)
-            return carried_out(question, outcome, given), _busiest(outcome)
+            return carried_out(question, outcome, given), outcome.busiest
         FALLS.say(GIVEN, "the planner's own", why)
     outcomes = run_shared(question, _DRAWN_LAYERS, EXECUTED_SCHEDULES)
     plan = plan_batch(question, outcomes)
     if plan is None:
         return None
-    return plan, _busiest(next(one for one in outcomes if one.policy == plan.schedule))
+    return plan, next(one for one in outcomes if one.policy == plan.schedule).busiest
 
 
 def carried_out(question: Question, outcome: Outcome, given: BatchPlan) -> BatchPlan:
@@ -243,10 +243,6 @@ def carried_out(question: Question, outcome: Outcome, given: BatchPlan) -> Batch
     costs = replace(question, cards=outcome.cards).setting().costs
     plan = batch_plan_of(costs, question.workload, outcome)
     return replace(plan, prefill=given.prefill, decode=given.decode, by_hand=True)
-
-
-def _busiest(outcome: Outcome) -> str:
-    return max(outcome.utilisation, key=lambda lane: outcome.utilisation[lane], default="")
 
 
 def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outcome) -> EngineMemory:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from engine.planner.costs import Costs
 
-ROWS_TOGETHER = 256
+BATCH_ROWS = 256
 """Most rows in progress at once when there is no plan."""
 SWEEP_TOKENS = 1024
 """Prompt tokens that one sweep through the layers reads, in addition to the rows that decode."""
@@ -73,7 +73,7 @@ class JobPrediction:
 
     Attributes:
         job: the rows it was predicted for.
-        rows_together: N, rows that share each weight load.
+        batch_rows: N, rows that share each weight load.
         micro_batches: n, micro-batches that go through a layer one after the other.
         schedule: name of the schedule; empty on the CPU.
         tokens_per_s: generated tokens over the whole time, prompts included; `low` and `high` are its range.
@@ -83,7 +83,7 @@ class JobPrediction:
     """
 
     job: JobRows
-    rows_together: int
+    batch_rows: int
     micro_batches: int
     schedule: str
     tokens_per_s: float
@@ -117,12 +117,12 @@ class JobPrediction:
 
 
 def predict_on_cpu(
-    costs: Costs, job: JobRows, rows_together: int, *, sweep_tokens: int, disk_share: float = 0.0, off: float = 0.4
+    costs: Costs, job: JobRows, batch_rows: int, *, sweep_tokens: int, disk_share: float = 0.0, off: float = 0.4
 ) -> JobPrediction:
     """Continuous batching without a card: each sweep reads the weights once for all its rows.
 
     Args:
-        rows_together: upper limit; there may be fewer rows.
+        batch_rows: upper limit; there may be fewer rows.
         sweep_tokens: prompt tokens that one sweep reads.
         disk_share: share of the experts that every sweep reads again.
         off: expected relative error of the prediction.
@@ -130,7 +130,7 @@ def predict_on_cpu(
     Raises:
         ValueError: there are no rows, or rows without tokens.
     """
-    together = min(rows_together, job.rows)
+    together = min(batch_rows, job.rows)
     if together < 1 or job.prompt_tokens <= 0 or job.generated_tokens <= 0:
         raise ValueError(f"no rows to predict: {job}")
     piece = min(float(sweep_tokens), job.prompt_tokens * job.rows)
@@ -146,7 +146,7 @@ def predict_on_cpu(
 
 
 def predicted_on_card(
-    job: JobRows, rows_together: int, micro_batches: int, schedule: str, tokens_per_s: float, lane: str, off: float
+    job: JobRows, batch_rows: int, micro_batches: int, schedule: str, tokens_per_s: float, lane: str, off: float
 ) -> JobPrediction:
     """The prediction of a simulated schedule.
 
@@ -161,7 +161,7 @@ def predicted_on_card(
         "cpu_experts": Bottleneck.WEIGHTS,
     }
     bottleneck = by_lane.get(lane, Bottleneck.CARD)
-    return _prediction(job, min(rows_together, job.rows), micro_batches, schedule, tokens_per_s, off, bottleneck)
+    return _prediction(job, min(batch_rows, job.rows), micro_batches, schedule, tokens_per_s, off, bottleneck)
 
 
 def _prediction(

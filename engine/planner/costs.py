@@ -412,15 +412,19 @@ class Costs:
         """
         if self.native_card:
             return self.cpu_layer(tokens, context, dense=dense, prompts=prompts) * self.observed.card_layer
-        model = self.model
-        weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = model.layer_bytes_per_weight(self.card_dense_precision) * weights
-        flops = 2.0 * tokens * weights
-        if cached:
-            reading += self._attention_bytes(tokens, context, prompts)
-            flops += 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
+        reading, flops = self._layer(self.card_dense_precision, tokens, context if cached else 0.0, dense, prompts)
         time = max(reading / self.card_bytes_per_s, flops / self.card_flops)
         return (time + self.launches.layer * self.efficiency.operator_s) * self.observed.card_layer
+
+    def _layer(self, precision: str, tokens: float, context: float, dense: bool, prompts: float) -> tuple[float, float]:
+        """(bytes read, flops) of `gpu_layer`."""
+        model = self.model
+        weights = model.dense_layer_weights if dense else model.layer_weights
+        reading = model.layer_bytes_per_weight(precision) * weights + self._attention_bytes(tokens, context, prompts)
+        return reading, 2.0 * tokens * weights + self._attention_flops(tokens, context)
+
+    def _attention_flops(self, tokens: float, context: float) -> float:
+        return 4.0 * tokens * context * self.model.attention.heads * self.model.attention.head_dim
 
     def card_attention(self, tokens: float, context: float, *, prompts: float = 0.0) -> float:
         """What attention of one layer adds to `gpu_layer`."""
@@ -446,10 +450,11 @@ class Costs:
         """Embedding and head for `rows` tokens that need logits."""
         if self.native_card:
             return self.cpu_head(rows)
-        weights = self.model.vocabulary * self.model.hidden
-        reading = self.model.head_bytes_per_weight(self.card_dense_precision) * weights
-        time = max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
-        return time + self.launches.token * self.efficiency.operator_s
+        reading, flops = self._head(self.card_dense_precision, rows)
+        return (
+            max(reading / self.card_bytes_per_s, flops / self.card_flops)
+            + self.launches.token * self.efficiency.operator_s
+        )
 
     # On the CPU
 
@@ -479,18 +484,17 @@ class Costs:
 
     def cpu_layer(self, tokens: float, context: float, *, dense: bool = False, prompts: float = 0.0) -> float:
         """`gpu_layer` on the CPU."""
-        model = self.model
-        weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = model.layer_bytes_per_weight(self.dense_precision) * weights
-        reading += self._attention_bytes(tokens, context, prompts)
-        flops = 2.0 * tokens * weights + 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
+        reading, flops = self._layer(self.dense_precision, tokens, context, dense, prompts)
         return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops) + self.host_layer_s
 
     def cpu_head(self, rows: float) -> float:
         """`gpu_head` on the CPU."""
+        reading, flops = self._head(self.dense_precision, rows)
+        return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops) + self.host_token_s
+
+    def _head(self, precision: str, rows: float) -> tuple[float, float]:
         weights = self.model.vocabulary * self.model.hidden
-        reading = self.model.head_bytes_per_weight(self.dense_precision) * weights
-        return max(reading / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops) + self.host_token_s
+        return self.model.head_bytes_per_weight(precision) * weights, 2.0 * rows * weights
 
     def cpu_attention(self, tokens: float, context: float, *, expanded: bool = False) -> float:
         """Softmax attention of one layer over keys and values in RAM.
@@ -505,7 +509,7 @@ class Costs:
             group = attention.heads / max(attention.kv_heads, 1)
             reading *= 1 + 2 * 2 * group
         bandwidth = self.machine.cpu.ram_bytes_per_s * self.efficiency.host_memory
-        flops = 4.0 * tokens * context * self.model.attention.heads * self.model.attention.head_dim * self._kv_share
+        flops = self._attention_flops(tokens, context) * self._kv_share
         return max(reading / bandwidth, flops / self.cpu_flops) * self.observed.cpu_attention
 
     # Transfers

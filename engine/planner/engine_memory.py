@@ -339,7 +339,7 @@ def _weights(costs: Costs) -> Weights:
     in_ram = dense_in_ram(model, held_as)
     layers, elsewhere = _spread(model, dense_on_card(costs), precision)
     records, tables = records_nbytes(model, precision), _tables(model, precision, len(layers))
-    on_their_way, of_tables = _on_their_way(model, precision, in_ram, tables)
+    in_transit, of_tables = _in_transit(model, precision, in_ram, tables)
     lie_in_files = _is_in_place(model, precision) or (precision == BF16.name and model.stored is None)
     return Weights(
         precision,
@@ -360,14 +360,14 @@ def _weights(costs: Costs) -> Weights:
         if model.experts
         else (),
         _working_bytes(model, precision),
-        on_their_way + of_tables if is_quantised else 0,
+        in_transit + of_tables if is_quantised else 0,
         quantised_linears(model, precision),
         _spread(model, in_ram, held_as)[0] if lie_in_files else (),
-        replace(tables, on_their_way=of_tables if is_quantised else 0),
+        replace(tables, in_transit=of_tables if is_quantised else 0),
     )
 
 
-def _on_their_way(model: ModelShape, precision: str, in_ram: int, tables: Tables) -> tuple[int, int]:
+def _in_transit(model: ModelShape, precision: str, in_ram: int, tables: Tables) -> tuple[int, int]:
     """RAM for dense weights on their way to cards: (of all but tables, more because of these)."""
     if not _is_in_place(model, precision):
         return in_ram - tables.in_ram, tables.in_ram
@@ -439,7 +439,7 @@ def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False, les
     if dense:
         weights = dense_in_ram(model, costs.precision) - less
         per_token = round(model.kv_bytes_per_token()) * as_stored(costs.precision).width // 2
-        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token + model.state_bytes
+        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token + 2 * model.state_bytes
     return TierBytes(
         total,
         weights,

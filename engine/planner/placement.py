@@ -86,7 +86,7 @@ class Tables:
         on_disk: as the files do.
         kept: bytes of rows that stay in RAM in their place.
         rows, row_bytes: that a token looks up, and bytes of these together.
-        on_their_way: RAM that they take while dense weights go to devices.
+        in_transit: RAM that they take while dense weights go to devices.
     """
 
     layers: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class Tables:
     kept: int = 0
     rows: int = 0
     row_bytes: int = 0
-    on_their_way: int = 0
+    in_transit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Weights:
         in_files: of `dense_in_ram`, what of each decoder layer is used as files have it, tables apart: it can be read
             from there for each pass instead of being held.
         tables: those of the dense weights that may stay on disk.
-        kept_rows: RAM for rows of tables that do.
+        row_cache: RAM for rows of tables that do.
     """
 
     precision: str
@@ -128,7 +128,7 @@ class Weights:
     linears: int = 0
     in_files: tuple[int, ...] = ()
     tables: Tables = Tables()
-    kept_rows: int = 0
+    row_cache: int = 0
 
     @property
     def without_tables(self) -> Weights:
@@ -139,9 +139,9 @@ class Weights:
             dense_layers=tuple(nbytes - less for nbytes, less in zip(self.dense_layers, layers, strict=True)),
             dense_elsewhere=self.dense_elsewhere - tables.elsewhere,
             dense_in_ram=self.dense_in_ram - tables.in_ram + tables.kept,
-            working_for_devices=self.working_for_devices - tables.on_their_way,
+            working_for_devices=self.working_for_devices - tables.in_transit,
             tables=Tables(),
-            kept_rows=tables.kept,
+            row_cache=tables.kept,
         )
 
     @property
@@ -584,7 +584,7 @@ def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettin
         )
     experts = () if all_experts else weights.experts
     more = weights.working_for_devices
-    ram, on_disk, _ = _in_ram(sizes, weights, budgets, dense=weights.kept_rows, experts=experts, more=more)
+    ram, on_disk, _ = _in_ram(sizes, weights, budgets, dense=weights.row_cache, experts=experts, more=more)
     return Placement(
         precision=weights.precision,
         devices=tuple(

@@ -124,8 +124,7 @@ _OF_LAYERS = " Layers are read for each token: rows of a file share that, and ga
 
 def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, workload: Workload) -> str:
     """What limits decoding: the busiest lane, and why it is."""
-    use = outcome.utilisation
-    lane = max(use, key=lambda name: use[name], default="")
+    use, lane = outcome.utilisation, outcome.busiest
     if lane in ("cpu_experts", "cpu_attention"):
         busy = use.get("cpu_experts", 0.0) + use.get("cpu_attention", 0.0)
         if lane == "cpu_experts" and _bound_by_arithmetic(costs, workload):

@@ -12,12 +12,11 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
 from engine.common.paths import resources_dir
-from engine.common.profile_file import ProfileFile, refused
+from engine.common.profile_file import ProfileFile
 from engine.hardware.machine import HardwareProfile, machine_in
 from engine.planner.costs import Costs, Dispatch, Efficiency, Factor
 from engine.planner.memory import USABLE_SHARE
@@ -31,10 +30,6 @@ from engine.planner.simulator.strategy import (
     routing,
 )
 from engine.planner.step_time import StepTime
-
-WAYS = ("cpu", "fetch", "mixed", "processor")
-POLICIES = ("lru", "static")
-_SHARES, _NUMBERS = ("hits", "disk_share", "accepted"), ("tokens_per_step", "reserved_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,77 +120,30 @@ class PublishedSpeed:
     note: str = ""
 
 
-def rivals_file() -> Path:
-    return resources_dir() / "rivals.json"
-
-
-def read_rivals(path: Path | None = None) -> list[PublishedSpeed]:
-    """All published speeds, in the order of the file.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if the file has invalid values.
-    """
-    file = ProfileFile(path or rivals_file())
+def read_rivals() -> list[PublishedSpeed]:
+    """All published speeds, in the order of their file."""
+    file = ProfileFile(resources_dir() / "rivals.json")
     machines, models = file.part("machines"), file.part("models")
     known = {name: machine_in(machines.part(name), name) for name in machines.content}
     shapes = {name: shape_in(models.part(name), name) for name in models.content}
-    results = file.content.get("results")
-    if not isinstance(results, list):
-        raise refused(file.path, "has no list 'results'")
-    return [
-        _speed(ProfileFile(file.path, _object(file.path, entry), f"results.{index}."), known, shapes)
-        for index, entry in enumerate(results)
-    ]
-
-
-def _object(path: Path, entry: Any) -> Mapping[str, Any]:
-    if not isinstance(entry, dict):
-        raise refused(path, "has a result that is not an object")
-    return entry
+    return [_speed(dict(result), known, shapes) for result in file.content["results"]]
 
 
 def _speed(
-    file: ProfileFile, machines: Mapping[str, HardwareProfile], shapes: Mapping[str, ModelShape]
+    result: dict[str, Any], machines: Mapping[str, HardwareProfile], shapes: Mapping[str, ModelShape]
 ) -> PublishedSpeed:
-    machine = machines.get(file.text("machine"))
-    if machine is None:
-        raise refused(file.path, f"has no machine {file.text('machine')!r}, which {file.prefix}machine names")
-    method = _method(file.part("method"))
-    shape = shapes.get(file.text("model")) or read_model(file.text("model"))
+    method, name = Method(**result.pop("method")), result.pop("model")
+    shape = shapes.get(name) or read_model(name)
     values: dict[str, Any] = {field.name: getattr(shape, field.name) for field in fields(shape)}
     values["experts_per_token"] = method.experts_per_token or shape.experts_per_token
-    values |= {name: file.number(name, 0.5, 32) for name in ("expert_bits", "other_bits")}
+    values |= {bits: result.pop(bits) for bits in ("expert_bits", "other_bits")}
     return PublishedSpeed(
-        program=file.text("program"),
-        group=file.text("group"),
-        result=file.text("result"),
         model=SizedModel(**values),
-        machine=machine,
+        machine=machines[result.pop("machine")],
         method=method,
-        tokens_per_s=file.number("published", 1e-3, 1e5),
-        source=file.text("source"),
-        by=file.text("by"),
-        note=file.text("note") if "note" in file.content else "",
+        tokens_per_s=result.pop("published"),
+        **result,
     )
-
-
-def _method(file: ProfileFile) -> Method:
-    content = dict(file.content)
-    unknown = sorted(set(content) - {field.name for field in fields(Method)})
-    if unknown:
-        raise refused(file.path, f"has {file.prefix}{unknown[0]}, which means nothing")
-    way, policy = file.text("way"), content.get("policy", "lru")
-    if way not in WAYS or policy not in POLICIES:
-        raise refused(file.path, f"has a {file.prefix}way or policy that does not exist")
-    values: dict[str, Any] = {"way": way, "policy": policy, "reads_ahead": content.get("reads_ahead", False) is True}
-    for name in sorted(set(content) - set(values)):
-        if name in _SHARES:
-            values[name] = file.number(name, 0.01 if name == "accepted" else 0, 1)
-        elif name in _NUMBERS:
-            values[name] = file.number(name, 0, 1000)
-        else:
-            values[name] = file.whole(name, 0, 10**7)
-    return Method(**values)
 
 
 EFFICIENCY = Efficiency(arithmetic=0.35, card_memory=0.5, host_memory=0.35, operator_s=4e-6)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.common.lanes import WORK
 from engine.telemetry.lanes import DECODE, FOR_LATER, PHASE, SAMPLE
-from engine.telemetry.records import COUNTERS, Records
+from engine.telemetry.records import COUNTERS, Records, union
 
 OTHER = "other"
 """Time of a step in which no lane was on its critical path: Python, sampling, the tokenizer."""
@@ -27,7 +27,7 @@ def utilisation(spans: Records, lane: int, start_ns: int, end_ns: int, buckets: 
     if buckets <= 0 or end_ns <= start_ns:
         return np.zeros(max(buckets, 0))
     mine = spans[(spans["lane"] == lane) & (spans["end_ns"] > start_ns) & (spans["start_ns"] < end_ns)]
-    starts, ends = _union(mine["start_ns"], mine["end_ns"])
+    starts, ends = union(mine["start_ns"], mine["end_ns"])
     edges = np.linspace(start_ns, end_ns, buckets + 1)
     return np.diff(_busy_before(starts, ends, edges)) / np.diff(edges)
 
@@ -39,7 +39,7 @@ def lane_seconds(spans: Records, start_ns: int, end_ns: int) -> dict[str, float]
         if lane == PHASE or not 0 <= lane < len(WORK):
             continue
         mine = spans[spans["lane"] == lane]
-        starts, ends = _union(mine["start_ns"].clip(start_ns, end_ns), mine["end_ns"].clip(start_ns, end_ns))
+        starts, ends = union(mine["start_ns"].clip(start_ns, end_ns), mine["end_ns"].clip(start_ns, end_ns))
         if len(starts):
             seconds[WORK[lane]] = float((ends - starts).sum()) / 1e9
     return {name: took for name, took in seconds.items() if took > 0}
@@ -172,7 +172,7 @@ def range_averages(spans: Records, steps: Records, start_ns: int, end_ns: int) -
     for lane in np.unique(spans["lane"]).tolist():
         mine = spans[(spans["lane"] == lane) & (spans["end_ns"] > start_ns) & (spans["end_ns"] <= end_ns)]
         if (moved := int(mine["nbytes"].sum())) and 0 <= lane < len(WORK):
-            starts, ends = _union(mine["start_ns"], mine["end_ns"])
+            starts, ends = union(mine["start_ns"], mine["end_ns"])
             rates[WORK[lane]] = moved / max(int((ends - starts).sum()), 1)
     return RangeAverages(
         seconds,
@@ -217,17 +217,6 @@ def _energy_at(
     since = moments - when[index]
     slope = (power[index + 1] - power[index]) / np.maximum(when[index + 1] - when[index], 1)
     return np.asarray(energy[index] + (power[index] + slope * since / 2) * since / 1e9)
-
-
-def _union(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The union of intervals as sorted, disjoint intervals."""
-    if not len(starts):
-        return starts, ends
-    order = np.argsort(starts, kind="stable")
-    starts, furthest = starts[order], np.maximum.accumulate(ends[order])
-    first = np.concatenate(([True], starts[1:] > furthest[:-1]))
-    last = np.concatenate((np.flatnonzero(first)[1:] - 1, [len(starts) - 1]))
-    return starts[first], furthest[last]
 
 
 def _busy_before(

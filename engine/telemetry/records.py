@@ -123,3 +123,14 @@ def no_spans() -> Records:
 def no_steps() -> Records:
     """An empty array of `STEP`."""
     return np.empty(0, STEP)
+
+
+def union(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The union of intervals as sorted, disjoint intervals."""
+    if not len(starts):
+        return starts, ends
+    order = np.argsort(starts, kind="stable")
+    starts, furthest = starts[order], np.maximum.accumulate(ends[order])
+    first = np.concatenate(([True], starts[1:] > furthest[:-1]))
+    last = np.concatenate((np.flatnonzero(first)[1:] - 1, [len(starts) - 1]))
+    return starts[first], furthest[last]

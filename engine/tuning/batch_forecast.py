@@ -16,9 +16,9 @@ from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
 from engine.planner.batch_plan import best_batch, question_of
 from engine.planner.batch_prediction import (
+    BATCH_ROWS,
     LOOKED_UP_OFF,
     MEASURED_OFF,
-    ROWS_TOGETHER,
     SWEEP_TOKENS,
     JobPrediction,
     JobRows,
@@ -120,7 +120,7 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
 def _on_cpu(look: MachineLook, costs: Costs, rows: JobRows, off: float) -> Forecast:
     each = costs.model.context_bytes(rows.prompt_tokens + rows.generated_tokens, in_pages=True)
     room = max(1, int(_KV_SHARE * look.probe.ram_available_bytes // max(each, 1.0)))
-    prediction = predict_on_cpu(costs, rows, min(ROWS_TOGETHER, room), sweep_tokens=SWEEP_TOKENS, off=off)
+    prediction = predict_on_cpu(costs, rows, min(BATCH_ROWS, room), sweep_tokens=SWEEP_TOKENS, off=off)
     alone = predict_on_cpu(costs, rows, 1, sweep_tokens=round(rows.prompt_tokens) or 1, off=off)
     return Forecast(prediction, alone.tokens_per_s)
 

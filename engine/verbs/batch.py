@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
@@ -20,7 +19,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
 from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason
 from engine.formats import AUTO, is_precision
-from engine.remote.job import OwnModel, endpoints_of, run_remote_job, run_remote_sample
+from engine.remote.job import endpoints_of, run_remote_job, run_remote_sample
 from engine.verbs.chat import load_engine
 from engine.verbs.options import (
     add_engine_options,
@@ -29,7 +28,7 @@ from engine.verbs.options import (
     given_sampling,
     positive_int,
 )
-from engine.verbs.output import emit, note, show_progress
+from engine.verbs.output import clear_progress, emit, note, show_progress
 
 if TYPE_CHECKING:
     from engine.batch_files.job_watcher import Pace, PlacePace
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
     from engine.protocol import BatchSampled
-    from engine.runtime.engine import Engine
 
 _LIMITS = {
     "arithmetic": "CPU compute",
@@ -180,18 +178,33 @@ def run(args: argparse.Namespace) -> int:
     engine, _info = load_engine(args)
     try:
         if args.sample:
-            return _sample(args, prepared, engine)
+            return _sample(args, prepared, lambda watcher: engine.sample_batch(prepared, args.sample, watcher))
         return _whole(args, prepared, lambda watcher: engine.run_batch(prepared, watcher))
     finally:
         engine.unload()
 
 
 def _at_endpoints(args: argparse.Namespace, prepared: PreparedJob) -> int:
+    """A model is loaded only if this machine is one of those that answer."""
+    names = prepared.job.endpoints
+    hosts = [f"{endpoint.name} ({endpoint.host})" for endpoint in endpoints_of(names) if not endpoint.is_here]
+    if hosts:
+        note(f"switchyard: the text of the rows is sent to {' and '.join(hosts)}")
+    engine = load_engine(args)[0] if HERE in names else None
+    own = engine.hosted_model(beside_others=False) if engine is not None else None
 
-    with Elsewhere(args, prepared) as elsewhere:
+    def sample(watcher: JobWatcher) -> None:
+        found = run_remote_sample(prepared, args.sample, watcher, own)
+        if found is not None:
+            note(f"switchyard: {sample_words(found)}")
+
+    try:
         if args.sample:
-            return _sample(args, prepared, elsewhere)
-        return _whole(args, prepared, lambda watcher: elsewhere.run_batch(prepared, watcher))
+            return _sample(args, prepared, sample)
+        return _whole(args, prepared, lambda watcher: run_remote_job(prepared, watcher, own))
+    finally:
+        if engine is not None:
+            engine.unload()
 
 
 def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
@@ -276,15 +289,7 @@ def _schema(file: str | None) -> str:
     raise EngineError(ErrorCode.INVALID_REQUEST, f"Cannot read the schema {file} ({why}): check the file.")
 
 
-class Sampled(Protocol):
-    """Who answers a sample's rows: the engine, or endpoints."""
-
-    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
-
-
-def _sample(args: argparse.Namespace, prepared: PreparedJob, engine: Sampled) -> int:
-    from engine.batch_files.job_watcher import JobWatcher
-
+def _sample(args: argparse.Namespace, prepared: PreparedJob, answer: Callable[[JobWatcher], None]) -> int:
     answers: list[tuple[Answer, str]] = []
     watcher = JobWatcher(
         on_pace=lambda _pace, _blocked: None,
@@ -293,7 +298,7 @@ def _sample(args: argparse.Namespace, prepared: PreparedJob, engine: Sampled) ->
         give_way=lambda: None,
         cancelled=lambda: False,
     )
-    engine.sample_batch(prepared, args.sample, watcher)
+    answer(watcher)
     answers.sort(key=lambda pair: pair[0].row)
     rows = [{**asdict(answer), "prompt": question} for answer, question in answers]
     emit(
@@ -310,8 +315,6 @@ def _sampled(row: dict[str, Any]) -> str:
 
 
 def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable[[JobWatcher], JobEnding]) -> int:
-    from engine.batch_files.job_watcher import JobWatcher
-
     begun = time.monotonic()
     # `--redo cut-off` would give more tokens once more to rows that have had them, and takes its own --max-tokens.
     how = f"the {'first' if prepared.job.start == 'redo_cut_off' else 'same'} command with --resume"
@@ -449,8 +452,7 @@ class _Shown:
 
     def clear(self) -> None:
         if self.is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            clear_progress()
 
 
 def pace_text(pace: Pace) -> str:
@@ -480,7 +482,7 @@ def _place_text(place: PlacePace) -> str:
 
 def prediction_text(prediction: JobPrediction) -> str:
     """How a job will run, in a sentence."""
-    rows = prediction.rows_together
+    rows = prediction.batch_rows
     share = f"{rows:,} rows share each weight load" if rows > 1 else "one row at a time"
     chunks = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
     ends = _between(prediction.seconds_low, prediction.seconds_high)
@@ -508,41 +510,6 @@ def _span(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-class Elsewhere:
-    """Answers rows as `Engine` does; a model is loaded only if this machine is one of those that answer.
-
-    Raises:
-        EngineError: there is no such endpoint, or no such model.
-    """
-
-    def __init__(self, args: argparse.Namespace, prepared: PreparedJob) -> None:
-        names = prepared.job.endpoints
-        hosts = [f"{endpoint.name} ({endpoint.host})" for endpoint in endpoints_of(names) if not endpoint.is_here]
-        if hosts:
-            note(f"switchyard: the text of the rows is sent to {' and '.join(hosts)}")
-        self._engine: Engine | None = None
-        self._own: OwnModel | None = None
-        if HERE in names:
-            self._engine, _info = load_engine(args)
-            self._own = self._engine.hosted_model(beside_others=False)
-
-    def __enter__(self) -> Elsewhere:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._engine is not None:
-            self._engine.unload()
-
-    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
-        return run_remote_job(prepared, watcher, self._own)
-
-    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
-        """See `run_remote_sample`; what it measured is told."""
-        sample = run_remote_sample(prepared, rows, watcher, self._own)
-        if sample is not None:
-            note(f"switchyard: {sample_words(sample)}")
 
 
 def sample_words(sample: BatchSampled) -> str:

@@ -128,6 +128,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def reported(bench: Callable[[argparse.Namespace, Report], None]) -> Callable[[argparse.Namespace], int]:
+    """A verb's run that prints what a benchmark has reported."""
+
+    def run(args: argparse.Namespace) -> int:
+        report = new_report()
+        bench(args, report)
+        return emit_report(report, args)
+
+    return run
+
+
 def _run_startup(args: argparse.Namespace) -> int:
     if args.model is not None:
         config, report = config_of(args), new_report()
@@ -142,28 +153,28 @@ def _run_startup(args: argparse.Namespace) -> int:
     return emit_report(report, args)
 
 
-def _run_decode(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_decode(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from engine.bench.decode import DecodePlan, bench_decode
 
     bench_decode(config, DecodePlan(args.tokens, args.repeats, args.contexts), report, note)
-    return emit_report(report, args)
 
 
-def _run_prefill(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_prefill(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from engine.bench.prefill import PrefillPlan, bench_prefill
 
     bench_prefill(config, PrefillPlan(args.prompt_tokens, args.tokens, args.repeats), report, note)
-    return emit_report(report, args)
 
 
-def _run_batch(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_batch(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from engine.bench.batch import BatchBenchPlan, bench_batch
 
     bench_batch(config, BatchBenchPlan(args.rows, args.tokens, args.repeats), report, note)
-    return emit_report(report, args)
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
@@ -180,12 +191,12 @@ def _run_kernels(args: argparse.Namespace) -> int:
     return emit_report(bench_kernels(args.threads, args.repeats, tokens=args.tokens, on_progress=note), args)
 
 
-def _run_telemetry(args: argparse.Namespace) -> int:
-    config, report = config_of(args), new_report()
+@reported
+def _run_telemetry(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args)
     from engine.bench.telemetry import TelemetryPlan, bench_telemetry
 
     bench_telemetry(config, TelemetryPlan(args.tokens, args.repeats), report, note)
-    return emit_report(report, args)
 
 
 def _run_card(args: argparse.Namespace) -> int:

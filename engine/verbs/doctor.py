@@ -659,7 +659,7 @@ def _about() -> list[str]:
 
 
 def _finding(finding: Finding) -> list[str]:
-    mark = {Status.OK: "ok", Status.ADVICE: "note", Status.PROBLEM: "PROBLEM"}[finding.status]
+    mark = _MARKS[finding.status]
     if finding.name in _NAMES_MODELS:
         return [f"{mark:>7}  {finding.name}"]
     lines = [f"{mark:>7}  {finding.name}: {without_names(finding.detail)}"]

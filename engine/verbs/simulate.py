@@ -174,7 +174,7 @@ def _workload(args: argparse.Namespace) -> int:
         "workload": asdict(setting.workload),
         "precision": args.precision,
         **_summary(chosen),
-        "bottleneck": _bottleneck(chosen),
+        "bottleneck": chosen.busiest,
         "policies": [_summary(outcome) for outcome in outcomes],
         "bounds": [] if args.policy else [_summary(outcome) for outcome in bounds(setting)],
         "spans": [asdict(span) for span in chosen.spans[:_MOST_SPANS]],
@@ -269,11 +269,6 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
         "hit_rate": outcome.hit_rate,
         "utilisation": {lane: round(share, 4) for lane, share in outcome.utilisation.items()},
     }
-
-
-def _bottleneck(outcome: Outcome) -> str:
-    """The busiest lane."""
-    return max(outcome.utilisation, key=lambda lane: outcome.utilisation[lane], default="")
 
 
 def _text(document: dict[str, Any]) -> str:

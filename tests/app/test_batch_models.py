@@ -165,7 +165,7 @@ def test_a_plan_in_words_says_how_sure_it_is() -> None:
     measured = plan_text(replace(PLAN, is_measured=True, seconds_low=3600.0, seconds_high=7200.0), 0.0)
     assert "done between" in measured
     assert "Measured" in measured
-    assert plan_text(replace(PLAN, rows_together=1, bottleneck="tomorrow's"), 0.0).startswith("Rows are answered one")
+    assert plan_text(replace(PLAN, batch_rows=1, bottleneck="tomorrow's"), 0.0).startswith("Rows are answered one")
     running = status_text(entry(done=1, total=9, plan=PLAN, under_way=8))
     assert running.startswith("8 rows share each load of a layer's weights. Expected: 150 to 450 tokens/s.")
 

@@ -98,6 +98,6 @@ def test_chats_and_a_job_go_on_beside_each_other(
     # The job did not stand still meanwhile.
     assert any(max(layers) > min(layers) for layers in seen.values())
     (planned,) = [event for event in sent if isinstance(event, BatchPlanned)]
-    assert (planned.prediction.job.rows, planned.prediction.rows_together) == (_ROWS, _ROWS)
+    assert (planned.prediction.job.rows, planned.prediction.batch_rows) == (_ROWS, _ROWS)
     assert planned.prediction.low > 0
     assert planned.prediction.is_measured is sampled

@@ -12,8 +12,7 @@ from benchmarks.machines import CHOICES, OURS, MachinesPlan, bench_machines, res
 from engine.bench.report import Report
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.hardware import profiles
-from engine.hardware.profiles import DeviceProfile, read_profile
+from engine.hardware.profiles import DeviceProfile, lent, read_profile
 from tests.engine.tiny_families import tiny_checkpoint
 
 SMALLER = 500
@@ -57,10 +56,10 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_never_slower_than_the_best_fixed_choice(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = small(name)
     monkeypatch.setattr(machines, "timed_profiles", lambda: [profile])
-    monkeypatch.setattr(profiles, "timed_profiles", lambda: [profile])
     report = Report({})
     config = EngineConfig(str(folder), precision="fp32", threads=1, context_tokens=256)
-    bench_machines(config, MachinesPlan(tokens=40, prompt_tokens=100), report, lambda _text: None)
+    with lent(profile):
+        bench_machines(config, MachinesPlan(tokens=40, prompt_tokens=100), report, lambda _text: None)
     for kind, beaten in {
         "decode": CHOICES.keys(),
         "prompt": ["fetch always", "cache off", "experts on the CPU"],

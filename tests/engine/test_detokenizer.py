@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
-from engine.runtime.decode.token_bytes import token_bytes
+from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text, token_bytes
 from tests.engine.loaded_tiny import tiny_tokenizer
 
 

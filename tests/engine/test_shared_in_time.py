@@ -363,6 +363,36 @@ def test_rows_are_planned_again_only_where_another_plan_is_clearly_better(folder
         loaded.close()
 
 
+def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Path) -> None:
+    config = replace(config_of(folder, 1), cache_slots=None, vram_bytes=300 * 2**20, ram_bytes=150 * 2**20)
+    loaded, shape = load_model(config, on_progress=lambda *_: None, cancelled=lambda: False), find_shape(str(folder))
+    known, _ = job_plan._machine_of(loaded, shape, job_plan.probe())
+    rows = JobRows(100, 100, 100)
+
+    def reading_takes(factor: float) -> None:
+        assert loaded.disk_backed is not None
+        disk = loaded.disk_backed.disk
+        disk.bytes_read = 2**30
+        disk._busy_s = factor * disk.bytes_read / known.disk_bytes_per_s
+
+    try:
+        reading_takes(10)
+        slow = job_plan.plan_rows(rows, loaded, shape).batch
+        assert slow is not None
+        watch = PlanWatch(slow, rows, loaded)
+        assert watch() == ""
+        reading_takes(100)  # whatever the plan, they wait for it
+        assert watch() == ""
+        reading_takes(0.05)
+        assert watch().startswith("Reads from disk take 0.0005 times as long as the plan for rows had")
+        fast = job_plan.plan_rows(rows, loaded, shape).batch
+        assert fast is not None
+        assert fast.tokens_per_s > 10 * slow.tokens_per_s
+        assert PlanWatch(fast, rows, loaded)() == ""
+    finally:
+        loaded.close()
+
+
 @pytest.fixture(autouse=True)
 def cleared() -> Iterator[None]:
     yield

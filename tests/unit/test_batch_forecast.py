@@ -31,7 +31,7 @@ def test_rows_together_are_faster_than_alone(question: ForecastQuestion) -> None
     found = forecast_of(question)
     assert found is not None
     plan = found.plan
-    assert (plan.job.rows, plan.rows_together, plan.job.generated_tokens) == (ROWS, ROWS, 48)
+    assert (plan.job.rows, plan.batch_rows, plan.job.generated_tokens) == (ROWS, ROWS, 48)
     assert 0 < plan.low < plan.high
     assert 0 < found.alone_tokens_per_s < plan.high
     assert 0 < plan.seconds_low < plan.seconds_high
@@ -39,7 +39,7 @@ def test_rows_together_are_faster_than_alone(question: ForecastQuestion) -> None
     counted = forecast_of(replace(question, total=100_000))
     assert counted is not None
     assert counted.plan.job.rows == 100_000
-    assert counted.plan.rows_together < 1000
+    assert counted.plan.batch_rows < 1000
 
 
 def test_choices_are_short_answers(question: ForecastQuestion) -> None:

@@ -25,7 +25,7 @@ def test_more_rows_together_are_never_slower(machine: str, model: str, job: JobR
     costs = engine_costs(read_machine(machine), read_model(model), precision)
     few = predict_on_cpu(costs, job, rows, sweep_tokens=1024)
     many = predict_on_cpu(costs, job, 2 * rows, sweep_tokens=1024)
-    assert few.rows_together == min(rows, job.rows)
+    assert few.batch_rows == min(rows, job.rows)
     assert many.tokens_per_s >= few.tokens_per_s * 0.999
     assert few.low < few.tokens_per_s < few.high
     assert few.seconds_low < job.rows * job.generated_tokens / few.tokens_per_s < few.seconds_high

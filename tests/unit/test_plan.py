@@ -107,6 +107,13 @@ def test_without_a_card_everything_is_in_ram() -> None:
     assert "RAM" in plan.bottleneck
 
 
+def test_a_step_writes_its_state_beside_the_one_that_it_reads() -> None:
+    without, with_state = (
+        make_plan(BARE, model, limits=Limits(precision="int4")) for model in (QWEN, replace(QWEN, state_bytes=2**20))
+    )
+    assert with_state.ram.kv - without.ram.kv == 2 * 2**20
+
+
 def test_experts_that_do_not_fit_are_on_disk_and_more_ram_or_a_faster_disk_helps() -> None:
     plan = make_plan(BARE, DEEPSEEK)
     assert plan.disk_bytes > 300e9

@@ -134,6 +134,6 @@ def test_what_is_needed_at_least_is_counted_without_it() -> None:
 def test_on_disk_they_are_not_on_their_way_to_a_card() -> None:
     """Which blocks of others still are: what these take there says how much less it is, and not their size."""
     (weights,) = sizes().weights
-    held = replace(weights, working_for_devices=25, tables=replace(weights.tables, on_their_way=5))
+    held = replace(weights, working_for_devices=25, tables=replace(weights.tables, in_transit=5))
     assert held.without_tables.working_for_devices == 20
-    assert replace(held, tables=replace(held.tables, on_their_way=0)).without_tables.working_for_devices == 25
+    assert replace(held, tables=replace(held.tables, in_transit=0)).without_tables.working_for_devices == 25

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.model_shape import model_names, model_profiles_dir, read_model
+from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.machine import HardwareProfile, card_choices, find_card, machine_names, machines_dir, read_machine
 from tests.refusals import refused
@@ -119,7 +119,7 @@ def test_nonsense_about_a_machine_is_refused_in_one_sentence(tmp_path: Path, cha
 )
 def test_nonsense_about_a_model_is_refused_in_one_sentence(tmp_path: Path, change: Any) -> None:
     path = tmp_path / "odd.json"
-    path.write_text(changed(model_profiles_dir(), "mixtral-8x7b", change), encoding="utf-8")
+    path.write_text(changed(machines_dir().parent / "models", "mixtral-8x7b", change), encoding="utf-8")
     with refused(ErrorCode.INVALID_REQUEST, "odd.json"):
         read_model(str(path))
 

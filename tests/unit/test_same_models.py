@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.library import LibraryEntry, look_around
+from engine.checkpoint.library import LibraryEntry, content_keys, listed_once, look_around
 from engine.checkpoint.manifest import Manifest, describe_files, write_manifest
 from engine.checkpoint.removing import remove
-from engine.checkpoint.same_models import content_keys, listed_once
 from engine.checkpoint.synthetic import make_synthetic
 from engine.cli import main
 from engine.common.paths import models_dir

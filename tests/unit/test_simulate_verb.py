@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine import cli
 from engine.experts.replay import RoutingTrace, write_trace
-from engine.planner.costs import EFFICIENCY, Efficiency
+from engine.planner.costs import EFFICIENCY, Costs, Efficiency
 from engine.planner.papers import DERIVED, FAR_OFF, THROUGHPUT, PublishedCell, duoserve, fiddler, moe_lightning, report
 from engine.planner.papers.report import (
     SAME,
@@ -256,13 +256,15 @@ def test_at_most_four_named_factors_and_all_are_listed(rows: list[PublishedCell]
 
 
 def test_predictions_repeat(rows: list[PublishedCell]) -> None:
-    again = [*duoserve.rows(EFFICIENCY), *moe_lightning.rows(EFFICIENCY)]
+    again = [*duoserve.rows(), *moe_lightning.rows()]
     assert again == [row for row in rows if row.paper in ("DuoServe-MoE", "MoE-Lightning")]
 
 
-def test_a_factor_moves_predictions_but_no_dimension() -> None:
+def test_a_factor_moves_predictions_but_no_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     half = Efficiency(EFFICIENCY.arithmetic / 2, EFFICIENCY.card_memory / 2)
-    for normal, slow in zip(moe_lightning.rows(EFFICIENCY), moe_lightning.rows(half), strict=True):
+    usual = [*moe_lightning.rows()]
+    monkeypatch.setattr(moe_lightning, "Costs", partial(Costs, efficiency=half))
+    for normal, slow in zip(usual, moe_lightning.rows(), strict=True):
         if normal.kind == DERIVED:
             assert slow.predicted == normal.predicted
         elif normal.unit == "tokens/s":

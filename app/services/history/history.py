@@ -28,7 +28,7 @@ from engine.telemetry.lanes import (
     WRITING,
     WRITTEN_ELSEWHERE,
 )
-from engine.telemetry.records import Records, no_spans, no_steps
+from engine.telemetry.records import Records, no_spans, no_steps, union
 
 MOST_RUNS = 20_000
 _GAP_NS = 2_000_000
@@ -235,14 +235,6 @@ class BusyTime:
         ends = np.concatenate((self._ends[:first], new[1]))
         recent = int(np.searchsorted(ends, ends[-1] - _TAIL_NS))
         self._starts, self._ends = starts[recent:], ends[recent:]
-
-
-def union(starts: Moments, ends: Moments) -> tuple[Moments, Moments]:
-    order = np.argsort(starts, kind="stable")
-    starts, furthest = starts[order], np.maximum.accumulate(ends[order])
-    first = np.concatenate(([True], starts[1:] > furthest[:-1]))
-    last = np.concatenate((np.flatnonzero(first)[1:] - 1, [len(starts) - 1]))
-    return starts[first], furthest[last]
 
 
 def experts_met(steps: Records, kind: str) -> Floats:

@@ -52,7 +52,7 @@ def plan_text(plan: JobPrediction, now_s: float, alone_tokens_per_s: float = 0.0
     Args:
         alone_tokens_per_s: one row at a time; 0 if unknown.
     """
-    shared = shared_text(plan.rows_together) if plan.job.rows > 1 else translate("Batch", "One row")
+    shared = shared_text(plan.batch_rows) if plan.job.rows > 1 else translate("Batch", "One row")
     rate = translate("Batch", "{0} to {1} tokens/s").format(*_rates(plan))
     if plan.is_measured:
         first, last = clock_text(now_s + plan.seconds_low), clock_text(now_s + plan.seconds_high)
@@ -68,7 +68,7 @@ def plan_text(plan: JobPrediction, now_s: float, alone_tokens_per_s: float = 0.0
             percent(_off(plan))
         )
     parts = [f"{shared}; {rate}; {end}.", limit_text(plan.bottleneck), sure]
-    if alone_tokens_per_s > 0 and plan.rows_together > 1:
+    if alone_tokens_per_s > 0 and plan.batch_rows > 1:
         one_by_one = translate("Batch", "One row at a time: {0} tokens/s.")
         parts.insert(2, one_by_one.format(rate_figure(_two_digits(alone_tokens_per_s))))
     return " ".join(part for part in parts if part)
@@ -256,7 +256,7 @@ def _stays_here(job: JobEntry) -> bool:
 
 def _running_text(job: JobEntry) -> str:
     first = "" if job.done else translate("Batch", "The first rows are being answered.")
-    rows = job.under_way or (job.plan.rows_together if job.plan is not None else 0)
+    rows = job.under_way or (job.plan.batch_rows if job.plan is not None else 0)
     shared = f"{shared_text(rows)}." if rows else ""
     expected = planned_text(job.plan, job.tokens_per_s) if job.plan is not None else ""
     others = {0: "", 1: translate("Batch", "Another job shares the engine.")}.get(

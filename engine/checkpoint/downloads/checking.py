@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -19,44 +18,16 @@ from engine.checkpoint.downloads.pace import Waits
 from engine.checkpoint.downloads.parts import READ_BYTES, SEARCH, File, Job, Journal, Stopped
 from engine.common.errors import EngineError, ErrorCode
 
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.transfer import Transfer
+
 _LOOK_S = 0.2
-
-
-class Fetching(Protocol):
-    """Who brings the parts.
-
-    Attributes:
-        changed: guards all that the threads of a transfer share.
-        is_open: whether the journal may still be written.
-    """
-
-    changed: threading.Condition
-    is_open: bool
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether all is to end."""
-        ...
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all files are there and verified."""
-        ...
-
-    def put_first(self, job: Job) -> None:
-        """Has it done next.  The caller holds `changed`."""
-
-    def begin_again(self, file: File) -> None:
-        """Drops all that is there of a file.  The caller holds `changed`."""
-
-    def fetch(self, job: Job) -> None:
-        """Brings a part to the disk and notes it; raises what a line raises."""
 
 
 class Checker:
     """Of one transfer.  `run` is a thread of its own; `search` is called by the line that takes that job."""
 
-    def __init__(self, files: Sequence[File], journal: Journal, fetching: Fetching) -> None:
+    def __init__(self, files: Sequence[File], journal: Journal, fetching: Transfer) -> None:
         self._files, self._journal, self._fetching = files, journal, fetching
         self._changed = fetching.changed
 

@@ -130,8 +130,7 @@ def add(candidate: Candidate, *, name: str = "", folder: Path | None = None) -> 
     digest = hashlib.sha256("\n".join(identity).encode("utf-8", "replace")).hexdigest()[:10]
     key = f"{_plain(repository.id.rpartition('/')[2])[:40]}-{digest}"
     with disk_errors_explained(folder), records.changing():
-        plan = records.read_plan(key)
-        if plan is None or (_describe(plan, 0).state is DownloadState.DONE and not plan.target.exists()):
+        if _is_new(key):
             title = f"{repository.id.rpartition('/')[2]} {candidate.label}".strip()
             new_folder(folder)
             name = name or _free_name(candidate, folder)
@@ -140,14 +139,24 @@ def add(candidate: Candidate, *, name: str = "", folder: Path | None = None) -> 
                 key, title, candidate.reference, repository.hub, repository.id, repository.commit, repository.endpoint,
                 repository.gated, str(folder), name, time.time(), files,
             )  # fmt: skip
-            require_space(folder, plan.total_bytes)
-            plan.work.mkdir(exist_ok=True)
+            _begin(plan)
             note_connected(folder)
-            records.write_plan(plan)
-            records.write_wanted(key, Wanted())
-            (records.folder_of(key) / "progress.json").unlink(missing_ok=True)
             records.write_order([*(each for each in records.all_keys() if each != key), key])
     return _download(key)
+
+
+def _is_new(key: str) -> bool:
+    """Whether there is no such download, or what it fetched is gone."""
+    plan = records.read_plan(key)
+    return plan is None or (_describe(plan, 0).state is DownloadState.DONE and not plan.target.exists())
+
+
+def _begin(plan: Plan) -> None:
+    require_space(Path(plan.folder), plan.total_bytes)
+    plan.work.mkdir(exist_ok=True)
+    records.write_plan(plan)
+    records.write_wanted(plan.key, Wanted())
+    (records.folder_of(plan.key) / "progress.json").unlink(missing_ok=True)
 
 
 def add_part(name: str, title: str, files: Sequence[PlannedFile], folder: Path) -> Download:
@@ -160,17 +169,13 @@ def add_part(name: str, title: str, files: Sequence[PlannedFile], folder: Path) 
     key = f"{name}-{hashlib.sha256(f'{folder}|{pinned}'.encode()).hexdigest()[:10]}"
     with disk_errors_explained(folder), records.changing():
         plan = records.read_plan(key)
-        if plan is None or (_describe(plan, 0).state is DownloadState.DONE and not plan.target.exists()):
+        if plan is None or _is_new(key):
             plan = Plan(
                 key, title, records.PARTS + name, "", name, "", "", gated=False,
                 folder=str(folder), name=name, created=time.time(), files=tuple(files),
             )  # fmt: skip
             new_folder(folder)
-            require_space(folder, plan.total_bytes)
-            plan.work.mkdir(exist_ok=True)
-            records.write_plan(plan)
-            records.write_wanted(key, Wanted())
-            (records.folder_of(key) / "progress.json").unlink(missing_ok=True)
+            _begin(plan)
             records.write_order([key, *(each for each in records.all_keys() if each != key)])
         elif plan.files != tuple(files):  # the same content, from another place
             records.write_plan(replace(plan, files=tuple(files)))

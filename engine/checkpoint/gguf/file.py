@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
-from engine.checkpoint.headers import MAX_HEADER, TensorEntry
+from engine.checkpoint.headers import MAX_HEADER, TensorEntry, damaged
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line
 from engine.common.untrusted import Opener, open_untrusted, reason
@@ -135,7 +135,7 @@ def read_projector(path: Path) -> GgufFile:
     """The header of a `mmproj` file, the part of a model that sees."""
     header = _Header(path, open_untrusted, dict(_TYPES))
     if header.metadata.get("general.architecture") != "clip":
-        raise _damaged(path, "is named mmproj, but is not the part of a model that sees")
+        raise damaged(path, "is named mmproj, but is not the part of a model that sees")
     return GgufFile(path, (path,), header.metadata, header.tensors, header.digest, open_untrusted, header.arrays)
 
 
@@ -156,7 +156,7 @@ def read_converted(path: Path) -> tuple[bytes, Mapping[str, Value], Mapping[str,
     path.stat()
     header = _Header(path, open_untrusted, {_BYTES.id: _BYTES})
     if header.metadata.get("general.architecture") != CONVERTED:
-        raise _damaged(path, "is not a file of converted weights")
+        raise damaged(path, "is not a file of converted weights")
     with path.open("rb") as stream:
         return stream.read(header.end), header.metadata, header.tensors
 
@@ -182,17 +182,17 @@ def _model(path: Path, open_file: Opener) -> GgufFile:
     for number, part in enumerate(paths[1:], 1):
         header = _Header(part, open_file)
         if (header.number("split.no"), header.number("split.count")) != (number, len(paths)):
-            raise _damaged(part, f"is not part {number + 1} of {len(paths)} of {path.name}")
+            raise damaged(part, f"is not part {number + 1} of {len(paths)} of {path.name}")
         headers.append(header)
     tensors: dict[str, TensorEntry] = {}
     for header in headers:
         twice = tensors.keys() & header.tensors.keys()
         if twice:
-            raise _damaged(header.path, f"has the tensor {min(twice)!r}, which another part has too")
+            raise damaged(header.path, f"has the tensor {min(twice)!r}, which another part has too")
         tensors.update(header.tensors)
     expected = first.number("split.tensors.count")
     if expected is not None and expected != len(tensors):
-        raise _damaged(path, f"has {len(tensors)} tensors in all parts instead of {expected}")
+        raise damaged(path, f"has {len(tensors)} tensors in all parts instead of {expected}")
     return GgufFile(path, tuple(paths), metadata, tensors, first.digest, open_file, first.arrays)
 
 
@@ -205,17 +205,17 @@ def _refuse_other_kinds(path: Path, metadata: Mapping[str, Value]) -> None:
 def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
-        raise _damaged(path, "does not say of which architecture its model is")
+        raise damaged(path, "does not say of which architecture its model is")
 
 
 def _parts_of(path: Path, metadata: Mapping[str, Value], open_file: Opener) -> list[Path]:
     count, number = metadata.get("split.count", 1), metadata.get("split.no", 0)
     if not isinstance(count, int) or not isinstance(number, int) or not 0 <= count <= MOST_PARTS:
-        raise _damaged(path, "says in a broken way of how many parts it is one")
+        raise damaged(path, "says in a broken way of how many parts it is one")
     name = PART.match(path.name)
     if count <= 1:
         if name and int(name["count"]) > 1:
-            raise _damaged(path, f"is named as one of {int(name['count'])} parts but is not one")
+            raise damaged(path, f"is named as one of {int(name['count'])} parts but is not one")
         return [path]
     if name is None or int(name["count"]) != count or int(name["number"]) != number + 1:
         raise EngineError(
@@ -256,7 +256,7 @@ class _Header:
                 self.end = self._at
                 self.digest = hashlib.sha256(bytes(self._buffer[: self._at])).hexdigest()
         except OSError as error:
-            raise _damaged(path, f"cannot be read ({reason(error)})") from error
+            raise damaged(path, f"cannot be read ({reason(error)})") from error
         del self._stream, self._buffer
 
     _stream: BinaryIO
@@ -267,9 +267,9 @@ class _Header:
 
     def _read_version(self) -> None:
         if self.size == 0:
-            raise _damaged(self.path, "is empty")
+            raise damaged(self.path, "is empty")
         if self._take(4) != MAGIC:
-            raise _damaged(self.path, "is not a GGUF file")
+            raise damaged(self.path, "is not a GGUF file")
         raw = self._take(4)
         version = int.from_bytes(raw, "little")
         if version in _VERSIONS:
@@ -415,7 +415,7 @@ class _Header:
         return len(self._buffer)
 
     def _broken(self, what: str) -> EngineError:
-        return _damaged(self.path, f"has a broken header ({what})")
+        return damaged(self.path, f"has a broken header ({what})")
 
     def _cut_short(self, whole: str) -> EngineError:
         return EngineError(
@@ -426,10 +426,6 @@ class _Header:
 
 
 _LENGTH = struct.Struct("<Q")
-
-
-def _damaged(path: Path, what: str) -> EngineError:
-    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} {what}: download or copy the model again.")
 
 
 _UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}

@@ -81,9 +81,9 @@ class Recipe:
     generation: dict[str, Any]
 
 
-def read_recipe(folder: Path | None = None) -> Recipe:
-    """The recipe shipped in `resources/starter` (or in `folder`)."""
-    folder = folder or resources_dir() / "starter"
+def read_recipe() -> Recipe:
+    """The recipe shipped in `resources/starter`."""
+    folder = resources_dir() / "starter"
     raw = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
     return Recipe(
         folder=folder,

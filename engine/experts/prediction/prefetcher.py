@@ -16,7 +16,6 @@ from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.predictors import Correlation, Gate, NextGate, Predictor, PreviousToken, Ranked
 from engine.experts.prediction.score import Adoption, Distance, PredictionReport, Score, Worth, bucket_of
 from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
-from engine.experts.replay import RoutingTrace
 
 _EVALUATED_STEPS = 16
 _WIDEST = 8
@@ -297,23 +296,21 @@ def make_prefetcher(
     choice: str = "auto",
     gates: Sequence[Gate | None] = (),
     learning: Learning | None = None,
-    trace: RoutingTrace | None = None,
     pools: Sequence[int] | None = None,
 ) -> Prefetcher | None:
     """See `Prefetcher`; None if `choice` is `off`, there is nothing to predict, or no predictor is available.
 
     Args:
-        layers: of the target; `gates`, `trace` and `learning` use the same numbers.
+        layers: of the target; `gates` and `learning` use the same numbers.
         choice: as in the engine's configuration.
         gates: of each layer.
         learning: of the trained predictor; the prefetcher closes it.
-        trace: initial counts of the correlation table.
     """
     most = experts if isinstance(experts, int) else max(experts, default=0)
     limit = min(2 * per_token, most)
     makers: dict[str, Callable[[], Predictor]] = {
         "previous": lambda: PreviousToken(layers),
-        "correlation": lambda: Correlation(layers, most, limit, trace=trace),
+        "correlation": lambda: Correlation(layers, most, limit),
     }
     if any(gate is not None for gate in gates):
         makers["gate"] = lambda: NextGate(gates, limit)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engine.common.choice import clearly_least
+from engine.common.model_info import PredictorRate
 from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.predictors import Predictor, Ranked
 from engine.experts.prediction.target import PrefetchTimes
@@ -39,27 +40,6 @@ _PATIENCE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class PredictorReport:
-    """One predictor, measured on recent routing whether it was in use or not.
-
-    Attributes:
-        name: as in the engine's configuration.
-        layers: how many layers it was compared on.
-        hit_rate: share predicted, of the experts that were needed and absent.
-        precision: share needed, of the experts that were predicted and absent.
-        cost_s: seconds per step that the step waits for the predictor.
-        gain_s: seconds per step that using it saves, net of its cost, wasted prefetches and their evictions.
-    """
-
-    name: str
-    layers: int
-    hit_rate: float
-    precision: float
-    cost_s: float
-    gain_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class PredictionReport:
     """State of the prefetcher.
 
@@ -79,7 +59,7 @@ class PredictionReport:
     prefetched: int
     used: int
     wasted: int
-    predictors: tuple[PredictorReport, ...]
+    predictors: tuple[PredictorRate, ...]
     is_training: bool = False
     note: str | None = None
 
@@ -250,9 +230,9 @@ class Score:
         )
         self.gain_s = now.layers * (gain_s - self.cost_s - now.call_s)
 
-    def report(self, layers: int) -> PredictorReport:
+    def report(self, layers: int) -> PredictorRate:
         """The report, for steps of so many layers."""
-        return PredictorReport(
+        return PredictorRate(
             name=self.predictor.name,
             layers=int(self.layers),
             hit_rate=self._found / self._wanted if self._wanted else 0.0,

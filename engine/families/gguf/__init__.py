@@ -124,19 +124,20 @@ def both(theirs: str, ours: str) -> Tensors:
 LAYER = "model.layers.{n}"
 
 
-def layer(names: Mapping[str, str], under: str = "", how: str = "") -> Tensors:
+def layer(names: Mapping[str, str], under: str = "", how: str = "", place: str = LAYER) -> Tensors:
     """Weights, and biases if there are any, of every layer: a checkpoint's name and the file's.
 
     Args:
         under: what a checkpoint's names begin with.
         how: the arrangement of the weights.
+        place: what its names of all layers begin with.
     """
     found: Tensors = {}
     for theirs, ours in names.items():
-        place = f"{LAYER}.{under}.{theirs}" if under else f"{LAYER}.{theirs}"
-        found |= both(place, f"blk.{{n}}.{ours}")
+        name = ".".join(filter(None, (place, under, theirs)))
+        found |= both(name, f"blk.{{n}}.{ours}")
         if how:
-            found[f"{place}.weight"] = Made(how, f"blk.{{n}}.{ours}.weight")
+            found[f"{name}.weight"] = Made(how, f"blk.{{n}}.{ours}.weight")
     return found
 
 
@@ -243,14 +244,14 @@ def correction(name: str, how: str = "") -> Tensors:
 TIMES = {"num_experts_per_tok": "expert_used_count"}
 EXPERTS: dict[str, str | Key] = {"num_experts": "expert_count", **TIMES}
 LOCAL_EXPERTS: dict[str, str | Key] = {"num_local_experts": "expert_count", **TIMES}
+GROUPS = {"n_group": Key("expert_group_count", 1), "topk_group": Key("expert_group_used_count", 1)}
 ROUTED_EXPERTS: dict[str, str | Key] = {
     "n_routed_experts": "expert_count",
     **TIMES,
     "moe_intermediate_size": "expert_feed_forward_length",
     "n_shared_experts": Key("expert_shared_count", 0),
     "first_k_dense_replace": Key("leading_dense_block_count", 0),
-    "n_group": Key("expert_group_count", 1),
-    "topk_group": Key("expert_group_used_count", 1),
+    **GROUPS,
     "norm_topk_prob": Key("expert_weights_norm", False),
 }
 """DeepSeek's."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.hardware.machine import read_machine
-from engine.planner.costs import Costs, Efficiency
+from engine.planner.costs import Costs
 from engine.planner.memory import card_memory, expert_slots, indexes
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.papers.fiddler import REFERENCE_CODE
@@ -85,15 +85,14 @@ _MODELS = {
 }
 
 
-def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def rows() -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for name, published in _MODELS.items():
-        yield from _of_model(_Model(efficiency, name), published, given=name == "mixtral-8x7b")
+        yield from _of_model(_Model(name), published, given=name == "mixtral-8x7b")
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    efficiency: Efficiency
     name: str
 
     @property
@@ -102,7 +101,7 @@ class _Model:
 
     def costs(self, threads: int = 24) -> Costs:
         machine = read_machine("threadripper-7960x-rtx-4090")
-        return Costs(machine, self.shape, threads=threads, efficiency=self.efficiency)
+        return Costs(machine, self.shape, threads=threads)
 
     @property
     def slots(self) -> int:

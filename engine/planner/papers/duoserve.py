@@ -10,7 +10,7 @@ from dataclasses import replace
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.formats import format_of
 from engine.hardware.machine import read_machine
-from engine.planner.costs import Costs, Efficiency
+from engine.planner.costs import EFFICIENCY, Costs
 from engine.planner.memory import RUNTIME_BYTES
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.plan_parts import Workload
@@ -36,17 +36,17 @@ ALL_RIGHT, ONE_RIGHT = (statistics.fmean(column) for column in zip(*_BOTH_RIGHT.
 """Its table 3, percent of tokens, mean of all: both experts of a layer were predicted; at least one was."""
 
 
-def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def rows() -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for name, title in _MODELS.items():
         yield from _peaks(name, title)
-    latency = 1e3 * _PREDICTOR_OPERATORS * efficiency.operator_s
+    latency = 1e3 * _PREDICTOR_OPERATORS * EFFICIENCY.operator_s
     yield PublishedCell(PAPER, "6.4: predictor, latency", "one prediction", 0.6, latency, "ms", THROUGHPUT)
     shape = read_model("mixtral-8x7b")
     megabytes = 4 * predictor_weights(shape) * (shape.layers - 1) / 1e6
     note = "a predictor with 32-bit weights for each layer but the first"
     yield PublishedCell(PAPER, "6.4: predictor, memory", "all layers", 300, megabytes, "MB", DERIVED, note=note)
-    yield from _speed_ups(efficiency)
+    yield from _speed_ups()
 
 
 def _four_bit(shape: ModelShape) -> float:
@@ -72,12 +72,12 @@ def _peaks(name: str, title: str) -> Iterator[PublishedCell]:
         yield PublishedCell(PAPER, f"2: {title}", cell, published, peak / 1e9, "GB", DERIVED, note=note)
 
 
-def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def _speed_ups() -> Iterator[PublishedCell]:
     ratios = []
     work = Workload("question", prompt_tokens=160, generated_tokens=128)
     for machine in ("duoserve-rtx-a5000", "duoserve-rtx-a6000"):
         for name in _MODELS:
-            costs = Costs(read_machine(machine), read_model(name), "awq4", efficiency=efficiency)
+            costs = Costs(read_machine(machine), read_model(name), "awq4")
             both = [pair[0] for (model, _), pair in _BOTH_RIGHT.items() if model == name]
             accuracy = (sum(both) / len(both) / 100) ** 0.5
 

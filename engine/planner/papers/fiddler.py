@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
-from engine.planner.costs import Costs, Efficiency
+from engine.planner.costs import Costs
 from engine.planner.memory import card_memory, expert_slots
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.plan_parts import Workload
@@ -65,11 +65,11 @@ def hit_rate_bounds(popularity: Sequence[float], slots: int) -> HitRateBounds:
     )
 
 
-def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def rows() -> Iterator[PublishedCell]:
     """All figures of this paper."""
     was = {1: (25.2, 18.7, 21.9), 2: (53.0, 44.6, 48.8)}
     for environment, machine in _MACHINES.items():
-        costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), efficiency=efficiency)
+        costs = Costs(read_machine(machine), read_model("mixtral-8x7b"))
         memory = card_memory(costs.machine, costs.model, costs.precision, cached_tokens=4096)
         slots = expert_slots(memory, costs.model, costs.precision)
         cell = f"environment {environment}"
@@ -80,14 +80,14 @@ def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
         ):
             table = f"appendix C: {_SLOTS[environment]} of 256"
             yield PublishedCell(PAPER, table, name, published, 100 * predicted, "% hits", DERIVED)
-    yield from _ratios(efficiency)
-    yield from _speed_ups(efficiency)
+    yield from _ratios()
+    yield from _speed_ups()
 
 
-def _ratios(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def _ratios() -> Iterator[PublishedCell]:
     ratios, activations = [], []
     for machine in _MACHINES.values():
-        costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), efficiency=efficiency)
+        costs = Costs(read_machine(machine), read_model("mixtral-8x7b"))
         ratios.append(costs.transfer_expert() / costs.gpu_experts(1))
         activations.append(100 * costs.d2h(2.0 * costs.model.hidden) / costs.cpu_experts(1))
     why = (
@@ -101,10 +101,10 @@ def _ratios(efficiency: Efficiency) -> Iterator[PublishedCell]:
     yield row("fig. 7: activation copy", share, 1, max(activations), unit="%", bound=True)
 
 
-def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def _speed_ups() -> Iterator[PublishedCell]:
     single, whole_layer, on_demand, beam = [], [], [], []
     for environment, machine in _MACHINES.items():
-        costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), efficiency=efficiency)
+        costs = Costs(read_machine(machine), read_model("mixtral-8x7b"))
         run = partial(_run, costs, _SLOTS[environment])
         for prompt in (32, 256):
             for generated in (64, 512):

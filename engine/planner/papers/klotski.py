@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
-from engine.planner.costs import Costs, Efficiency
+from engine.planner.costs import Costs
 from engine.planner.memory import RUNTIME_BYTES, USABLE_SHARE, usual_rule
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.plan_parts import Workload
@@ -93,23 +93,23 @@ _TABLE_3 = (
 )
 
 
-def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def rows() -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for column in _TABLE_3:
-        yield from _throughputs(column, efficiency)
-    yield from _one_block(efficiency)
+        yield from _throughputs(column)
+    yield from _one_block()
     yield from _memory()
 
 
-def _costs(column: _Column, step: str, efficiency: Efficiency) -> Costs:
+def _costs(column: _Column, step: str) -> Costs:
     four = step == "4-bit"
     machine, model = read_machine(column.machine), read_model(column.model)
-    return Costs(machine, model, "hqq4" if four else "bf16", efficiency=efficiency, dequantised=four)
+    return Costs(machine, model, "hqq4" if four else "bf16", dequantised=four)
 
 
-def _throughputs(column: _Column, efficiency: Efficiency) -> Iterator[PublishedCell]:
+def _throughputs(column: _Column) -> Iterator[PublishedCell]:
     for (step, system), published in zip(_STEPS.items(), column.published, strict=True):
-        costs = _costs(column, step, efficiency)
+        costs = _costs(column, step)
         is_simple = step == "simple pipeline"
         work = Workload("table 3", 512, 32, column.batch * (1 if is_simple else column.batches))
         kv = costs.model.kv_bytes_per_token() * work.sequences * (work.prompt_tokens + work.generated_tokens)
@@ -147,9 +147,9 @@ def _resident(costs: Costs, batch: int, schedule: Schedule) -> float:
     return min(1.0, max(0.0, usual_rule(costs.machine).card - taken) / weights)
 
 
-def _one_block(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def _one_block() -> Iterator[PublishedCell]:
     column = _TABLE_3[0]
-    costs = _costs(column, "+ order", efficiency)
+    costs = _costs(column, "+ order")
     work = PassCosts(costs, _BATCH, _BATCH, 528, prefill=False)
     ours = pass_seconds(Timeline(record=False), KLOTSKI_ON_CARD, work, OffloadPolicy(10 * _BATCH, _BATCH))
     alone = replace(work, pinned=False)

@@ -43,29 +43,29 @@ _THEORY = Efficiency(arithmetic=1, card_memory=1, host_memory=1, operator_s=0)
 """With which the paper searches."""
 
 
-def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
+def rows() -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for (task, card), cells in _TABLE_4.items():
         prompt, generated = _TASKS[task]
-        costs = _costs(card, efficiency)
+        costs = _costs(card)
         for (cell, system), (published, micro_batch, count) in zip(_SYSTEMS.items(), cells, strict=True):
             predicted = _tokens_per_s(system, costs, prompt, generated, micro_batch, micro_batch * count)
             yield PublishedCell(PAPER, f"4: {task}, {card}", cell, published, predicted, "tokens/s", THROUGHPUT)
         _, micro_batch, count = cells[-1]
         yield from _policy(f"{task}, {card}", costs, Workload(task, prompt, generated, _RAM), micro_batch, count)
-    t4 = _costs("T4", efficiency)
+    t4 = _costs("T4")
     for cell, system, micro_batch, sequences, published in _TABLE_5:
         predicted = _tokens_per_s(system, t4, 418, 128, micro_batch, sequences)
         yield PublishedCell(PAPER, "5: MTBench, T4", cell, published, predicted, "tokens/s", THROUGHPUT)
     yield _unpadded(t4)
-    l4 = _costs("L4", efficiency)
+    l4 = _costs("L4")
     moved = l4.h2d(l4.kv_read_bytes(128, 512)) / l4.cpu_attention(128, 512)
     note = "published: 3 to 4"
     yield PublishedCell(PAPER, "fig. 9: CPU attention over moving KV", "L4", 3.5, moved, "x", THROUGHPUT, note=note)
 
 
-def _costs(card: str, efficiency: Efficiency) -> Costs:
-    return Costs(read_machine(_MACHINES[card]), read_model(_MODEL), efficiency=efficiency)
+def _costs(card: str) -> Costs:
+    return Costs(read_machine(_MACHINES[card]), read_model(_MODEL))
 
 
 def _tokens_per_s(system: str, costs: Costs, prompt: int, generated: int, micro_batch: int, sequences: int) -> float:

@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.planner.costs import EFFICIENCY, MEANINGS, Efficiency, Factor
+from engine.planner.costs import EFFICIENCY, MEANINGS, Factor
 from engine.planner.papers import PublishedCell, collaborative, duoserve, fiddler, klotski, moe_lightning
 
 _PAPERS = (collaborative, fiddler, duoserve, moe_lightning, klotski)
@@ -39,9 +39,9 @@ class Summary:
     rank_correlation: float | None
 
 
-def all_rows(efficiency: Efficiency = EFFICIENCY) -> list[PublishedCell]:
+def all_rows() -> list[PublishedCell]:
     """All figures, paper by paper."""
-    return [row for paper in _PAPERS for row in paper.rows(efficiency)]
+    return [row for paper in _PAPERS for row in paper.rows()]
 
 
 def in_order(rows: Iterable[PublishedCell]) -> list[PublishedCell]:
@@ -50,9 +50,9 @@ def in_order(rows: Iterable[PublishedCell]) -> list[PublishedCell]:
     return sorted(rows, key=lambda row: known.index(row.paper))
 
 
-def factors(efficiency: Efficiency = EFFICIENCY) -> list[Factor]:
+def factors() -> list[Factor]:
     """All efficiency factors in use; they are the only fitted numbers."""
-    return [Factor(name, value, MEANINGS[name]) for name, value in asdict(efficiency).items()]
+    return [Factor(name, value, MEANINGS[name]) for name, value in asdict(EFFICIENCY).items()]
 
 
 def median_deviation(rows: Sequence[PublishedCell], kind: str) -> float:
@@ -104,12 +104,12 @@ def _summary(paper: str, table: str, cells: Sequence[PublishedCell], correlation
     return Summary(paper, table, len(cells), median, worst.deviation, name, correlation)
 
 
-def document(rows: Sequence[PublishedCell], efficiency: Efficiency = EFFICIENCY) -> dict[str, object]:
+def document(rows: Sequence[PublishedCell]) -> dict[str, object]:
     """Rows, tables, factors and medians as one JSON-like document."""
     return {
         "rows": [{**asdict(row), "deviation": round(row.deviation, 6)} for row in rows],
         "tables": [asdict(summary) for summary in summaries(rows)],
-        "efficiency_factors": [asdict(factor) for factor in factors(efficiency)],
+        "efficiency_factors": [asdict(factor) for factor in factors()],
         "median_absolute_deviation": {
             kind: median_deviation(rows, kind) for kind in dict.fromkeys(row.kind for row in rows)
         },

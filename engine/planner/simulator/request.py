@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +61,11 @@ class Outcome:
         """Decode steps per second: the speed at which text appears."""
         return 1 / self.tpot_s if self.tpot_s > 0 else 0.0
 
+    @property
+    def busiest(self) -> str:
+        """The lane that is busy for most of the time."""
+        return max(self.utilisation, key=lambda lane: self.utilisation[lane], default="")
+
 
 def utilisation(timeline: Timeline) -> dict[str, float]:
     """Share of the simulated time that each lane was busy."""
@@ -83,7 +89,7 @@ class RequestSimulation:
     Args:
         residents: experts on the card; updated during the simulation.
         disk_share: share of the expert bytes that is on disk and has to be read first.
-        ahead: experts of a prompt's next layer that may come before it begins, on each card.
+        staging: slots of each card that experts pass through, and those of a prompt's next layer wait in.
     """
 
     def __init__(
@@ -95,12 +101,13 @@ class RequestSimulation:
         *,
         disk_share: float,
         seed: int,
-        ahead: int = 0,
+        staging: int = 0,
     ) -> None:
         self._timeline, self._costs, self._strategy, self._residents = timeline, costs, strategy, residents
         self._disk_share = disk_share
         self._of_prompts = costs
-        self._ahead = ahead if strategy.grouped and not disk_share else 0
+        self._ahead = staging if strategy.grouped and not disk_share else 0
+        self._staging = max(staging if strategy.grouped else 0, 2 if strategy.overlapped else 1)
         shares_experts = costs.cards is Cards.EXPERTS and costs.model.experts >= costs.expert_cards
         self._cards = costs.expert_cards if shares_experts else 1
         # Each over a link of its own, as far as RAM can be read by all at once.
@@ -414,15 +421,13 @@ class RequestSimulation:
         step: int,
         prefill: bool,
     ) -> float:
-        previous = ready
-        last = ready
-        for expert, rows in fetched:
-            # With two staging slots a copy waits for the expert before last, otherwise for the last one.
-            copied = self._copy(layer, expert, last if not self._strategy.overlapped else previous, step)
-            previous, last = last, self._compute(layer, expert, rows, copied, step)
+        ends = deque([ready] * self._staging, maxlen=self._staging)
+        for expert, rows in fetched:  # each copy waits for the slot that was used the longest ago
+            copied = self._copy(layer, expert, ends[0], step)
+            ends.append(self._compute(layer, expert, rows, copied, step))
             if not prefill:
                 self._keep(layer, expert, copied, in_use, ready)
-        return last
+        return ends[-1]
 
     def _post_fetch(
         self,

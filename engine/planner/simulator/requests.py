@@ -113,7 +113,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         SimulatedResidents(strategy.residency, shares, slots, ways),
         disk_share=disk,
         seed=setting.statistics.seed,
-        ahead=int(rule.staging // rule.record // max(1, costs.expert_cards)) if rule.record else 0,
+        staging=int(rule.staging // rule.record // max(1, costs.expert_cards)) if rule.record else 0,
     )
     rows = together * workload.beams
     prompt = together * workload.prompt_tokens

@@ -253,9 +253,23 @@ def _question(rows: JobRows, loaded: LoadedModel, shape: ModelShape, machine: Ha
     machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)), link=_as_observed(machine.link, loaded))
     memory = min(each.memory.total for each in cards)
     sharing: Sharing = "experts" if is_shared else "auto"
-    limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
+    limits = Limits(
+        vram_bytes=memory,
+        ram_bytes=_ram_beside_disk(rows, loaded, shape),
+        threads=loaded.info.threads,
+        precision=precision,
+        sharing=sharing,
+    )
     known = engine_costs(machine, shape, precision, limits.threads, cards=Cards.EXPERTS if is_shared else Cards.LAYERS)
     return question_of(machine, shape, limits, precision, rows, observed_of(loaded, known))
+
+
+def _ram_beside_disk(rows: JobRows, loaded: LoadedModel, shape: ModelShape) -> int | None:
+    """Bytes for experts and for keys and values of these rows; None if all experts are in RAM."""
+    if loaded.disk_backed is None:
+        return None
+    each = shape.context_bytes(rows.prompt_tokens + rows.generated_tokens, in_pages=True)
+    return loaded.disk_backed.nbytes + round(min(policy_for(loaded).kv_bytes, rows.rows * each))
 
 
 _WATCHED = {

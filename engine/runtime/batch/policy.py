@@ -12,7 +12,7 @@ from engine.common.footprint import activation_token_bytes
 from engine.devices.host_memory import available_ram
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
+from engine.planner.batch_prediction import BATCH_ROWS, SWEEP_TOKENS
 from engine.planner.memory import CHUNKS_TOGETHER
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import SCHEDULES, Schedule
@@ -80,7 +80,7 @@ class BatchPolicy:
             et al.  2024): an approximation for long rows.
     """
 
-    rows: int = ROWS_TOGETHER
+    rows: int = BATCH_ROWS
     kv_bytes: int = 2**30
     sweep_tokens: int = SWEEP_TOKENS
     micro_batch_tokens: int = 2048
@@ -106,7 +106,7 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
     Args:
         plan: sizes chosen by the planner, if it ran.
     """
-    rows = plan.sequences if plan is not None else ROWS_TOGETHER
+    rows = plan.sequences if plan is not None else BATCH_ROWS
     # Where weights come from disk or over a link, prompts are read in long chunks, because each chunk loads them once.
     # On a card a chunk is as long as its memory allows.
     chunk = loaded.chunk_tokens

@@ -234,7 +234,7 @@ def _weights(
             kept=sum(table.kept for table in tables.values()),
             rows=sum(table.per_token for table in tables.values()),
             row_bytes=sum(table.per_token * table.row_bytes for table in tables.values()),
-            on_their_way=there.passing_bytes(in_ram) - there.passing_bytes(in_ram, tables),
+            in_transit=there.passing_bytes(in_ram) - there.passing_bytes(in_ram, tables),
         ),
     )
 

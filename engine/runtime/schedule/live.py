@@ -12,10 +12,10 @@ from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.falls import passed_over
 from engine.runtime.batch.policy import policy_for
+from engine.runtime.decode.detokenizer import token_bytes
 from engine.runtime.decode.generation import GenerationResult, TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError
-from engine.runtime.decode.token_bytes import token_bytes
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 

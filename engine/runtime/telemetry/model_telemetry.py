@@ -13,7 +13,7 @@ nothing is known, least of all of a graph's inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.common.kept_context import kept_context_settings
 from engine.devices.device import CopyRecord, Device, Event
-from engine.experts.cache.tier import CacheSnapshot
+from engine.experts.cache.tier import CacheSnapshot, TierCounters
 from engine.experts.file_image import dropped_note
 from engine.experts.latency import LatencyModel
 from engine.experts.ram_tier import RamTier
@@ -37,7 +37,6 @@ from engine.protocol import (
     ExpertMap,
     MemoryPart,
     PolicyRate,
-    PredictorRate,
     TierReport,
 )
 from engine.runtime.loaded_model import LoadedModel
@@ -88,6 +87,7 @@ class CacheReporter:
         foresight = self._loaded.foresight
         prefetcher = foresight.prefetcher if foresight is not None else None
         prediction = prefetcher.report() if prefetcher is not None else None
+        notes = [each.note for each in (prediction, self._loaded.kept) if each is not None]
         return CacheReport(
             tiers=tiers,
             curve_slots=self._curve[0],
@@ -98,22 +98,10 @@ class CacheReporter:
             miss_s=miss_s,
             adopted=(prediction.adopted or "") if prediction is not None else "",
             ahead=prediction.ahead if prediction is not None else 0,
-            predictors=tuple(
-                PredictorRate(each.name, each.layers, each.hit_rate, each.precision, each.cost_s, each.gain_s)
-                for each in (prediction.predictors if prediction is not None else ())
-            ),
+            predictors=prediction.predictors if prediction is not None else (),
             memory=memory_parts(self._loaded, self._kv_bytes()),
-            note=" ".join(
-                filter(
-                    None,
-                    (prediction.note if prediction is not None else "", self._kept_note(), dropped_note(), FALLS.note),
-                )
-            ),
+            note=" ".join(filter(None, (*notes, dropped_note(), FALLS.note))),
         )
-
-    def _kept_note(self) -> str:
-        kept = self._loaded.kept
-        return kept.note if kept is not None else ""
 
     def _vram(self, tokens: Records) -> TierReport | None:
         caches = self._loaded.caches
@@ -134,11 +122,7 @@ class CacheReporter:
             hits=sum(each.hits for each in counters),
             lookups=sum(each.lookups for each in counters),
             recent_hit_rate=_rate(hits, misses),
-            **_policy(snapshots),
-            evictions=sum(each.evictions for each in counters),
-            prefetched=sum(each.prefetched for each in counters),
-            prefetches_used=sum(each.prefetches_used for each in counters),
-            prefetches_wasted=sum(each.prefetches_wasted for each in counters),
+            **_policy(snapshots, counters),
             note=" ".join(notes),
         )
 
@@ -157,11 +141,7 @@ class CacheReporter:
             hits=counters.hits,
             lookups=counters.hits + counters.late + counters.misses,
             recent_hit_rate=_rate(hits, others),
-            **_policy(snapshots),
-            evictions=counters.evictions,
-            prefetched=counters.prefetched,
-            prefetches_used=counters.prefetches_used,
-            prefetches_wasted=counters.prefetches_wasted,
+            **_policy(snapshots, [counters]),
             note=ram.note,
             miss_s=self._read_s,
         )
@@ -194,14 +174,15 @@ class CacheReporter:
             self._curve = tuple(slots.tolist()), tuple(rates.tolist())
 
 
-def _policy(snapshots: Iterable[CacheSnapshot]) -> dict[str, Any]:
-    snapshots = list(snapshots)
+def _policy(snapshots: Sequence[CacheSnapshot], counters: Sequence[TierCounters]) -> dict[str, Any]:
+    names = ("evictions", "prefetched", "prefetches_used", "prefetches_wasted")
     biggest = max(snapshots, key=lambda snapshot: snapshot.slots)
     return {
         "policy": biggest.policy,
         "is_adaptive": biggest.is_adaptive,
         "shadows": tuple(PolicyRate(name, rate) for name, rate in biggest.shadows.items()),
         "arriving": sum(len(snapshot.arriving) for snapshot in snapshots),
+        **{name: sum(getattr(each, name) for each in counters) for name in names},
     }
 
 

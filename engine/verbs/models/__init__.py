@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from engine.verbs.models import families, find, fit, library, pull
+from engine.verbs.models import find, fit, library, pull
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +23,6 @@ def add_parser(subparsers: Any) -> None:
         return sub
 
     library.add_actions(action)
-    families.add_actions(action)
     find.add_actions(action)
     fit.add_actions(action)
     pull.add_actions(action)

@@ -1,4 +1,4 @@
-"""`switchyard models search` and `recommend`: models on a hub, and those of the catalogue that suit this PC."""
+"""`switchyard models search`, `recommend` and `families`: models on a hub, those that suit this PC, and what runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engine.common.sizes import about
+from engine.families.known import Known, known_families
 from engine.verbs.options import AddAction, positive_int
 from engine.verbs.output import emit
 from engine.verbs.plan import add_limit_options, asked_limits, this_machine
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
 
 HUBS = ("huggingface", "modelscope")
 _MOST = 100
+_COLUMNS = ("architecture", "GGUF files", "native steps", "rows together", "draft head")
 
 
 def add_actions(action: AddAction) -> None:
     searching = action("search", "models on a hub whose names match", _search)
     searching.add_argument("words", nargs="+", metavar="WORD", help="words of the name; modelscope: asks that hub")
     searching.add_argument("--limit", type=positive_int, default=20, metavar="N", help="at most so many (default: 20)")
+    listing = action("families", "the architectures that run, and what is done for each", _families)
+    listing.add_argument("--dense", action="store_true", help="also those without experts")
     recommending = action("recommend", "models of the catalogue that suit this machine; asks no network", _recommend)
     recommending.add_argument(
         "--catalogue", type=Path, metavar="FILE", help="a newer catalogue, which is kept and used from now on"
@@ -144,3 +148,22 @@ def _recommended_text(found: tuple[Recommendation, ...], line: float) -> str:
             f"  {one.sentence}",
         ]
     return "\n".join([*lines, f"\n`switchyard models pull {found[-1].reference}` fetches one."])
+
+
+def _families(args: argparse.Namespace) -> int:
+    found = [one for one in known_families() if one.has_experts or args.dense]
+    emit({"families": [asdict(one) for one in found]}, as_json=args.json, human=lambda: _table(found))
+    return 0
+
+
+def _table(found: list[Known]) -> str:
+    rows = [_COLUMNS, *(row_of(one) for one in found if not one.refused)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *(f"{one.model_type} {one.refused}." for one in found if one.refused)]).rstrip()
+
+
+def row_of(one: Known) -> tuple[str, ...]:
+    """Its cells."""
+    marks = ("yes" if one.is_native else "", one.shares, "yes" if one.has_draft_head else "")
+    return (one.model_type, ", ".join(one.architectures) or "-", *(mark or "-" for mark in marks))
