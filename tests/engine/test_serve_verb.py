@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from engine.cli import main
+from engine.verbs.serve import reached_at
 from tests import plain_http
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -130,10 +131,16 @@ def _killed_in_mid_stream(server: int, url: str, body: dict[str, Any]) -> str | 
         return text
 
 
+def test_it_is_said_where_other_machines_reach_it() -> None:
+    assert reached_at("127.0.0.1") == "127.0.0.1"
+    here = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
+    assert reached_at("0.0.0.0") in {*here, "0.0.0.0"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--host", "0.0.0.0"], "key"),
+        (["--host", "0.0.0.0"], "--key-file"),
         (["--key-file", "/nowhere/key"], "cannot be read"),
         (["--port", "99999"], "not a port"),
         (["--model", "no-such-model"], "no-such-model"),
