@@ -234,9 +234,9 @@ class Finished(OfRequest):
     """
 
     finish_reason: FinishReason
-    prompt_tokens: int
-    reused_tokens: int
-    generated_tokens: int
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
     ttft_s: float = 0.0
     tokens_per_s: float = 0.0
     guessed_tokens: int = 0
@@ -382,13 +382,13 @@ class BatchFinished(OfRequest):
         output, errors: files of the result and of failed OpenAI requests; empty if not written.
     """
 
-    finished: bool
-    done: int
-    failed: int
-    written: int
-    tokens: int
-    seconds: float
-    note: str
+    finished: bool = False
+    done: int = 0
+    failed: int = 0
+    written: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    note: str = ""
     output: str = ""
     errors: str = ""
     cut_off: int = 0
@@ -517,7 +517,7 @@ class TuningFinished(OfRequest):
         unsaved: measurements of this run that were not saved.
     """
 
-    finished: bool
+    finished: bool = False
     result: TuningResult | None = None
     reloaded: bool = False
     loaded: ModelInfo | None = None

@@ -116,7 +116,7 @@ class BatchService:
             with clock.stopped():
                 prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
             engine.sample_batch(prepared, request.rows, watcher)
-        return finished_event(request.request_id, not cancelled(), *events.counts, clock.now())
+        return events.finished(not cancelled(), clock.now())
 
 
 def answered_job(
@@ -137,7 +137,7 @@ def answered_job(
         if ending.pace.places:
             events.pace(ending.pace, "")  # the last rows of each
     except StoppedError:
-        return finished_event(request.request_id, False, 0, 0, 0, 0.0)
+        return BatchFinished(request.request_id)
     finally:
         events.ends()
     pace = ending.pace
@@ -154,13 +154,6 @@ def answered_job(
         errors=str(ending.errors or ""),
         cut_off=pace.cut_off,
     )
-
-
-def finished_event(
-    request_id: str, finished: bool, done: int, failed: int, tokens: int, seconds: float
-) -> BatchFinished:
-    """The end of what writes no file."""
-    return BatchFinished(request_id, finished, done, failed, 0, tokens, seconds, "")
 
 
 class JobEvents:
@@ -180,10 +173,9 @@ class JobEvents:
     def plan(self, prediction: JobPrediction) -> None:
         self._send(BatchPlanned(self._request_id, prediction))
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The answers so far, those that failed, and the tokens of all."""
-        return self._done, self._failed, self._tokens
+    def finished(self, finished: bool, seconds: float) -> BatchFinished:
+        """The end of what writes no file."""
+        return BatchFinished(self._request_id, finished, self._done, self._failed, tokens=self._tokens, seconds=seconds)
 
     def answer_now(self, answer: Answer, question: str) -> None:
         """For the few rows of a sample, each shown as soon as it comes."""

@@ -12,7 +12,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.common.chat import calls_text
 from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.process.batch import JobEvents, JobRunner, answered_job, finished_event
+from engine.process.batch import JobEvents, JobRunner, answered_job
 from engine.process.requests import RequestQueue, RequestThreads
 from engine.protocol import (
     BatchFinished,
@@ -172,7 +172,7 @@ class RemoteJobs:
         if sample is not None:
             self._send(replace(sample, request_id=request.request_id))
         seconds = sample.row_s * sample.rows if sample is not None else 0.0
-        return finished_event(request.request_id, not cancelled(), *events.counts, seconds)
+        return events.finished(not cancelled(), seconds)
 
 
 def runner_at(request: StartBatch, own: OwnModel | None) -> JobRunner:

@@ -101,7 +101,7 @@ class Answer(Reply):
     """One answer, taken apart.
 
     Attributes:
-        thought_tokens: those of its tokens that are reasoning, with the marks around it.
+        thought_tokens: those of its tokens that are reasoning, and the mark behind it.
     """
 
     def __init__(self, ask: Ask) -> None:

@@ -24,8 +24,8 @@ from engine.common.channel import Channel, Pipes
 from engine.common.confined import started
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import python_module
-from engine.process.failures import as_engine_error, log_failure
 from engine.process.lifetime import log_to_file, quiet_libraries
+from engine.process.requests import failed
 from engine.process.streams import claimed_pipes
 from engine.protocol import Embed, Failed, Message, Vectors, decode, encode
 
@@ -223,8 +223,7 @@ def main() -> None:
                 data = found.rows.contiguous().numpy().astype("<f4").tobytes()
                 answer = Vectors("", base64.b64encode(data).decode("ascii"), found.tokens)
             except Exception as error:
-                log_failure(error, "making embeddings")
-                answer = Failed.of(as_engine_error(error, "making embeddings"))
+                answer = failed("", error, "making embeddings")
             pipes.send_bytes(encode(answer))
     os._exit(0)
 
