@@ -1,4 +1,4 @@
-"""What answers requests in place of an engine: as the test says."""
+"""What answers requests in place of an engine, as the test says, and models as if they were in the library."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.protocol import Ask, Began, Finished, Token
 from engine.serving.link import Event, State, Ticket
+from engine.serving.service import LibraryModels
 
 
 class ScriptedBroker:
@@ -33,3 +34,21 @@ class ScriptedBroker:
     @property
     def state(self) -> State:
         return State(None, 0, 0)
+
+
+def made_up_models() -> LibraryModels:
+    """Three models, as if they were in the library."""
+    models = LibraryModels(Path("mixtral"), "mixtral")
+    models.listed = lambda: [_Entry(name) for name in ("mixtral", "qwen3_moe", "broken")]  # type: ignore[method-assign,misc]
+    return models
+
+
+class _Entry:
+    """A model of the list."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.path = name, Path(name)
+        self.family, self.parameters, self.bytes_on_disk = name, 10**6, 10**6
+        self.precision_words = self.dtype = "float32"
+        self.context_tokens, self.last_used, self.embeds, self.sees = 256, 0.0, False, name == "qwen3_moe"
+        self.calls_tools = self.thinks = False

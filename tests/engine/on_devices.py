@@ -38,7 +38,7 @@ MIB = 2**20
 PROMPT = random_prompt(80)
 """Long enough to be a prefill, which is dispatched in another way than a step of a few tokens."""
 NEXT_TURN = [7, 8, 9]
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 BEAMS = 3
 
 

@@ -1,4 +1,4 @@
-"""`kill -9` at random moments of one job, of whoever works on it: every row is answered exactly once."""
+"""`kill -9` at random moments of one job, whose rows are all answered exactly once, in the memory of its budget."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.journal import KnownJob, known_jobs, read_answers
+from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.result_file import harmless
+from engine.batch_files.rows import Answer, RowRequest
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.engine import Engine
+from engine.runtime.kv.pages import PageKind, PagePool
+from engine.runtime.schedule import continuous_batch
 from tests.engine.tiny_families import tiny_checkpoint
 
 _PATIENCE_S = 900.0
@@ -246,3 +255,211 @@ def test_a_hundred_kills_of_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         job.finish()
         assert sum(job.kills.values()) == 100
         assert list(tmp_path.glob(".*")) == []
+
+
+_MIB = 2**20
+_RAM = 384 * _MIB
+_OTHER = 64 * _MIB
+"""The journal's cache, code that is first run then, and what the allocator keeps."""
+_WIDE = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
+"""Keys and values of a page take a megabyte: memory for them, not the number of rows, says how many are under way."""
+
+
+class _Seen:
+    """What a job takes, as it goes: rows read ahead of the answers, pages held, the budget."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answered = self.ahead = self.most_pages = 0
+        self.pools = list[PagePool]()
+        self.policies = list[BatchPolicy]()
+        asked, take, made, seen = PreparedJob.asked, PagePool.take, continuous_batch.ContinuousBatch.__init__, self
+
+        def counting(job: PreparedJob) -> Iterator[tuple[float, RowRequest | Answer]]:
+            for number, row in enumerate(asked(job), 1):
+                seen.ahead = max(seen.ahead, number - seen.answered)
+                yield row
+
+        def taking(pool: PagePool, kind: PageKind) -> int:
+            page = take(pool, kind)
+            seen.most_pages = max(seen.most_pages, pool.held)
+            return page
+
+        def making(batch: continuous_batch.ContinuousBatch, model: Any, policy: BatchPolicy, **options: Any) -> None:
+            made(batch, model, policy, **options)
+            seen.pools.append(batch.pool)
+            seen.policies.append(policy)
+
+        monkeypatch.setattr(PreparedJob, "asked", counting)
+        monkeypatch.setattr(PagePool, "take", taking)
+        monkeypatch.setattr(continuous_batch.ContinuousBatch, "__init__", making)
+
+    def run(self, engine: Engine, rows: Path, output: Path) -> int:
+        """Rows that one job answers."""
+        self.answered = self.ahead = self.most_pages = 0
+
+        def on_answer(_answer: Answer, _question: str) -> None:
+            self.answered += 1
+
+        watcher = JobWatcher(lambda *_: None, on_answer, lambda: False, lambda: None, lambda: False)
+        job = prepare(BatchJob(str(rows), str(output), sampling=SamplingParams(max_tokens=3)))
+        return engine.run_batch(job, watcher).pace.done
+
+
+def _loaded(folder: Path) -> Engine:
+    engine = Engine()
+    config = EngineConfig(str(folder), device="cpu", precision="fp32", threads=1, ram_bytes=_RAM)
+    engine.load_exactly(config, on_progress=lambda *_: None, cancelled=lambda: False)
+    return engine
+
+
+def _rows(path: Path, count: int) -> Path:
+    path.write_text("text\n" + "".join(f"row {row}\n" for row in range(count)))
+    return path
+
+
+def test_rows_are_read_as_there_is_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _loaded(tiny_checkpoint("mixtral", tmp_path / "model", **_WIDE))
+    seen = _Seen(monkeypatch)
+    try:
+        assert seen.run(engine, _rows(tmp_path / "rows.csv", 600), tmp_path / "out.jsonl") == 600
+        budget = policy_for(engine._ready()).kv_bytes
+    finally:
+        engine.unload()
+    (pool,), (policy,) = seen.pools, seen.policies
+    assert policy.kv_bytes <= budget <= _RAM
+    assert 1 < seen.most_pages <= pool.capacity < 600, "all rows had room at once: nothing was shown"
+    assert pool.held == 0
+    # Those that hold pages, one more that waits for them, and those whose answers await the sweep's end.
+    assert seen.ahead <= min(policy.rows, pool.capacity) + 1
+
+
+def measured(folder: Path, few: Path, many: Path) -> dict[str, int]:
+    """In a process of its own, whose high-water mark of memory [bytes] is taken behind each of two jobs.
+
+    It is that of the address space: what `getrusage` says a child process takes over from its parent.
+    """
+
+    def peak() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+    with pytest.MonkeyPatch.context() as patches:
+        before, engine, seen = peak(), _loaded(folder), _Seen(patches)
+        seen.run(engine, few, few.with_suffix(".jsonl"))
+        after_few = peak()
+        done = seen.run(engine, many, many.with_suffix(".jsonl"))
+        engine.unload()
+    pool, policy = seen.pools[-1], seen.policies[-1]
+    return {
+        "before": before,
+        "few": after_few,
+        "peak": peak(),
+        "done": done,
+        "ahead": seen.ahead,
+        "most": seen.most_pages,
+        "left": pool.held,
+        "capacity": pool.capacity,
+        "kv": policy.kv_bytes,
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rows", [600, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark of a process is read as Linux tells it")
+def test_thousands_of_queued_rows_take_no_more_than_the_budget(rows: int, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("mixtral", tmp_path / "model", **_WIDE)
+    few, many = _rows(tmp_path / "few.csv", 300), _rows(tmp_path / "many.csv", rows)
+    command = (
+        "import json, sys; from pathlib import Path; from tests.engine.test_batch_kills import measured; "
+        "print(json.dumps(measured(*map(Path, sys.argv[1:]))))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", command, str(folder), str(few), str(many)], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    told = json.loads(found.stdout.splitlines()[-1])
+    sys.stdout.write(json.dumps(told) + "\n")
+    assert told["done"] == rows
+    assert told["most"] <= told["capacity"]
+    assert told["left"] == 0
+    assert told["ahead"] <= told["capacity"] + 1
+    assert told["kv"] < _RAM
+    assert told["peak"] - told["before"] < _RAM
+    # As many rows as fit are under way in the first job already: thousands more are read as places come free.
+    assert told["peak"] - told["few"] < _OTHER
+
+
+_BYTES = 2 * 10**9
+
+_LOOK_AND_RUN = """
+import json, resource, sys, time
+from pathlib import Path
+from engine.batch_files.opening import InputForm
+from engine.common.config import BatchJob
+from app.services.batch_input import count_rows, look_at
+from tests.engine.shuffled_executor import ShuffledExecutor, Watch, run_job
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+job = BatchJob(sys.argv[1], sys.argv[2])
+before, begun = peak(), time.monotonic()
+seen = look_at(Path(job.input), InputForm())
+counted = count_rows(Path(job.input), InputForm(), lambda: False)
+looked_s = time.monotonic() - begun
+watch = Watch(cancel_after=int(sys.argv[3]))
+begun = time.monotonic()
+ending = run_job(job, ShuffledExecutor(room=64), watch)
+print(json.dumps({
+    "columns": seen.columns, "rows": len(seen.rows), "counted": counted, "looked_s": looked_s,
+    "ran_s": time.monotonic() - begun, "finished": ending.finished, "done": ending.pace.done,
+    "written": ending.written, "total": ending.pace.total, "grown": peak() - before,
+}))
+"""
+
+
+def _big_csv(path: Path, size: int) -> int:
+    """Rows with quotes and newlines in them, written in blocks; their number."""
+    lines = "".join(f'{{row:}}{row:04},"Row {row} says ""hi"",\nand goes on {"x" * 900}"\n' for row in range(1000))
+    blocks = 0
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write("id,text\n")
+        while file.tell() < size:
+            file.write(lines.replace("{row:}", str(blocks)))
+            blocks += 1
+    return 1000 * blocks
+
+
+def _looked_at_and_run(path: Path, rows: int) -> dict[str, object]:
+    command = [sys.executable, "-c", _LOOK_AND_RUN, str(path), str(path.with_name("out.csv")), str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(120 * 10**6, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(_BYTES, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_a_big_csv_takes_no_more_memory_than_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    path = tmp_path / "big.csv"
+    rows = _big_csv(path, size)
+    try:
+        found = _looked_at_and_run(path, 3000)
+    finally:
+        path.unlink()
+    sys.stdout.write(json.dumps(found) + "\n")
+    assert (found["columns"], found["rows"], found["counted"]) == (["id", "text"], 5, None)
+    assert (found["finished"], found["written"]) == (False, found["done"])
+    assert isinstance(found["total"], int)
+    assert abs(found["total"] - rows) < 0.05 * rows, "judged by what has been read"
+    assert isinstance(found["grown"], int)
+    assert found["grown"] < 100 * 10**6, "what is held grows with the file"

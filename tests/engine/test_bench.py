@@ -1,9 +1,12 @@
-"""The benches run on tiny models and say what they measured; how fast is asserted nowhere."""
+"""The benches run on tiny models, on real devices and on machines whose time is modelled, and say what they measured;
+how fast is asserted nowhere but in modelled time."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +14,48 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import disk, speculation
+from benchmarks import disk, predicted_decode, speculation
 from benchmarks.cache import made_up_trace
 from benchmarks.cut import Cut, add_whole
 from benchmarks.loops import most_repeated
 from benchmarks.mmap_peer import memory_group
+from benchmarks.papers import QUICK, paper_cells, smaller_machine
 from benchmarks.peers.editions import EDITIONS
 from benchmarks.peers.library import OFFLOAD
+from benchmarks.serving_load import QUESTIONS, Asked, Load, Question, Timed, closed_loop, open_loop, read_questions
 from engine import cli
-from engine.bench import decode, telemetry
+from engine.bench import decode, kernels, telemetry
+from engine.bench.card import parts, run
+from engine.bench.card.run import ALL, TESTS, Part, Shape, as_markdown, bench_card, works
+from engine.bench.opened import resolve_model
 from engine.bench.report import Report
 from engine.checkpoint.library import converted_dir
 from engine.checkpoint.synthetic import SHAPES
 from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
 from engine.common.paths import data_dir
 from engine.experts.container import ContainerWriter
 from engine.experts.replay import write_trace
+from engine.hardware.machine import read_machine
+from engine.hardware.measured import CopyTime, ExpertTime, Measurements, save_measurements
+from engine.hardware.probe import Probe, probe
+from engine.hardware.profiles import lent, read_profile
+from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.gpu.stored import CardKernels
+from engine.kernels.native.build import library_path
+from engine.measure.run import NotMeasuredError
 from engine.planner import placement
+from engine.planner.papers import FAR_OFF, MEASURED, PublishedCell
 from engine.runtime.load import conversion
+from tests.combinations import some
+from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
+from tests.engine.native_isas import isas
+from tests.engine.test_serving import serving
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 from tests.peers import users_peers  # noqa: F401 - a fixture
 from tests.tiny_gguf import write_model
+from tests.unit.made_up_tuning import measurements
 
 TINY = "synthetic:qwen3-moe-tiny"
 SLOW_LINK = ("--device", "emulated:slow-link", "--vram", "64MB")
@@ -312,3 +335,331 @@ def test_what_is_prepared_of_a_synthetic_model_is_not_left_behind(
     assert written
     assert not any(path.exists() for path in written)
     assert list(converted_dir().iterdir()) == []
+
+
+TWO_LAYERS = "synthetic:qwen3-moe-tiny?layers=2"
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    given = [
+        "bench",
+        "decode",
+        *arguments,
+        "--model",
+        TWO_LAYERS,
+        "--tokens",
+        "12",
+        "--repeats",
+        "1",
+        "--json",
+    ]
+    assert cli.main(given) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_predictions_stand_beside_measurements(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predicted_decode, "_measured", lambda machine, *_args: measurements(machine))
+    document = predicted(capsys, "--predict", "--device", "cpu", "--threads", "1")
+    names = [row["name"] for row in document["rows"]]
+    assert names == [f"qwen3-moe-tiny, {precision}, cpu" for precision in ("bf16", "int8", "int4")]
+    assert all(row["value"] > 0 and row["predicted"] > 0 for row in document["rows"])
+
+
+def test_what_cannot_be_measured_loses_no_other_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(machine: Probe, config: EngineConfig, *_args: object) -> Measurements:
+        if config.precision == "int8":
+            raise NotMeasuredError("too little free RAM for one expert")
+        return measurements(machine)
+
+    monkeypatch.setattr(predicted_decode, "_measured", measured)
+    document = predicted(capsys, "--predict", "--device", "cpu", "--threads", "1")
+    assert [row["name"].split(", ")[1] for row in document["rows"]] == ["bf16", "int4"]
+    (missing,) = document["peers_not_run"]
+    assert missing == {"peer": "qwen3-moe-tiny, int8, cpu", "reason": "too little free RAM for one expert"}
+
+
+def test_of_several_rounds_the_best_counts() -> None:
+    first = measurements()
+    slow = CopyTime("d", "h2d", pinned=True, both_ways=False, nbytes=100, seconds=2.0)
+    quick = CopyTime("d", "h2d", pinned=True, both_ways=False, nbytes=100, seconds=1.0)
+    rounds = [_with(first, slow), _with(first, quick), _with(first, slow)]
+    together = predicted_decode._together(rounds)
+    assert together.copies == (quick,)
+    assert len(together.experts) == 3 * len(first.experts)
+
+
+def _with(found: Measurements, copy: CopyTime) -> Measurements:
+    assert all(isinstance(one, ExpertTime) for one in found.experts)
+    return Measurements(
+        found.kind, "d", 1, found.machine, found.taken_at, found.ram, found.experts, (copy,), (), found.arithmetic
+    )
+
+
+def test_every_setting_is_held_against_what_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    save_measurements(measurements(probe()))
+    document = predicted(capsys, "--brute-force", "--device", "cpu", "--precision", "int8")
+    *each, plan, settled = document["rows"]
+    assert each
+    assert all(row["peer"] is None and row["name"].startswith("int8, CPU only") for row in each)
+    assert plan["name"].startswith("the plan: ")
+    assert settled["name"].startswith("what tuning settles on: ")
+    assert plan["ratio"] <= 1
+    assert settled["ratio"] <= 1
+
+
+def test_every_row_has_a_limit_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = isas()
+    monkeypatch.setattr(kernels, "_COLD_BYTES", 2**20)
+    monkeypatch.setattr(kernels, "_CALL_SECONDS", 1e-3)
+    before = torch.get_num_threads()
+    try:
+        report = kernels.bench_kernels(1, 2, shapes=(kernels.KernelShape("small", 256, 256, 2),))
+    finally:
+        torch.set_num_threads(before)
+    names = {row.name for row in report.rows}
+    assert names == {f"small top-2 {each.name} {isa.name}" for each in kernels.WEIGHTS for isa in found}
+    assert report.machine["read_bandwidth_gb_per_s"] > 0
+    for row in report.rows:
+        assert row.value > 0
+        assert row.limit is not None
+        assert row.limit > 0
+        assert (row.peer == "torch") == ("bf16" in row.name)
+        assert (row.ratio is not None) == ("bf16" in row.name or "lut4" in row.name)
+
+
+ASKED = [Question((5, 6, 7 + number), 4 + number) for number in range(5)]
+
+
+def test_each_load_asks_everything_once() -> None:
+    with serving() as running:
+        for load in (closed_loop(running.url, ASKED, 2), open_loop(running.url, ASKED, 1000.0, seed=1)):
+            assert sorted(answer.tokens for answer in load.answers) == [4, 5, 6, 7, 8]
+            assert all(0 < answer.first_s <= answer.whole_s <= load.seconds for answer in load.answers)
+        with pytest.raises(EngineError, match="did not answer"):
+            closed_loop(running.url, [Question((10**6,), 3)], 1)
+
+
+def test_the_95th_percentile_is_one_of_the_waits() -> None:
+    answers = tuple(Timed(float(number), 30.0, 2) for number in range(1, 21))
+    load = Load(4.0, answers)
+    assert (load.first_p95_s, load.tokens_per_s) == (19.0, 10.0)
+
+
+def test_questions_come_from_a_file_of_either_kind(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"prompt": "a", "tokens": 7}\n\n{"turns": ["b", "c"]}\n"d"\n', encoding="utf-8")
+    assert read_questions(file) == (Asked("a", 7), Asked("b"), Asked("d"))
+    assert all(asked.text and asked.tokens > 0 for asked in QUESTIONS)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"other": 1}', "3", '{"prompt": 3}', '{"turns": []}'])
+def test_a_file_without_questions_is_said(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(EngineError, match=r"questions\.jsonl"):
+        read_questions(file)
+    with pytest.raises(EngineError, match="cannot be read"):
+        read_questions(tmp_path / "nothing")
+
+
+SMALLER = 38_000
+"""An expert of Mixtral has about so many times the weights of one of the tiny model's."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(
+        "mixtral",
+        tmp_path_factory.mktemp("papers") / "mixtral",
+        num_hidden_layers=8,
+        num_local_experts=8,
+        max_position_embeddings=512,
+    )
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path))  # which experts were used is kept there
+
+
+def cells(folder: Path, *papers: str) -> dict[str, PublishedCell]:
+    found = list(paper_cells(folder, replace(QUICK, smaller=SMALLER), papers, lambda _text: None))
+    assert all(cell.kind == MEASURED and cell.predicted > 0 for cell in found)
+    return {f"{cell.table}, {cell.cell}": cell for cell in found}
+
+
+def test_a_machine_is_smaller_in_what_it_does_a_second() -> None:
+    small = smaller_machine("gcp-t4", 64)
+    assert small.has_clock
+    assert 64 * small.link_h2d_gbps == pytest.approx(read_machine("gcp-t4").link.h2d / 1e9)
+    with lent(small):
+        assert read_profile(small.name) == small
+    with pytest.raises(EngineError, match="no hardware profile"):
+        read_profile(small.name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize(
+    ("paper", "more", "less"),
+    some(
+        [
+            ("collaborative", ["IV-B, RTX 4090, cache over CPU only"], []),
+            (
+                "fiddler",
+                [
+                    "fig. 4, single batch, over llama.cpp",
+                    "fig. 5, Mixtral-Offloading, long prefill",
+                    "fig. 6, beams, over llama.cpp",
+                ],
+                [],
+            ),
+            ("duoserve", [], ["2, RTX A5000, memory of a prompt, over whole layers"]),
+        ]
+    ),
+)
+def test_gains_of_single_requests(folder: Path, paper: str, more: list[str], less: list[str]) -> None:
+    found = cells(folder, paper)
+    assert all(found[f"engine: {cell}"].predicted >= 1 for cell in more)
+    assert all(found[f"engine: {cell}"].predicted <= 1 for cell in less)
+
+
+@pytest.mark.usefixtures("prepared")
+def test_batches_come_beside_what_they_are_compared_with(folder: Path) -> None:
+    plan = replace(QUICK, rows=4, micro_batch=2, tokens=2, repeats=1)
+    found = [cell.cell for cell in paper_cells(folder, plan, ("lightning", "klotski"), lambda _text: None)]
+    assert [cell.partition(" over ")[0] for cell in found] == ["CGOPipe"] * 2 + ["Klotski"] * 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("prepared")
+def test_every_gain_with_a_model_of_mixtrals_shape() -> None:
+    model = resolve_model("synthetic:mixtral-eighth", lambda _text: None)
+    for cell in paper_cells(model, QUICK, (), lambda _text: None):
+        assert abs(cell.deviation) <= FAR_OFF or cell.why, cell
+
+
+CARD = "emulated:slow-link"
+
+
+def silent(_text: str) -> None:
+    pass
+
+
+def test_every_part_is_there() -> None:
+    assert {part.name for part in ALL} - {TESTS} == set(parts.PARTS)
+
+
+class _Commands:
+    """Answers of the parts' processes."""
+
+    def __init__(self, folder: Path, fails: int) -> None:
+        self._folder, self._fails, self.seen, self.homes = folder, fails, 0, set[str]()
+
+    def __call__(self, command: Sequence[str], limit_s: float, variables: dict[str, str]) -> tuple[int, str, str]:
+        self.seen += 1
+        if "kernels" in command:
+            self.homes.add(variables["SWITCHYARD_HOME"])
+        written = list(self._folder.glob("*.json"))
+        assert len(written) == (self.seen > 1)
+        if written:
+            known = [part for part in json.loads(written[0].read_text("utf-8"))["parts"] if part["part"] != TESTS]
+            assert len(known) == self.seen - 1
+        if self.seen == self._fails:
+            return -11, "half a li", "Traceback\nRuntimeError: the card has fallen off the bus\n"
+        if self.seen == self._fails + 1:
+            raise TimeoutError
+        if self.seen == self._fails + 2:
+            return 0, "no json\n", ""
+        if "machine" in command:
+            return 0, json.dumps({"card": "RTX 4090 | 24 GiB"}) + "\n", ""
+        return 0, "a warning\n" + json.dumps({"tokens/s": 81.25, "hits, %": 0.5, "name": "x"}) + "\n", ""
+
+
+@pytest.mark.parametrize("fails", [1, 3, 6])
+def test_a_part_that_fails_loses_nothing_before_or_after_it(fails: int, tmp_path: Path) -> None:
+    commands = _Commands(tmp_path, fails)
+    document = bench_card(CARD, "starter", tmp_path, silent, run=commands)
+    assert commands.seen == len(ALL) - 1  # the tests are for real cards
+    assert len(commands.homes) <= 1
+    outcomes = [part["outcome"] for part in document["parts"] if part["part"] != TESTS]
+    assert outcomes[fails - 1 : fails + 2] == ["failed", "ended", "failed"]
+    assert set(outcomes[: fails - 1] + outcomes[fails + 2 :]) <= {"done"}
+    failed = next(part for part in document["parts"] if part["outcome"] == "failed")
+    assert failed["why"] == "RuntimeError: the card has fallen off the bus"
+    (kept,) = tmp_path.glob("*.json")
+    assert json.loads(kept.read_text("utf-8")) == document
+    assert ("rtx-4090-24-gib" if fails > 1 else "emulated-slow-link") in kept.stem
+    page = kept.with_suffix(".md").read_text("utf-8")
+    assert page == as_markdown(document)
+    assert "| | tokens/s | 81.2 |" in page
+    assert all(line.count("|") in (0, 4) for line in page.splitlines()[1:])
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match="choose another folder"):
+        bench_card(CARD, "starter", tmp_path / "file", silent, parts=ALL[:1], run=_Commands(tmp_path, 99))
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleeps(_module: str) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-c", "import time; time.sleep(60)"], {}
+
+    monkeypatch.setattr("engine.bench.card.run.python_module", sleeps)
+    document = bench_card(CARD, "starter", tmp_path, silent, parts=(Part("Slow", "machine", 0.2),))
+    assert document["parts"][0]["outcome"] == "ended"
+
+
+def test_calls_of_the_runtime_are_counted_for_each_token() -> None:
+    calls = {"cudaLaunchKernel": 40, "cuLaunchKernelEx": 10, "cudaGraphLaunch": 5, "cudaStreamSynchronize": 15}
+    calls |= {"cudaMemcpyAsync": 20, "aten::add": 99, "Memcpy HtoD": 7, "hipLaunchKernel": 5}
+    assert parts.per_token(calls, 5) == {
+        "launches a token": 11.0,
+        "graphs a token": 1.0,
+        "waits a token": 3.0,
+        "copies a token": 4.0,
+    }
+
+
+@pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built")
+@pytest.mark.parametrize(
+    "part",
+    ["link", "between", *(pytest.param(part, marks=pytest.mark.exhaustive) for part in ("mixed", "tokens", "all"))],
+)
+def test_on_an_emulated_card_the_parts_measure(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = "synthetic:qwen3-30b-a3b?layers=2&vocab=512&experts=8"
+    monkeypatch.setattr(run, "REPEATS", 3)
+    if part != "all":
+        assert parts.main([part, CARD, model]) == 0
+        found = json.loads(capsys.readouterr().out)
+        wanted = {"link": "pinned to card, GB/s", "mixed": "tokens/s", "tokens": "hand-over of a layer, us"}
+        assert found[wanted.get(part, "router by operators, us")] > 0
+        return
+    assert cli.main(["bench", "card", "--device", CARD, "--model", model, "--folder", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {done["outcome"] for done in document["parts"]} == {"done", "skipped"}
+
+
+@needs_compiler
+def test_what_is_measured_beside_operators_gives_the_same() -> None:
+    card = EmulatedCudaCard(8)
+    products = CudaProducts(card)
+    kernels = CardKernels(products, products.most_visits, None)
+    shape = Shape(hidden=64, heads=4, kv_heads=2, head_dim=16, experts=12, per_token=3)
+    seen = []
+    with torch.inference_mode():
+        for name, own, operators in works(shape, torch.device("cpu"), card, kernels):
+            assert own is not None
+            seen.append(name)
+            for mine, its in zip(own(), operators(), strict=True):
+                torch.testing.assert_close(mine.float(), its.float().view(mine.shape), rtol=0.02, atol=0.02)
+        assert len(seen) == 4
+        assert all(own is None for _, own, _ in works(shape, torch.device("cpu"), None, None))

@@ -1,11 +1,9 @@
-"""A few tokens' attention over what is held: the native kernels against torch, and pages against a cache.
-
-For every instruction set.
-"""
+"""Attention over caches, pages and prompts: the native kernels against torch, for every instruction set."""
 
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +15,23 @@ from hypothesis import strategies as st
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import linear_struct
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
+from engine.kernels.native.paged_attention import (
+    PAGE_TOKENS,
+    AttentionTerms,
+    KvShape,
+    KvType,
+    PagedLayer,
+    Piece,
+    Pieces,
+    attend,
+)
+from engine.kernels.native.prompt_attention import attend_prompt
 from engine.kernels.native.structs import AttentionStruct, LatentAttentionStruct, MatrixStruct, PagesStruct
+from engine.kernels.reference import attend_in_torch
 from engine.runtime.fast_path.native_attention import ClaimedPage
+from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from engine.runtime.kv.narrow import NarrowLayer
+from tests.engine.int8_ties import without_ties
 from tests.engine.native_isas import isas, kernels_of
 
 ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16)] or isas()[:1]
@@ -290,3 +301,271 @@ def test_latents_in_pages_anywhere_give_the_bits_of_a_cache(
     _assert_pages_are_as_a_cache(
         *(kernels, kernels.latent_step, ctypes.addressof(struct), cache, lengths, tokens, hidden, rope // 2)
     )
+
+
+class _Sequences:
+    """Sequences of random lengths whose pages lie anywhere; states come as the caller asks for them."""
+
+    def __init__(self, shape: KvShape, kv_type: KvType, lengths: list[int], dtype: torch.dtype) -> None:
+        self.shape, self.lengths, self.dtype = shape, lengths, dtype
+        counts = [-(-length // PAGE_TOKENS) for length in lengths]
+        order = torch.randperm(sum(counts), dtype=torch.int32)
+        self.pages = [pages.contiguous() for pages in order.split(counts)]
+        self.native, self.torch = (PagedLayer(shape, kv_type, sum(counts)) for _ in range(2))
+        for layer in (self.native, self.torch):  # what nobody wrote must not be read
+            for tensor in (layer.keys, layer.values):
+                tensor.view(torch.uint8).fill_(255)
+        heads = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
+        self.states = [[without_ties(torch.randn(length, *of).to(dtype)) for of in heads] for length in lengths]
+
+    def step(self, cut: list[tuple[int, int]]) -> tuple[Pieces, list[torch.Tensor]]:
+        """The tokens [begin, end) of each sequence that has any."""
+        some = [(i, begin, end) for i, (begin, end) in enumerate(cut) if end > begin]
+        pieces = Pieces([Piece(self.pages[i], begin, end - begin) for i, begin, end in some])
+        return pieces, [torch.cat([self.states[i][part][begin:end] for i, begin, end in some]) for part in range(3)]
+
+
+def _tolerance(kv_type: KvType, dtype: torch.dtype) -> float:
+    return 0.02 if dtype == torch.bfloat16 else 2e-5 if kv_type is not KvType.INT8 else 2e-4
+
+
+def assert_as_in_torch(
+    kernels: NativeKernels,
+    kv_type: KvType,
+    dtype: torch.dtype,
+    shape: KvShape,
+    terms: AttentionTerms,
+    held: int,
+    tokens: int,
+) -> None:
+    """A sequence of random states: those held come in one step, the others in a second one."""
+    sequences = _Sequences(shape, kv_type, [held + tokens], dtype)
+    struct = sequences.native.struct(terms)
+    for begin, end in ((0, held), (held, held + tokens)):
+        if begin == end:
+            continue
+        pieces, states = sequences.step([(begin, end)])
+        got = attend(kernels, struct, pieces, *states)
+        wanted = attend_in_torch(sequences.torch, terms, pieces, *states)
+        torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
+
+
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("kv_type", list(KvType))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "terms"),
+    [
+        (KvShape(9, 3, 64, 64), AttentionTerms(0.125)),
+        (KvShape(8, 8, 24, 24), AttentionTerms(0.3, window=40)),
+        (KvShape(32, 2, 32, 16), AttentionTerms(0.2, window=7, kept=3)),
+        (KvShape(6, 2, 40, 72), AttentionTerms(0.2, softcap=5.0)),
+        (KvShape(8, 1, 16, 20), AttentionTerms(0.25, window=33, sinks=torch.linspace(-2, 2, 8))),
+    ],
+)
+def test_every_step_is_as_in_torch(
+    kernels: NativeKernels,
+    kv_type: KvType,
+    dtype: torch.dtype,
+    shape: KvShape,
+    terms: AttentionTerms,
+) -> None:
+    lengths = [1, 31, 32, 33, 100]
+    sequences = _Sequences(shape, kv_type, lengths, dtype)
+    struct = sequences.native.struct(terms)
+    at = [0] * len(lengths)
+    for _ in range(4):
+        until = [random.randint(begin, length) for begin, length in zip(at, lengths, strict=True)]
+        if not any(end > begin for begin, end in zip(at, until, strict=True)):
+            continue
+        pieces, states = sequences.step(list(zip(at, until, strict=True)))
+        at = until
+        got = attend(kernels, struct, pieces, *states)
+        wanted = attend_in_torch(sequences.torch, terms, pieces, *states)
+        torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
+
+
+@pytest.mark.takes_turns(2)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kv_type=st.sampled_from(list(KvType)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    kv_heads=st.integers(1, 3),
+    together=st.integers(1, 16),
+    key_dim=st.one_of(st.integers(1, 80), st.sampled_from([64, 96, 128, 192, 256])),
+    value_dim=st.one_of(st.integers(1, 80), st.sampled_from([64, 128, 256])),
+    window=st.one_of(st.just(0), st.integers(1, 200)),
+    kept=st.integers(0, 40),
+    has_sinks=st.booleans(),
+    held=st.integers(0, 600),
+    tokens=st.integers(1, 40),
+)
+def test_any_shape_is_as_in_torch(
+    kernels: NativeKernels,
+    kv_type: KvType,
+    dtype: torch.dtype,
+    kv_heads: int,
+    together: int,
+    key_dim: int,
+    value_dim: int,
+    window: int,
+    kept: int,
+    has_sinks: bool,
+    held: int,
+    tokens: int,
+) -> None:
+    heads = kv_heads * together
+    sinks = torch.linspace(-1, 1, heads) if has_sinks else None
+    terms = AttentionTerms(key_dim**-0.5, window=window, kept=kept if window else 0, sinks=sinks)
+    assert_as_in_torch(kernels, kv_type, dtype, KvShape(heads, kv_heads, key_dim, value_dim), terms, held, tokens)
+
+
+@pytest.mark.parametrize("kv_type", list(KvType))
+def test_a_sequence_gets_the_same_bits_whatever_is_beside_it(kernels: NativeKernels, kv_type: KvType) -> None:
+    shape, terms, lengths = KvShape(6, 2, 32, 32), AttentionTerms(0.2, window=50), [70, 3, 40]
+    together = _Sequences(shape, kv_type, lengths, torch.float32)
+    struct = together.native.struct(terms)
+    pieces, states = together.step([(0, length) for length in lengths])
+    at_once = attend(kernels, struct, pieces, *states)[: lengths[0]]
+    alone = []
+    for token in range(lengths[0]):
+        pieces, states = together.step([(token, token + 1), (0, 0), (0, 0)])
+        alone.append(attend(kernels, struct, pieces, *states))
+    assert torch.equal(at_once, torch.cat(alone))
+
+
+ALL_ISAS = isas()
+
+
+@pytest.fixture(scope="module", params=ALL_ISAS, ids=lambda isa: isa.name)
+def all_kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
+    isa: Isa = request.param
+    with kernels_of(isa, threads=int(isa) % 3 + 1) as held_back:
+        yield held_back
+
+
+def _reference(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sees: torch.Tensor
+) -> torch.Tensor:
+    group = queries.shape[0] // keys.shape[0]
+    keys, values = (each.float().repeat_interleave(group, 0) for each in (keys, values))
+    scores = (queries.float() @ keys.transpose(1, 2) * scale).masked_fill(~sees, float("-inf"))
+    return (scores.softmax(-1) @ values).transpose(0, 1)
+
+
+def _causal(tokens: int, held: int, window: int | None = None) -> torch.Tensor:
+    place, key = torch.arange(held - tokens, held)[:, None], torch.arange(held)[None]
+    return (key <= place) & (key > place - window if window is not None else key >= 0)
+
+
+def assert_prompt_as_in_torch(
+    all_kernels: NativeKernels,
+    kv_heads: int,
+    group: int,
+    key_dim: int,
+    value_dim: int,
+    tokens: int,
+    before: int,
+    window: int | None,
+    masked: bool,
+) -> None:
+    held = before + tokens
+    # As caches and projections have them: heads within tokens, and room for more tokens.
+    queries = torch.randn(tokens, kv_heads * group, key_dim).bfloat16().transpose(0, 1)
+    keys = torch.randn(kv_heads, held + 7, key_dim).bfloat16()[:, :held]
+    values = torch.randn(held, kv_heads, value_dim).bfloat16().transpose(0, 1)
+    sees = _causal(tokens, held, window)
+    scale = key_dim**-0.5
+    got = attend_prompt(all_kernels, queries, keys, values, scale, sees if masked or window is not None else None)
+    assert got is not None
+    torch.testing.assert_close(got.float(), _reference(queries, keys, values, scale, sees), atol=3e-2, rtol=3e-2)
+
+
+@settings(max_examples=10)
+@given(
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 8]),
+    key_dim=st.integers(1, 140),
+    value_dim=st.integers(1, 140),
+    tokens=st.integers(1, 150),
+    before=st.sampled_from([0, 1, 100, 300]),
+    window=st.sampled_from([None, 1, 40, 1000]),
+    masked=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_prompts_attend_as_torch_does(
+    all_kernels: NativeKernels,
+    kv_heads: int,
+    group: int,
+    key_dim: int,
+    value_dim: int,
+    tokens: int,
+    before: int,
+    window: int | None,
+    masked: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    assert_prompt_as_in_torch(all_kernels, kv_heads, group, key_dim, value_dim, tokens, before, window, masked)
+
+
+def test_large_scores_neither_overflow_nor_vanish(all_kernels: NativeKernels) -> None:
+    torch.manual_seed(2)
+    queries, keys, values = (torch.randn(2, 200, 64).bfloat16() for _ in range(3))
+    queries, keys = 30 * queries, 30 * keys
+    got = attend_prompt(all_kernels, queries, keys, values, 1.0)
+    assert got is not None
+    wanted = _reference(queries, keys, values, 1.0, _causal(200, 200))
+    torch.testing.assert_close(got.float(), wanted, atol=3e-2, rtol=3e-2)
+
+
+def test_what_is_no_range_is_left_to_torch(all_kernels: NativeKernels) -> None:
+    states = torch.randn(1, 20, 32).bfloat16()
+    sees = _causal(20, 20)
+    sees[15, 3] = False
+    assert attend_prompt(all_kernels, states, states, states, 1.0, sees) is None
+    assert attend_prompt(all_kernels, states, states, states, 1.0, torch.zeros(20, 20, dtype=torch.bool)) is None
+
+
+def test_threads_do_not_matter() -> None:
+    torch.manual_seed(3)
+    queries, keys, values = (torch.randn(heads, 333, 64).bfloat16() for heads in (8, 2, 2))
+    outs = []
+    for threads in (1, 2, 5):
+        with kernels_of(ALL_ISAS[-1], threads) as these:
+            outs.append(attend_prompt(these, queries, keys, values, 0.125))
+    assert outs[0] is not None
+    for out in outs[1:]:
+        assert out is not None
+        assert torch.equal(outs[0], out)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_model_reads_its_prompt_as_before(all_kernels: NativeKernels, window: int | None) -> None:
+    """In one piece and continued, with and without a sliding window."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(4)
+    config = MistralConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=window,
+    )
+    model = MistralForCausalLM(config).to(torch.bfloat16).eval()
+    ids = torch.randint(0, 100, (1, 120))
+    with torch.inference_mode():
+        wanted = model(input_ids=ids).logits.float()
+        taken = speed_up_prompts(model, all_kernels)
+        assert bool(taken) == (all_kernels.isa is not Isa.PORTABLE)
+        # Families of the library look at this name, and leave the masks of sparse attention out under any other.
+        assert model.config._attn_implementation == "sdpa"
+        whole = model(input_ids=ids).logits.float()
+        first = model(input_ids=ids[:, :70], use_cache=True)
+        second = model(input_ids=ids[:, 70:], cache=first.cache, use_cache=True)
+        pieces = torch.cat([first.logits, second.logits], 1).float()
+    torch.testing.assert_close(whole, wanted, atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(pieces, wanted, atol=3e-2, rtol=3e-2)

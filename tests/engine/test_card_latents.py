@@ -25,7 +25,7 @@ from engine.runtime.decode import tabled_attention
 from engine.runtime.load.binding import speed_up_on_cards
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.graph_cases import graphs_of
-from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
+from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, reference
 from tests.engine.tiny_families import tiny_model
 
 pytestmark = needs_compiler
@@ -162,7 +162,10 @@ def test_tokens_are_those_of_transformers(
         assert replaced(model.model) > 0
         card.launched.clear()
         assert list(answer(session, PROMPT).token_ids) == expected.first
-        assert session.together([expected.second_prompt, PROMPT], 12) == [(*expected.second,), (*expected.first,)]
+        assert session.together([expected.second_prompt, PROMPT], NEW_TOKENS) == [
+            (*expected.second,),
+            (*expected.first,),
+        ]
         assert max(graphs_of(session)._kinds) > 1
         sources = {kernel.source for kernel, _ in card.launched}
         assert {"latent_queries.cu", "latent_attention.cu", "latent_values.cu"} <= sources

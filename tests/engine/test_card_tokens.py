@@ -158,7 +158,7 @@ def test_slots_that_come_and_go_meanwhile(tmp_path: Path) -> None:
         most, sizes = cache.slots, [0]
 
         def resize() -> None:
-            while not ends.is_set():
+            while not ends.wait(0.0005):
                 sizes.extend(cache.resize(slots) for slots in (most // 3, most, 0, most // 2))
 
         other = threading.Thread(target=resize)

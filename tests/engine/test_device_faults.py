@@ -113,6 +113,7 @@ def nothing(_count: int) -> None:
     """For answers that are left in peace."""
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_another_program_takes_the_memory_in_the_middle(devices: int, checkpoint: Path, tokens: Any) -> None:
     with opened(checkpoint, devices, cache_slots=1000) as model:
@@ -243,7 +244,7 @@ def test_all_of_it_in_any_order(seed: int, checkpoint: Path, tokens: Any, copies
     settings = {"cache_slots": rng.choice([2, 5, 1000]), "misses": rng.choice(["mixed", "fetch", "off"])}
     with opened(checkpoint, rng.choice([1, 2]), **settings) as model, chatting(model) as session:
         assert model.devices is not None
-        for _ in range(25):
+        for _ in range(15):
             card = rng.choice(model.devices.devices)
             card.memory.limit(rng.choice([8 * MIB, 8 * MIB, card.memory.use().used - rng.randint(0, 40_000)]))
             copies.coming = iter([rng.random() < 0.05 for _ in range(rng.choice([0, 100]))])
@@ -269,6 +270,7 @@ def test_all_of_it_in_any_order(seed: int, checkpoint: Path, tokens: Any, copies
         assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
 
 
+@pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_loading_can_be_cancelled_anywhere(devices: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[MemoryBudget] = []
@@ -327,7 +329,7 @@ def test_an_answer_can_be_cancelled_and_the_next_one_is_right(checkpoint: Path, 
         assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
 
 
-@pytest.mark.parametrize("devices", [0, 1, 2])
+@pytest.mark.parametrize("devices", [0, 2])
 def test_the_files_vanish_while_the_model_runs(devices: int, checkpoint: Path, tokens: Any, tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     with opened(copy, devices, cache_slots=5) as model:

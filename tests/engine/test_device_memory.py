@@ -16,7 +16,7 @@ from engine.common.config import CACHE_POLICIES, MISSES, PREFETCHES
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import library_tokens, random_prompt
-from tests.engine.on_devices import MIB, answer, chatting, memory_use, opened, slots
+from tests.engine.on_devices import MIB, NEW_TOKENS, answer, chatting, memory_use, opened, slots
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "llama4_text", "granitemoe", "qwen3")
@@ -121,16 +121,16 @@ def test_a_longer_context_takes_the_experts_place_and_gives_it_back(checkpoints:
         before = slots(model)
         assert 0 < before < 16
         for length in (20, 240, 20):
-            assert list(answer(session, TEXT[:length]).token_ids) == library_tokens(library, TEXT[:length], 12)
+            assert list(answer(session, TEXT[:length]).token_ids) == library_tokens(library, TEXT[:length], NEW_TOKENS)
             assert_within_budget(model, session.kv_bytes)
         with_beams = answer(session, TEXT[:200], beams=2)
-        assert list(with_beams.token_ids) == library_tokens(library, TEXT[:200], 12, num_beams=2)
+        assert list(with_beams.token_ids) == library_tokens(library, TEXT[:200], NEW_TOKENS, num_beams=2)
         session.clear()
         assert slots(model) == before
     with opened(folder, vram_bytes=7 * MIB // 16, cache_slots=1000) as model, chatting(model) as session:
         before, prompts = slots(model), [TEXT[:120], TEXT[50:170]]
-        alone = [tuple(library_tokens(library, prompt, 12)) for prompt in prompts]
-        assert session.together(prompts, 12) == alone
+        alone = [tuple(library_tokens(library, prompt, NEW_TOKENS)) for prompt in prompts]
+        assert session.together(prompts, NEW_TOKENS) == alone
         assert slots(model) < before
         session.clear()
         assert slots(model) == before
@@ -143,5 +143,5 @@ def test_a_context_beyond_all_memory_is_refused_and_a_shorter_one_still_answered
         with pytest.raises(EngineError, match="emulated:slow-link#0") as refused:
             answer(session, TEXT[:200], beams=16)
         assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-        assert list(answer(session, TEXT[:40]).token_ids) == library_tokens(library, TEXT[:40], 12)
+        assert list(answer(session, TEXT[:40]).token_ids) == library_tokens(library, TEXT[:40], NEW_TOKENS)
         assert_within_budget(model, session.kv_bytes)

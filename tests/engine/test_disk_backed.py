@@ -92,7 +92,7 @@ def least_budget(folder: Path, precision: str = "bf16") -> int:
 
 def said(model: LoadedModel) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
     with torch.no_grad():
-        return logits(model.model), decoded_logits(model.model), greedy(model.model)[0].tolist()
+        return logits(model.model), decoded_logits(model.model), greedy(model.model, 8)[0].tolist()
 
 
 def assert_says(model: LoadedModel, expected: tuple[torch.Tensor, list[torch.Tensor], list[int]], atol: float) -> None:

@@ -28,7 +28,6 @@ from engine.families.known import ENCODERS
 from engine.runtime.embedding import Embedder
 from engine.runtime.engine import Engine
 from engine.serving import embeddings
-from engine.serving.embeddings import Embeddings
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests.engine.tiny_tokenizer import VOCABULARY, save_tiny_tokenizer
@@ -296,7 +295,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_programs_ask_for_embeddings(served: tuple[httpx2.Client, Path, Service]) -> None:
+def test_programs_ask_for_embeddings_of_a_process_that_ends_when_unused(
+    served: tuple[httpx2.Client, Path, Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, folder, service = served
     expected = torch.nn.functional.normalize(_expected(folder, "mean_tokens"), dim=1)
     answer = client.post("/v1/embeddings", json={"model": "words", "input": TEXTS}).json()
@@ -328,42 +329,34 @@ def test_programs_ask_for_embeddings(served: tuple[httpx2.Client, Path, Service]
     assert again.status_code in (200, 503)  # the process may end while it is asked
     assert client.post("/v1/embeddings", json={"input": TEXTS}).status_code == 200
     assert service._embeddings.pid != first
-
-
-def test_nobody_waits_for_who_has_gone_and_the_process_ends_when_unused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = _made(tmp_path / "model", "bert", "cls_token")
     monkeypatch.setattr(embeddings, "IDLE_S", 0.2)
-    made, looks = Embeddings(), 0
+    made, looks = service._embeddings, 0
 
     def leaves() -> bool:
         nonlocal looks
         looks += 1
         return looks > 2
 
-    try:
-        with pytest.raises(RequestCancelled):
-            made.embed(folder, ["a"] * 64, cancelled=leaves)
-        found: list[int] = []
-        several = [
-            threading.Thread(
-                target=lambda: found.append(len(made.embed(folder, ["a"] * 20, cancelled=lambda: False).vectors))
-            )
-            for _ in range(4)
-        ]
-        for thread in several:
-            thread.start()
-        for thread in several:
-            thread.join()
-        assert found == [20] * 4
-        process = psutil.Process(made.pid)
-        until = time.monotonic() + 20
-        while made.pid and time.monotonic() < until:
-            time.sleep(0.02)
-        assert not made.pid
-        process.wait(20)
-    finally:
-        made.close()
+    with pytest.raises(RequestCancelled):  # nobody waits for who has gone
+        made.embed(folder, ["a"] * 64, cancelled=leaves)
+    found: list[int] = []
+    several = [
+        threading.Thread(
+            target=lambda: found.append(len(made.embed(folder, ["a"] * 20, cancelled=lambda: False).vectors))
+        )
+        for _ in range(4)
+    ]
+    for thread in several:
+        thread.start()
+    for thread in several:
+        thread.join()
+    assert found == [20] * 4
+    process = psutil.Process(made.pid)
+    until = time.monotonic() + 20
+    while made.pid and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not made.pid
+    process.wait(20)
+    made.close()
     with pytest.raises(EngineError, match="stopped"):
         made.embed(folder, ["a"], cancelled=lambda: False)

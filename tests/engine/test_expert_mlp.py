@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.experts.prediction import learning, training_process
 from engine.experts.prediction.learning import BackgroundTraining, FoldedMlp, Learning, MlpPredictor, TrainingState
 from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
 from engine.experts.prediction.prefetcher import make_prefetcher
@@ -29,7 +31,7 @@ from engine.experts.prediction.training import (
     save_mlp,
     train,
 )
-from engine.experts.replay import RoutingTrace
+from engine.experts.replay import RoutingTrace, write_trace
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
 
 LAYERS, EXPERTS, WIDTH = 4, 12, 2
@@ -217,28 +219,49 @@ def in_background(tmp_path: Path, not_nice: None) -> Iterator[BackgroundTraining
     training.cancel()
 
 
-def test_training_in_the_background_keeps_who_knows_more(
-    in_background: BackgroundTraining, trained: TrainedMlp, tmp_path: Path
+def test_the_process_that_trains_keeps_who_knows_more(
+    trained: TrainedMlp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "trained" / "a.safetensors"
+    """Called here: `test_what_was_served_is_learnt_and_taken_over` starts it."""
+    monkeypatch.setattr(training_process, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(os, "nice", lambda _by: 0, raising=False)
+    path, routes_file = tmp_path / "a.safetensors", tmp_path / "routes.npz"
     save_mlp(trained, path)
     before = path.read_bytes()
-    assert in_background.poll() is TrainingState.NONE
-    assert in_background.start(routes(100), 1)  # a tiny network, one epoch
-    assert not in_background.start(routes(200), 1)
-    in_background.wait()
-    assert in_background.poll() is TrainingState.DONE
-    assert in_background.poll() is TrainingState.NONE
+
+    def exit_code(tokens: int, distance: int) -> int:
+        write_trace(routes(tokens), routes_file)
+        options = {"widths": list(TINY), "epochs": 1, "seed": 0, "distance": distance}
+        return training_process.main([str(routes_file), str(path), json.dumps(options)])
+
+    assert exit_code(100, 1) == 0  # a tiny network, one epoch
     assert path.read_bytes() == before
-    assert in_background.start(routes(100), 2)  # of another distance
-    in_background.wait()
-    assert in_background.poll() is TrainingState.DONE
+    assert exit_code(10, 1) == 3  # too few
+    assert path.read_bytes() == before
+    assert exit_code(100, 2) == 0  # of another distance
     assert path.read_bytes() != before
     assert load_mlp(path, LAYERS, EXPERTS) is not None
-    assert in_background.start(routes(10), 1)  # too few
-    in_background.wait()
-    assert in_background.poll() is TrainingState.FAILED
-    assert os.listdir(tmp_path / "trained") == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, TrainingState.DONE), (3, TrainingState.FAILED)])
+def test_one_trains_at_a_time_and_how_it_ended_is_said_once(
+    code: int, state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [sys.executable, "-S", "-c", f"import sys; sys.stdin.read(); sys.exit({code})"], dict[str, str]()
+    monkeypatch.setattr(learning, "python_module", lambda _name: ends)
+    training = BackgroundTraining(tmp_path / "a.safetensors", widths=TINY)
+    assert training.poll() is TrainingState.NONE
+    assert training.start(routes(100), 1)
+    assert training.poll() is TrainingState.RUNNING
+    assert not training.start(routes(200), 1)
+    child = training._child
+    assert child is not None
+    assert child.stdin is not None
+    child.stdin.close()
+    training.wait()
+    assert training.poll() is state
+    assert training.poll() is TrainingState.NONE
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_loss_on_the_trace_it_was_trained_on_is_its_loss() -> None:
@@ -270,7 +293,7 @@ def test_a_folder_that_cannot_be_written_is_no_disaster(tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("not_nice")
 def test_what_was_served_is_learnt_and_taken_over() -> None:
-    learning = Learning(
+    learnt = Learning(
         "a model", layers=LAYERS, experts=EXPERTS, per_token=WIDTH, limit=4, least_steps=100, widths=TINY, epochs=1
     )
     tier = SlotsInTime(20, EXPERTS, arrival_s=1e-4, miss_s=1e-3)
@@ -281,7 +304,7 @@ def test_what_was_served_is_learnt_and_taken_over() -> None:
         experts=EXPERTS,
         per_token=WIDTH,
         choice="mlp",
-        learning=learning,
+        learning=learnt,
     )
     assert prefetcher is not None
     try:
@@ -299,7 +322,7 @@ def test_what_was_served_is_learnt_and_taken_over() -> None:
         serve(70)
         assert prefetcher.learn_while_idle()
         assert prefetcher.report().is_training
-        learning.wait()
+        learnt.wait()
         serve(40)
         report = prefetcher.report()
         assert (report.adopted, report.is_training) == ("mlp", False)

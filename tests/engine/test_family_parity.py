@@ -22,7 +22,7 @@ from tests.engine.tiny_configs import DENSE, FAMILIES, USUAL
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9, 300, 12, 44, 55, 66]])
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 _ROUNDED = 4e-3
 """Between two results in bf16, each of which may be half as far from float32."""
 
@@ -114,9 +114,9 @@ def decoded_logits(model: Any) -> list[torch.Tensor]:
     return steps
 
 
-def greedy(model: Any) -> torch.Tensor:
+def greedy(model: Any, tokens: int = NEW_TOKENS) -> torch.Tensor:
     result: torch.Tensor = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        PROMPT, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return result
 

@@ -26,7 +26,7 @@ POLICY = {
     "weights_on_card": 0.25,
     "cache_on_card": 0.5,
 }
-MACHINE = ("--model", "qwen3-30b-a3b", "--hardware", "desktop-rtx-3060-12gb", "--workload", "256x32x64")
+MACHINE = ("--model", "gpt-oss-20b", "--hardware", "laptop-rtx-4060-8gb", "--workload", "256x32x64")
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], str]:

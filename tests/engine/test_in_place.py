@@ -1,8 +1,10 @@
-"""GGUF files are used as they lie: the numbers of the same weights in fp32, nothing converted and nothing written."""
+"""Files are used as they lie, GGUF files and safetensors in the numbers that a model computes with: the same results,
+nothing converted, copied or written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.headers import read_header
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.experts.file_image import EARLY_READS, FileImage
 from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.kernels.native import library
 from engine.kernels.native.library import Isa, NativeKernels
@@ -20,12 +26,13 @@ from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlo
 from engine.kernels.repack import Blocks
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
+from engine.runtime.load import weights
+from engine.runtime.load.model import load_model
 from engine.runtime.telemetry.model_telemetry import memory_parts
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
-from tests.engine.near_ties import Routes, choosing, routes_of
 from tests.engine.test_disk_backed import on_disk
-from tests.engine.test_family_parity import PROMPT, decoded_logits, loaded, logits
+from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, loaded, logits
 from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten, unpacked
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_model
@@ -342,3 +349,175 @@ def test_experts_on_disk_are_read_from_the_file_itself(
             assert errors.median() < 0.05
         assert ours.disk_backed.disk.records_read > 0
     assert not list((tmp_path / "home").rglob("*.gguf"))
+
+
+Routes = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of each experts module in turn: the experts of each token, [T, k], and their shares."""
+
+
+@contextmanager
+def routes_of(model: Any) -> Iterator[Routes]:
+    """Collects what the routers of a model choose."""
+    routes: Routes = []
+
+    def record(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _, index, shares = _arguments(args, kwargs)
+        routes.append((index.clone(), shares.clone()))
+
+    with _hooked(model, record):
+        yield routes
+
+
+@contextmanager
+def choosing(model: Any, routes: Routes) -> Iterator[list[float]]:
+    """Lets tokens go to the experts of these routes, with their shares, where the model's own routers choose others.
+
+    Yields:
+        For each such token how near the choice was: the difference of the logits between which the router chose, as a
+        share of the difference between its highest and its lowest.
+    """
+    left, ties, logits = iter(routes), list[float](), list[torch.Tensor]()
+
+    def replace(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, index, shares = _arguments(args, kwargs)
+        wanted, their_shares = (each.to(own.dtype) for each, own in zip(next(left), (index, shares), strict=True))
+        differs = (index.sort(-1).values != wanted.sort(-1).values).any(-1)
+        of_router = logits.pop().reshape(len(index), -1).float().sort(-1, descending=True).values
+        gaps = of_router[:, index.shape[1] - 1] - of_router[:, index.shape[1]]
+        ties.extend((gaps / (of_router[:, 0] - of_router[:, -1]))[differs].tolist())
+        index = torch.where(differs[:, None], wanted, index)
+        return (hidden, index, torch.where(differs[:, None], their_shares, shares)), {}
+
+    def note(_module: Any, _args: Any, output: Any) -> None:
+        logits.append(output[0] if isinstance(output, tuple) else output)
+
+    routers = [
+        getattr(module, "gate", None) or module.router for module in model.modules() if hasattr(module, "experts")
+    ]
+    hooks = [router.register_forward_hook(note) for router in routers]
+    try:
+        with _hooked(model, replace):
+            yield ties
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    return tuple(args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names))  # type: ignore[return-value]
+
+
+@contextmanager
+def _hooked(model: Any, hook: Any) -> Iterator[None]:
+    hooks = [
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "_is_expert_parallel")
+    ]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _load(folder: Path, precision: str) -> tuple[torch.Tensor, list[int], tuple[Path, ...], int]:
+    """Logits, tokens, the files that were held as a whole, and the number of places from which parameters lie as in the
+    file."""
+    loaded = load_model(
+        EngineConfig(str(folder), device="cpu", precision=precision),
+        on_progress=lambda done, total: _told.append((done, total)),
+        cancelled=lambda: False,
+    )
+    try:
+        with torch.no_grad():
+            own, entries = dict(loaded.model.named_parameters()), read_header(folder / "model.safetensors")
+            places = {own[name].data_ptr() - entry.offset for name, entry in entries.items() if name in own}
+            return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), loaded.prepared, len(places)
+    finally:
+        loaded.close()
+
+
+_told: list[tuple[int, int]] = []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_dense_model(family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint(family, tmp_path / family, dtype=dtype)
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    monkeypatch.setattr(weights, "_MOSTLY", 0.0)  # of a file so small, the header is much
+    _told.clear()
+    found, tokens, files, places = _load(folder, precision)
+    assert files == (folder / "model.safetensors",)
+    assert _told[-1][0] == _told[-1][1] > 0
+    assert all(done <= total for done, total in _told)
+    monkeypatch.setattr(weights, "_MOSTLY", 2.0)
+    wanted, same_tokens, files, copies = _load(folder, precision)
+    assert files == ()
+    assert places == 1 < copies
+    assert torch.equal(found, wanted)
+    assert tokens == same_tokens
+
+
+def test_of_other_numbers_files_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "llama", dtype=torch.float32)
+    monkeypatch.setattr(weights, "_MOSTLY", 0.5)
+    assert _load(folder, "bf16")[2] == ()
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(weights, "_MOSTLY", 0.0)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(EngineError, match=r"model\.safetensors") as caught:
+        _load(folder, "bf16")
+    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
+
+
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shard", ["1GB", "60KB"], ids=["one file", "many"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "llama"])
+def test_numbers_in_16_bits(
+    family: str, shard: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside PyTorch's own linear layers in fp32, which are of the same weights: no other copy of those, and no other
+    numbers; of experts one by one only those in two files are copied."""
+    experts = {
+        "mixtral": {"num_local_experts": 16},
+        "qwen3_moe": {"num_experts": 16},
+        "deepseek_v3": {"n_routed_experts": 16},
+    }
+    folder = tiny_checkpoint(
+        family, tmp_path / family, dtype=dtype, save={"max_shard_size": shard}, **experts.get(family, {})
+    )
+    files = sorted(folder.glob("*.safetensors"))
+    monkeypatch.setattr(weights, "_MOSTLY", 0.0)
+    images: list[FileImage] = []
+    take = EARLY_READS.take
+    monkeypatch.setattr(EARLY_READS, "take", lambda path: images.append(take(path)) or images[-1])
+    with loaded(folder, "bf16") as ours, torch.no_grad():
+        assert sorted(ours.prepared) == files
+        starts = [(np.frombuffer(image.bytes, np.uint8).ctypes.data, len(image.bytes)) for image in images]
+        own = [each for each in (*ours.model.parameters(), *ours.model.buffers()) if each.numel() >= 1024]
+        rows = (
+            [row for layer in ours.bank.layers.values() for each in layer.rows.values() for row in each]
+            if ours.bank
+            else []
+        )
+        copied = [each for each in (*own, *rows) if not any(0 <= each.data_ptr() - at < size for at, size in starts)]
+        few = ("gate.weight", "router.weight")
+        names = {id(each): name for name, each in ours.model.named_parameters()}
+        copied = [each for each in copied if not names.get(id(each), "").endswith(few)]
+        assert sum(each.nbytes for each in copied) <= (
+            0 if shard == "1GB" else 0.2 * sum(f.stat().st_size for f in files)
+        )
+        with routes_of(ours.model) as routes:
+            found = logits(ours.model)[0].float()
+    with loaded(folder, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:
+        wanted = logits(reference.model)[0]
+    assert max(ties, default=0.0) < 0.03
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.02

@@ -306,7 +306,7 @@ def test_answers_are_those_of_layers_in_memory(
 
 def test_what_is_held_of_a_file_is_what_was_planned(tmp_path: Path, planned: list[Plan]) -> None:
     """Of a model large enough for the pages that the system reads at once not to matter much."""
-    wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+    wide = {"hidden_size": 768, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8}
     path = tiny_checkpoint("llama", tmp_path / "wide", dtype=torch.bfloat16, num_hidden_layers=LAYERS, **wide)
     (file,) = path.glob("*.safetensors")
     with file.open("rb") as opened:

@@ -1,20 +1,36 @@
-"""llama.cpp beside us: a peer that is missing or dies is a sentence; one that is built computes what we compute."""
+"""llama.cpp beside us: built with less where it does not run, a sentence where it is missing or dies, and else it
+computes what we compute; and its own tests of its server, as far as they test an interface that `switchyard serve` has.
+
+`SWITCHYARD_LLAMA_CPP` names a checkout of llama.cpp; without it, the sources are taken that the benches' peer was built
+from, if it was.  Which tests must pass, and why the others are left out, is said in `llama_cpp_server/choice.toml`."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
 import os
+import re
+import subprocess
+import sys
+import tarfile
 import tomllib
-from collections.abc import Callable
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import gguf as gguf_file
+from benchmarks.peers import build as building
 from benchmarks.peers.beside import Beside, Room, best_flags, files_beside
-from benchmarks.peers.editions import LLAMA_CPP, Edition
-from benchmarks.peers.instructions import GROUPS, working_instructions
+from benchmarks.peers.build import Builder, PeerBuildError, find_sources
+from benchmarks.peers.editions import EDITIONS, IK_LLAMA_CPP, LLAMA_CPP, Edition
+from benchmarks.peers.instructions import GROUPS, Instructions, working_instructions
 from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import resolve_model
 from engine.bench.report import PeerError, Report, in_turn
@@ -23,7 +39,9 @@ from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import take_lock
 from engine.runtime.load.model import load_model
+from tests.engine.llama_cpp_server.plugin import FOLDER, STARTER, WORDLESS
 from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import loaded
 from tests.peers import BUILT, built, users_peers  # noqa: F401 - the last is a fixture
@@ -306,3 +324,174 @@ def test_without_llama_cpp_no_file_is_written_for_it(switchyard_home: Path, monk
     assert files_beside(switchyard_home / "starter", "bf16", report, lambda _text: None, ["llama.cpp"]) == []
     assert "python -m benchmarks.peers build" in report.peers_not_run[0]["reason"]
     assert not switchyard_home.exists()
+
+
+def builder(edition: Edition = LLAMA_CPP, heard: list[str] | None = None, named: Path | None = None) -> Builder:
+    return Builder(edition, (heard if heard is not None else []).append, named=named)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The steps that take minutes or a network, replaced; holds what each compilation was asked to use."""
+    asked: list[list[str]] = []
+
+    def compile_(_builder: Builder, instructions: Sequence[Instructions], _tree: Path, _sources: Path) -> None:
+        asked.append([group.name for group in instructions])
+
+    monkeypatch.setenv("CXX", "c++")
+    for step in ("_make_environment", "_install"):
+        monkeypatch.setattr(Builder, step, lambda _builder: None)
+    monkeypatch.setattr(Builder, "_sources", lambda _builder: Path("sources"))
+    monkeypatch.setattr(Builder, "_compile", compile_)
+    monkeypatch.setattr(building, "working_instructions", lambda _compiler: list(GROUPS[:3]))
+    return asked
+
+
+@pytest.mark.parametrize("edition", EDITIONS, ids=lambda edition: edition.name)
+def test_the_last_instructions_go_until_it_runs(
+    edition: Edition, compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "fault_of", lambda _edition: "died of SIGILL" if len(compiled) < 3 else None)
+    names = [group.name for group in GROUPS]
+    assert builder(edition).build() == names[:1]
+    assert compiled == [names[:3], names[:2], names[:1]]
+    receipt = json.loads(edition.receipt().read_text(encoding="utf-8"))
+    assert receipt == {"version": edition.version, "instructions": names[:1], "sources": "sources"}
+
+
+def test_what_never_runs_is_not_built(compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "fault_of", lambda _edition: "died of SIGILL")
+    with pytest.raises(PeerBuildError, match="died of SIGILL"):
+        builder().build()
+    assert compiled[-1] == []
+    assert not LLAMA_CPP.receipt().exists()
+
+
+def test_two_do_not_build_at_once(compiled: list[list[str]]) -> None:
+    LLAMA_CPP.home().mkdir(parents=True)
+    lock = take_lock(LLAMA_CPP.home() / "lock")
+    assert lock is not None
+    with pytest.raises(PeerBuildError, match="another process"):
+        builder().build()
+    lock.release()
+    assert not compiled
+
+
+def test_progress_is_said_and_a_failure_points_to_its_log() -> None:
+    LLAMA_CPP.home().mkdir(parents=True)
+    heard: list[str] = []
+    script = "print('[1/2] Building CXX object a.o'); print('error: no'); raise SystemExit(3)"
+    with pytest.raises(PeerBuildError, match=r"build\.log"):
+        builder(heard=heard)._run([sys.executable, "-c", script])
+    assert heard == ["[1/2]"]
+    assert "error: no" in (LLAMA_CPP.home() / "build.log").read_text(encoding="utf-8")
+
+
+def test_a_source_that_was_fetched_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    LLAMA_CPP.home().mkdir(parents=True)
+    archive = LLAMA_CPP.home() / f"{LLAMA_CPP.archive}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        member = tarfile.TarInfo(f"{LLAMA_CPP.archive}/{LLAMA_CPP.folder}/CMakeLists.txt")
+        member.size = 2
+        tar.addfile(member, io.BytesIO(b"ok"))
+    known = dataclasses.replace(LLAMA_CPP, sha256=building._sha256(archive))
+    monkeypatch.setattr(Builder, "_run", lambda *_: pytest.fail("nothing is to be fetched"))
+    for _ in range(2):
+        assert (builder(known)._sources() / "CMakeLists.txt").read_bytes() == b"ok"
+        archive.write_bytes(b"")
+
+
+def test_a_source_that_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    LLAMA_CPP.home().mkdir(parents=True)
+    archive = LLAMA_CPP.home() / f"{LLAMA_CPP.archive}.tar.gz"
+    monkeypatch.setattr(Builder, "_run", lambda *_: Path(archive).write_bytes(b"another"))
+    with pytest.raises(PeerBuildError, match="expected"):
+        builder()._sources()
+    assert not (LLAMA_CPP.home() / "source").exists()
+
+
+def test_sources_that_somebody_names(tmp_path: Path) -> None:
+    with pytest.raises(PeerBuildError, match=r"holds no sources of ik_llama\.cpp"):
+        find_sources(IK_LLAMA_CPP, tmp_path)
+    for folder in (tmp_path / "checkout", tmp_path / "archive" / IK_LLAMA_CPP.folder):
+        (folder / "include").mkdir(parents=True)
+        (folder / "include" / "llama.h").touch()
+        (folder / "CMakeLists.txt").touch()
+    assert builder(IK_LLAMA_CPP, named=tmp_path / "checkout")._sources() == (tmp_path / "checkout").resolve()
+    assert find_sources(IK_LLAMA_CPP, tmp_path / "archive") == tmp_path / "archive" / IK_LLAMA_CPP.folder
+    with pytest.raises(PeerBuildError, match="no Python binding"):
+        find_sources(LLAMA_CPP, tmp_path / "checkout")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOICE = Path(__file__).parent / "llama_cpp_server" / "choice.toml"
+FEWEST = 60
+_TESTS = Path("tools") / "server" / "tests"
+
+
+@cache
+def _choice() -> dict[str, Any]:
+    return tomllib.loads(CHOICE.read_text(encoding="utf-8"))
+
+
+def _tests() -> Path:
+    """The folder of their tests."""
+    named = os.environ.get("SWITCHYARD_LLAMA_CPP")
+    # Not by `LLAMA_CPP.home()`: tests have a cache of their own.
+    built = Path.home() / ".cache" / "Switchyard"
+    found = [Path(named)] if named else sorted(built.glob("llama-cpp-python-*/source/vendor/llama.cpp"))
+    for checkout in found:
+        if (checkout / _TESTS / "utils.py").is_file():
+            return checkout / _TESTS
+    return pytest.skip("SWITCHYARD_LLAMA_CPP names no checkout of llama.cpp with the tests of its server")
+
+
+def _chosen() -> list[str]:
+    return [f"{file}::{name}" for file, names in _choice()["passes"].items() for name in names]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_each_of_their_tests_is_chosen_or_left_out_with_a_reason() -> None:
+    unit, left_out = _tests() / "unit", _choice()["left_out"]
+    names = {
+        f"unit/{file.name}::{name}"
+        for file in unit.glob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    chosen = {name.split("[")[0] for name in _chosen()}
+    assert chosen <= names
+    assert {
+        name for name in names if name not in chosen | left_out.keys() and name.split("::")[0] not in left_out
+    } == set()
+    assert {name for name in left_out if name not in names and not (unit.parent / name).is_file()} == set()
+    assert all(left_out.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.name != "posix", reason="links to a model's files")
+def test_those_that_are_chosen_pass(tmp_path: Path) -> None:
+    tests, results = _tests(), tmp_path / "results.xml"
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        FOLDER: str(tmp_path),
+        STARTER: str(starter_for_tests()),
+        WORDLESS: "\n".join(_choice()["wordless"]["tests"]),
+    }
+    options = ["-p", "no:randomly", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120", "-q"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.engine.llama_cpp_server.plugin", *options]
+    done = subprocess.run(
+        [*command, f"--junitxml={results}", *_chosen()],
+        cwd=tests,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert results.exists(), (done.stdout + done.stderr)[-3000:]
+    cases = ET.parse(results).getroot().findall(".//testcase")
+    failed = [f"{case.get('name')}: {part.get('message')}" for case in cases for part in case if part.tag != "skipped"]
+    assert failed == [], (tmp_path / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:]
+    passed = [case for case in cases if not list(case)]
+    assert len(passed) >= FEWEST

@@ -40,7 +40,7 @@ def _answers(path: Path) -> tuple[torch.Tensor, list[int], list[int]]:
     try:
         with torch.no_grad():
             ids = loaded.tokenizer.encode("Hello wörld, it's 12345!\n", add_special_tokens=False)
-            return logits(loaded.model), greedy(loaded.model)[0].tolist(), list(ids)
+            return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), list(ids)
     finally:
         loaded.close()
 

@@ -1,11 +1,17 @@
-"""The native kernels against the torch reference: random shapes, routings and values, every instruction set."""
+"""The native kernels against the torch reference: random shapes, routings and values, every instruction set; which are
+believed, old processors, and what kernels take while nothing is generated."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,18 +19,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import cli
+from engine.bench.opened import opened
+from engine.checkpoint.synthetic import make_synthetic
+from engine.common.config import EngineConfig, SamplingParams
 from engine.experts.dispatch import StandardExperts
 from engine.experts.record import ExpertBank
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import dequantise
 from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.native import build, library
+from engine.kernels.native.build import Compiler
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts, can_compute
-from engine.kernels.native.library import Isa, NativeKernels, load_kernels
+from engine.kernels.native.library import _ABI, _SELF_TEST, Isa, NativeKernels, load_kernels, missing_note, proven
 from engine.kernels.native.linear import QuantisedLinear, speed_up_linears
 from engine.kernels.reference import reference_experts
 from engine.kernels.torch_experts import TorchExperts
 from tests.engine.conversions import quantise_linears
 from tests.engine.native_isas import isas, kernels_of
+from tests.engine.native_programs import FOLDER, HEADERS, run_program
+from tests.engine.single_streams import Alone
 
 _ISAS = isas()
 
@@ -168,20 +182,248 @@ def test_routers_and_small_layers_are_not_quantised(kernels: NativeKernels) -> N
 
 
 def test_a_closed_pool_leaves_no_thread() -> None:
-    script = (
-        "import os\n"
-        "from engine.kernels.native.library import load_kernels\n"
-        "before = len(os.listdir('/proc/self/task'))\n"
-        "kernels = load_kernels(threads=4)\n"
-        "assert len(os.listdir('/proc/self/task')) == before + 3\n"
-        "kernels.close()\n"
-        "assert len(os.listdir('/proc/self/task')) == before\n"
-    )
-    if not os.path.isdir("/proc/self/task"):
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
         pytest.skip("threads are counted in /proc")
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    before = {*os.listdir(tasks)}
+    kernels = load_kernels(threads=4)
+    assert kernels is not None
+    assert len({*os.listdir(tasks)} - before) == 3
+    kernels.close()
+    assert {*os.listdir(tasks)} <= before
 
 
 def test_the_environment_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
     assert load_kernels(threads=2) is None
+
+
+_PRETENDED = """
+extern "C" int switchyard_abi() { return %(abi)d; }
+extern "C" unsigned switchyard_advertised_isas() { return %(advertised)d; }
+extern "C" int switchyard_self_test(int isa) {
+    if (isa == %(traps)d) __builtin_trap();
+    return isa == %(errs)d ? 6 : 0;
+}
+"""
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def pretended(tmp_path: Path) -> Make:
+    """Makes a library that says what a processor's would."""
+    try:
+        compiler = build.find_compiler()
+    except build.BuildError as why:
+        pytest.skip(str(why))
+
+    def make(*, abi: int = _ABI, advertised: int = 0b11111, traps: int = -1, errs: int = -1) -> Path:
+        values = {"abi": abi, "advertised": advertised, "traps": traps, "errs": errs}
+        source, target = tmp_path / "pretended.cpp", tmp_path / "pretended.so"
+        source.write_text(_PRETENDED % values, encoding="ascii")
+        compiler.run("-shared", "-fPIC", str(source), "-o", str(target))
+        return target
+
+    return make
+
+
+def test_what_is_advertised_and_traps_is_not_used(pretended: Make) -> None:
+    assert proven(pretended(traps=Isa.AVX512_VNNI)) == [Isa.PORTABLE, Isa.AVX2, Isa.AVX_VNNI, Isa.AVX512]
+
+
+def test_what_computes_wrongly_is_not_used(pretended: Make) -> None:
+    assert proven(pretended(errs=Isa.AVX_VNNI)) == [Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_VNNI]
+
+
+def test_a_processor_without_avx2_has_the_portable_kernels(pretended: Make) -> None:
+    assert proven(pretended(advertised=1)) == [Isa.PORTABLE]
+
+
+def test_instruction_sets_of_arm_are_known(pretended: Make) -> None:
+    assert proven(pretended(advertised=1 | 1 << 16 | 1 << 17)) == [Isa.PORTABLE, Isa.NEON, Isa.NEON_DOT]
+
+
+def test_a_library_of_another_interface_is_not_used_and_told(pretended: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pretended(abi=_ABI - 1)
+    monkeypatch.setattr(library, "library_path", lambda: path)
+    assert proven(path) == []
+    assert load_kernels(threads=2) is None
+    assert "self-test" in missing_note()
+
+
+def test_a_file_that_is_no_library_is_not_used(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"cut short")
+    assert proven(broken) == []
+
+
+def test_a_library_built_from_other_sources_is_ignored_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "switchyard_kernels-0123456789abcdef-x86_64.so"
+    monkeypatch.setattr(library, "library_path", lambda: mine)
+    monkeypatch.setattr(build, "library_path", lambda: mine)
+    assert "install a C++ compiler" in missing_note()
+    (tmp_path / "switchyard_kernels-fedcba9876543210-x86_64.so").write_bytes(b"of another version")
+    assert load_kernels(threads=2) is None
+    assert "another version" in missing_note()
+
+
+def test_a_new_build_takes_the_place_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "switchyard_kernels-0123456789abcdef-x86_64.so"
+    others = [tmp_path / f"switchyard_kernels-fedcba9876543210-x86_64{end}" for end in (".so", ".proven.json")]
+    for other in others:
+        other.write_text("{}")
+    monkeypatch.setattr(build, "library_path", lambda: mine)
+    monkeypatch.setattr(build, "_SUFFIX", ".so")
+    monkeypatch.setattr(build, "find_compiler", lambda: Compiler("none"))
+    monkeypatch.setattr(build, "compile_sources", lambda *_: [])
+    monkeypatch.setattr(Compiler, "link", lambda _, __, target: target.write_bytes(b"built"))
+    assert build.build() == mine
+    assert sorted(tmp_path.iterdir()) == [mine]
+
+
+def test_a_verdict_holds_until_the_processor_is_another(pretended: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pretended()
+    assert proven(path)[-1] is Isa.AVX512_VNNI
+    tried: list[int] = []
+    monkeypatch.setattr(library, "_passes", lambda _, isa: tried.append(isa) or isa <= Isa.AVX2)
+    assert proven(path)[-1] is Isa.AVX512_VNNI
+    assert not tried
+    monkeypatch.setattr(library, "processor", lambda: "moved to an older one")
+    assert proven(path) == [Isa.PORTABLE, Isa.AVX2]
+    assert proven(path) == [Isa.PORTABLE, Isa.AVX2]
+    assert len(tried) == 5
+
+
+def test_a_damaged_verdict_is_proven_again(pretended: Make) -> None:
+    path = pretended(advertised=3)
+    for damaged in ("", "[]", '{"machine": 1}', json.dumps({"machine": None, "isas": [99]})):
+        path.with_suffix(".proven.json").write_text(damaged)
+        assert proven(path) == [Isa.PORTABLE, Isa.AVX2]
+
+
+def test_a_self_test_without_an_answer_is_tried_again(pretended: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = subprocess.run, []
+
+    def sleeps_through_it(*command: object, **options: object) -> object:
+        asked.append(command)
+        if len(asked) <= 2:
+            raise subprocess.TimeoutExpired("python", 20)
+        return run(*command, **options)  # type: ignore[call-overload]
+
+    path = pretended(advertised=3)
+    monkeypatch.setattr(library.subprocess, "run", sleeps_through_it)
+    assert proven(path) == [Isa.AVX2]  # the portable kernels' test was tried twice for nothing
+    assert not path.with_suffix(".proven.json").exists()
+    assert proven(path) == [Isa.PORTABLE, Isa.AVX2]
+    assert path.with_suffix(".proven.json").exists()
+
+
+_IDLE_S = 0.4
+_MOST_BUSY = 0.3
+"""Part of one core.  A thread that spins takes all of one."""
+
+
+def busy_while_idle() -> float:
+    """Cores that all threads of this process use while it sleeps, after a moment in which they may still spin."""
+    time.sleep(0.05)
+    begun, cpu = time.perf_counter(), time.process_time()
+    time.sleep(_IDLE_S)
+    return (time.process_time() - cpu) / (time.perf_counter() - begun)
+
+
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_no_core_is_busy_after_an_answer(precision: str) -> None:
+    path = str(make_synthetic("synthetic:qwen3-moe-tiny"))
+    config = EngineConfig(model=path, device="cpu", precision=precision, threads=3)  # type: ignore[arg-type]
+    with opened(config) as loaded:
+        Alone(loaded).generate_from_ids(
+            [3, 4, 5, 6],
+            SamplingParams(max_tokens=24),
+            on_progress=lambda _done, _total: None,
+            on_text=lambda _text, _count: None,
+            cancelled=lambda: False,
+            end_ids=frozenset(),
+        )
+        assert busy_while_idle() < _MOST_BUSY
+
+
+def test_idle_threads_wait_in_the_kernel() -> None:
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        pytest.skip("states of threads are in /proc")
+    before = set(os.listdir(tasks))
+    kernels = load_kernels(threads=4)
+    assert kernels is not None
+    workers = [tasks / name / "stat" for name in os.listdir(tasks) if name not in before]
+
+    def all_asleep() -> bool:
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "S" for stat in workers)
+
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16))
+        quantise_linears(model, "int8", kernels)
+        for tokens in (1, 1, 1, 40):
+            model(torch.randn(tokens, 1024).bfloat16())
+            assert len(workers) == 3
+            while not all_asleep():  # the test's own limit ends this if one never sleeps
+                time.sleep(0.001)
+            for _ in range(40):
+                time.sleep(0.002)
+                assert all_asleep()
+    finally:
+        kernels.close()
+
+
+def test_a_busy_machine_gets_fewer_threads_while_they_are_faster(tmp_path: Path) -> None:
+    program = tmp_path / "busy_machine"
+    source = str(FOLDER / "busy_machine.cpp")
+    build.find_compiler().run("-std=c++17", "-O1", f"-I{HEADERS}", source, "-o", str(program))
+    done = run_program(program, timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_library_is_small() -> None:
+    """28 types of blocks, three sets of instructions and one to eight vectors take half of it, their grids 0.1 MiB."""
+    assert build.build().stat().st_size < 4 * 2**20
+
+
+def test_without_a_compiler_the_bench_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "library.so")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["bench", "kernels"]) == 2
+    assert "C++ compiler" in capsys.readouterr().err
+
+
+QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
+
+_ADVERTISED = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).switchyard_advertised_isas())"
+
+
+@pytest.mark.skipif(
+    QEMU is None or platform.machine() != "x86_64", reason="needs x86-64 and qemu-user to be another processor"
+)
+@pytest.mark.parametrize(
+    "processor",
+    [
+        "Nehalem",
+        pytest.param("SandyBridge", marks=pytest.mark.exhaustive),
+        pytest.param("Haswell", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_an_old_processor_can_run_is_offered_and_works(processor: str) -> None:
+    """Of 2008, without AVX; of 2011, without AVX2; and of 2013, the first with all that the AVX2 kernels use."""
+    assert QEMU is not None
+    library = str(build.build())
+    python = [QEMU, "-cpu", processor, sys.executable, "-I", "-S", "-c"]
+    said = subprocess.run([*python, _ADVERTISED, library], capture_output=True, check=True).stdout
+    newest = Isa.AVX2 if processor == "Haswell" else Isa.PORTABLE
+    assert [isa for isa in Isa if int(said) >> isa & 1] == [isa for isa in Isa if isa <= newest]
+    for isa in {Isa.PORTABLE, newest}:
+        subprocess.run([*python, _SELF_TEST, library, str(int(isa))], capture_output=True, check=True, timeout=100)

@@ -24,9 +24,7 @@ from engine.kernels.reference import reference_experts
 from tests.engine.int8_ties import without_ties
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.test_cached_attention import ISAS as OF_ATTENTION
-from tests.engine.test_cached_attention import assert_step_as_in_torch
-from tests.engine.test_paged_attention import assert_as_in_torch
-from tests.engine.test_prompt_attention import assert_prompt_as_in_torch
+from tests.engine.test_cached_attention import assert_as_in_torch, assert_prompt_as_in_torch, assert_step_as_in_torch
 from tests.engine.test_quantised_experts import (
     HALF_PLAIN,
     KINDS,

@@ -125,6 +125,8 @@ def test_a_reader_beside_running_steps_takes_each_stamp_once_and_whole(steps: _S
         while not last or len(taken[-1][0]):
             last = ending.is_set()
             taken.append(stamps.take(1 + len(taken) % 50))
+            if not len(taken[-1][0]):
+                ending.wait(0.0005)  # who spins here holds the steps up
 
     reader = threading.Thread(target=read)
     reader.start()

@@ -80,24 +80,6 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: str) -> None:
         assert planned.ram.experts == pytest.approx(in_ram, rel=0.05)
 
 
-@pytest.mark.takes_turns(3)
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-def test_on_the_cpu(folder: Path, precision: str) -> None:
-    config = EngineConfig(str(folder), device="cpu", precision=precision, threads=1)
-    loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
-    try:
-        weights, experts = loaded.info.weights_bytes, loaded.info.experts_bytes
-    finally:
-        loaded.close()
-    planned = engine_memory(
-        engine_costs(machine(0), find_shape(str(folder)), precision, 1), Limits.of(config), on_card=False
-    )
-    assert planned is not None
-    assert planned.card is None
-    assert planned.ram.experts == pytest.approx(experts, rel=0.05)
-    assert planned.ram.weights == pytest.approx(weights, rel=0.05)
-
-
 def test_a_plan_and_loading_decide_alike(folder: Path) -> None:
     """The same function, once with estimates and once with what the checkpoint's headers say; nothing is loaded."""
     shape, seen = find_shape(str(folder)), set()

@@ -1,7 +1,10 @@
-"""Quantised experts against their dequantised weights, natively and in torch: all activations, shapes and routings."""
+"""Quantised experts against their dequantised weights, natively and in torch: all activations, shapes and routings, few
+tokens and many, kernels of one instruction set and of several."""
 
 from __future__ import annotations
 
+import ctypes
+import random
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -19,11 +22,17 @@ from engine.formats.tiles import Pairing, dequantise
 from engine.kernels import choose_kernel
 from engine.kernels.activation import activation_of
 from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.native.choice import FEW, MANY, USES, _Work, apply, choose
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
+from engine.kernels.native.linear import QuantisedLinear, speed_up_linears
+from engine.kernels.native.prompt_attention import attend_prompt
+from engine.kernels.native.structs import plain_struct
 from engine.kernels.quantise import quantise_record
 from engine.kernels.reference import reference_experts
+from engine.kernels.torch_experts import TorchExperts
 from tests.combinations import any_two
+from tests.engine.conversions import quantise_linears
 from tests.engine.native_isas import isas, kernels_of
 
 ISAS = isas()
@@ -295,3 +304,255 @@ def test_a_more_precise_down_projection_has_no_zeros_and_less_error() -> None:
     eight = RecordLayout.in_tiles(layout.plain, lambda _: FORMATS["int8"], layout.pairing)
     assert plain.nbytes <= layout.nbytes <= eight.nbytes
     assert layout != plain
+
+
+_LINEAR = ("bf16", "int8", "int4", "lut4")
+
+
+@pytest.fixture(scope="module")
+def newest() -> Iterator[NativeKernels]:
+    with kernels_of(ISAS[-1], threads=2) as held_back:
+        yield held_back
+
+
+def _mix(draw: random.Random) -> dict[object, Isa]:
+    """Each set alone as often as all of them mixed."""
+    if draw.random() < 0.5:
+        only = draw.choice(ISAS)
+        return dict.fromkeys(USES, only)
+    return {use: draw.choice(ISAS) for use in USES}
+
+
+def _experts(draw: random.Random, newest: NativeKernels) -> None:
+    precision = draw.choice(PRECISIONS)
+    experts, hidden, inner = draw.randint(1, 5), draw.randint(1, 150), draw.randint(1, 100)
+    if precision != "bf16":
+        hidden, inner = max(hidden, 33), max(inner, 33)
+    module = _module(draw.choice(KINDS), experts, hidden, inner, bias=draw.random() < 0.5)
+    layer, _ = _layer(module, precision)
+    math = ExpertMath.of(module)
+    reference = TorchExperts(layer, math)
+    tokens = draw.choice([1, 2, 3, 5, 8, 9, 17, 40])
+    x = torch.randn(tokens, hidden).bfloat16()
+    width = draw.randint(1, experts)
+    index, share = torch.rand(tokens, experts + 1).argsort(1)[:, :width], torch.rand(tokens, width)
+    got, wanted = (
+        NativeExperts(layer, math, newest, reference)(x, index, share).float(),
+        reference(x, index, share).float(),
+    )
+    near = 0.02 if precision == "bf16" else 0.06
+    torch.testing.assert_close(got, wanted, rtol=near, atol=near * max(float(wanted.abs().max()), 1e-3))
+
+
+def _linear(draw: random.Random, newest: NativeKernels) -> None:
+    precision, columns = draw.choice(_LINEAR), draw.randint(200, 700)
+    rows = 64 * 1024 // columns + draw.randint(1, 200)
+    bias = draw.random() < 0.5
+    model = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16)).requires_grad_(False)
+    offset = model[0].bias.float() if bias else None
+    x = torch.randn(draw.choice([1, 2, 7, 8, 9, 30, 49]), columns).bfloat16()
+    if precision == "bf16":
+        weight = model[0].weight.float()
+        assert speed_up_linears(model, newest) == 1
+    else:
+        assert quantise_linears(model, precision, newest) == 1
+        fast_path = model[0].forward
+        assert isinstance(fast_path, QuantisedLinear)
+        weight = dequantise(fast_path.matrix, torch.float32)
+    wanted = torch.nn.functional.linear(x.float(), weight, offset)
+    torch.testing.assert_close(model(x).float(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def _prompt(draw: random.Random, newest: NativeKernels) -> None:
+    kv_heads, group, dim, tokens = (
+        draw.randint(1, 2),
+        draw.choice([1, 3, 8]),
+        draw.randint(1, 130),
+        draw.randint(1, 200),
+    )
+    held = tokens + draw.choice([0, 5, 130])
+    queries = torch.randn(kv_heads * group, tokens, dim).bfloat16()
+    keys, values = torch.randn(kv_heads, held, dim).bfloat16(), torch.randn(kv_heads, held, dim).bfloat16()
+    got = attend_prompt(newest, queries, keys, values, dim**-0.5)
+    assert got is not None
+    sees = torch.arange(held)[None] <= torch.arange(held - tokens, held)[:, None]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        queries.float(), *(each.float().repeat_interleave(group, 0) for each in (keys, values)), attn_mask=sees
+    )
+    torch.testing.assert_close(got.float(), wanted.transpose(0, 1), atol=3e-2, rtol=3e-2)
+
+
+def _case(seed: int, newest: NativeKernels) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    apply(newest, _mix(draw), ISAS)  # type: ignore[arg-type]
+    try:
+        draw.choice([_experts, _linear, _prompt])(draw, newest)
+    finally:
+        newest.use(newest.isa)
+
+
+@pytest.mark.takes_turns(6)
+@pytest.mark.parametrize("seed", range(60))
+def test_any_mix_is_near_the_reference(newest: NativeKernels, seed: int) -> None:
+    _case(seed, newest)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("hundred", range(100))
+def test_many_mixes_over_odd_sizes(newest: NativeKernels, hundred: int) -> None:
+    for seed in range(1000 + 100 * hundred, 1100 + 100 * hundred):
+        _case(seed, newest)
+
+
+def test_the_real_kernels_can_be_measured(newest: NativeKernels) -> None:
+    with _Work(newest) as work:
+        assert work.seconds(USES[0], ISAS[0]) > 0
+        found = choose(ISAS, work.seconds, rounds=1)
+    assert found is None or set(found) <= set(USES)
+    assert {use.kind for use in USES} == {FEW, MANY}
+
+
+def _both(
+    kernels: NativeKernels, kind: str, precision: str, sizes: tuple[int, int, int], bias: bool
+) -> tuple[NativeExperts, TorchExperts]:
+    module = _module(kind, *sizes, bias=bias)
+    layer, _ = _layer(module, precision)
+    math = ExpertMath.of(module)
+    in_torch = TorchExperts(layer, math)
+    return NativeExperts(layer, math, kernels, many_tokens=in_torch), in_torch
+
+
+def _routing(tokens: int, experts: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids one above the experts are nobody."""
+    return torch.rand(tokens, experts + 1).argsort(1)[:, :width], torch.rand(tokens, width)
+
+
+def _assert_as_in_torch(got: torch.Tensor, wanted: torch.Tensor, precision: str) -> None:
+    """bf16 rounds where torch does; few tokens of a quantised expert come as whole numbers in groups of 32."""
+    share = 0.02 if precision == "bf16" else 0.06
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=share, atol=share * float(wanted.abs().max()))
+
+
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=2)
+@given(
+    kind=st.sampled_from(KINDS),
+    bias=st.booleans(),
+    experts=st.integers(1, 9),
+    hidden=st.integers(33, 200),
+    inner=st.integers(33, 150),
+    tokens=st.integers(9, 150),
+    seed=st.integers(0, 2**31),
+)
+def test_many_tokens_are_near_torch(
+    kernels: NativeKernels,
+    precision: str,
+    kind: str,
+    bias: bool,
+    experts: int,
+    hidden: int,
+    inner: int,
+    tokens: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    native, in_torch = _both(kernels, kind, precision, (experts, hidden, inner), bias)
+    x = torch.randn(tokens, hidden).bfloat16()
+    index, share = _routing(tokens, experts, min(experts, 3))
+    _assert_as_in_torch(native(x, index, share), in_torch(x, index, share), precision)
+
+
+@settings(max_examples=2)
+@given(
+    kind=st.sampled_from(KINDS),
+    bias=st.booleans(),
+    hidden=st.integers(500, 600),
+    inner=st.integers(500, 560),
+    tokens=st.integers(9, 60),
+    seed=st.integers(0, 2**31),
+)
+def test_long_rows_are_near_torch(
+    kernels: NativeKernels, kind: str, bias: bool, hidden: int, inner: int, tokens: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    native, in_torch = _both(kernels, kind, "bf16", (4, hidden, inner), bias)
+    x = torch.randn(tokens, hidden).bfloat16()
+    index, share = _routing(tokens, 4, 2)
+    _assert_as_in_torch(native(x, index, share), in_torch(x, index, share), "bf16")
+
+
+@settings(max_examples=20)
+@given(rows=st.integers(1, 90), columns=st.integers(1, 1100), tokens=st.integers(1, 40), seed=st.integers(0, 2**31))
+def test_linear_rows_are_near_torch(kernels: NativeKernels, rows: int, columns: int, tokens: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight, x = torch.randn(rows, columns).bfloat16(), torch.randn(tokens, columns).bfloat16()
+    out, struct = torch.full((tokens, rows), torch.nan).bfloat16(), plain_struct(weight)
+    places = x.data_ptr(), None, 0, out.data_ptr()
+    assert kernels.linear_rows(kernels.pool, ctypes.addressof(struct), tokens, *places) == 0
+    wanted = x.double() @ weight.double().T
+    torch.testing.assert_close(out.double(), wanted, rtol=0.005, atol=0.002 * columns**0.5)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_4096_tokens_of_which_most_want_one_expert(kernels: NativeKernels, precision: str) -> None:
+    torch.manual_seed(3)
+    native, in_torch = _both(kernels, "silu", precision, (6, 64, 48), bias=False)
+    x = torch.randn(4096, 64).bfloat16()
+    index = torch.zeros(4096, 1, dtype=torch.long)
+    index[:5] = torch.tensor([[4], [6], [2], [4], [7]])  # 6 and 7 are nobody, 1, 3 and 5 are empty
+    share = torch.rand(4096, 1)
+    _assert_as_in_torch(native(x, index, share), in_torch(x, index, share), precision)
+
+
+def test_nobody_is_wanted(kernels: NativeKernels) -> None:
+    native, _ = _both(kernels, "silu", "bf16", (2, 64, 32), bias=True)
+    assert not native(torch.ones(20, 64).bfloat16(), torch.full((20, 2), 2), torch.ones(20, 2)).any()
+
+
+@any_two(
+    {"kernels": ISAS, "precision": PRECISIONS, "value": [float("inf"), float("-inf"), float("nan"), 1e-40]},
+    ["kernels"],
+)
+def test_what_is_not_finite_stays_in_its_token(kernels: NativeKernels, precision: str, value: float) -> None:
+    torch.manual_seed(5)
+    native, in_torch = _both(kernels, "silu", precision, (2, 96, 64), bias=False)
+    x = torch.randn(40, 96).bfloat16()
+    index, share = _routing(40, 2, 2)
+    clean = native(x, index, share)
+    x[7, 5] = value
+    got, wanted = native(x, index, share), in_torch(x, index, share)
+    others = torch.arange(40) != 7
+    assert torch.equal(got[others], clean[others])
+    if value != 1e-40:
+        assert torch.equal(got[7].isfinite(), wanted[7].isfinite())
+    else:
+        _assert_as_in_torch(got, wanted, precision)
+
+
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_threads_do_not_matter(precision: str) -> None:
+    torch.manual_seed(6)
+    outs = []
+    for threads in (1, 2, 5):
+        torch.manual_seed(6)
+        with kernels_of(ISAS[-1], threads) as these:
+            native, _ = _both(these, "silu", precision, (12, 96, 64), bias=True)
+            index, share = _routing(400, 12, 4)
+            outs.append(native(torch.randn(400, 96).bfloat16(), index, share))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_token_count_makes_a_step(kernels: NativeKernels, precision: str) -> None:
+    """One expert of 1 to 70 tokens: the same numbers whichever kernel takes them."""
+    torch.manual_seed(7)
+    native, _ = _both(kernels, "silu", precision, (1, 128, 64), bias=False)
+    x, share = torch.randn(70, 128).bfloat16(), torch.rand(70, 1)
+    index = torch.zeros(70, 1, dtype=torch.long)
+    whole = native(x, index, share)
+    for tokens in (1, 2, 3, 4, 7, 8, 9, 11, 12, 15, 16, 17, 31, 32, 33, 48, 64):
+        _assert_as_in_torch(native(x[:tokens], index[:tokens], share[:tokens]), whole[:tokens], precision)

@@ -28,13 +28,13 @@ from engine.serving.answers import Answer
 from engine.serving.broker import ModelBroker
 from engine.serving.link import BrokerLink, EngineLink
 from engine.serving.server import Address, Server
-from engine.serving.service import LibraryModels, Service
+from engine.serving.service import Service
 from tests import plain_http
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
 from tests.engine.tiny_tokenizer import TEMPLATE
-from tests.scripted_broker import ScriptedBroker
+from tests.scripted_broker import ScriptedBroker, made_up_models
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {
@@ -123,24 +123,6 @@ class serving:  # noqa: N801 - read as a verb
     def __exit__(self, *_: object) -> None:
         self._server.stop()
         self._broker.close()
-
-
-def made_up_models() -> LibraryModels:
-    """Three models, as if they were in the library."""
-    models = LibraryModels(Path("mixtral"), "mixtral")
-    models.listed = lambda: [_Entry(name) for name in ("mixtral", "qwen3_moe", "broken")]  # type: ignore[method-assign,misc]
-    return models
-
-
-class _Entry:
-    """A model of the list."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.path = name, Path(name)
-        self.family, self.parameters, self.bytes_on_disk = name, 10**6, 10**6
-        self.precision_words = self.dtype = "float32"
-        self.context_tokens, self.last_used, self.embeds, self.sees = 256, 0.0, False, name == "qwen3_moe"
-        self.calls_tools = self.thinks = False
 
 
 def _alone(messages: list[dict[str, str]], **sampling: Any) -> str:

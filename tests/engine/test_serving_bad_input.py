@@ -17,8 +17,8 @@ from engine.common.kept_context import OTHER_PROGRAMS, folder_of, keep_chat, kep
 from engine.serving.server import Address, make_app
 from engine.serving.service import Service
 from tests import plain_http
-from tests.engine.test_serving import HELLO, TOOL, Running, made_up_models, serving
-from tests.scripted_broker import ScriptedBroker
+from tests.engine.test_serving import HELLO, TOOL, Running, serving
+from tests.scripted_broker import ScriptedBroker, made_up_models
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 PATHS = {

@@ -20,10 +20,10 @@ from engine.protocol import Ask
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from tests import plain_http
-from tests.engine.test_serving import HELLO, TOOL, Running, _until, made_up_models, serving
+from tests.engine.test_serving import HELLO, TOOL, Running, _until, serving
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
 from tests.made_pictures import MADE, coloured, endless, file_of, png_of
-from tests.scripted_broker import ScriptedBroker
+from tests.scripted_broker import ScriptedBroker, made_up_models
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 FUNCTION: dict[str, Any] = TOOL["function"]  # type: ignore[assignment]

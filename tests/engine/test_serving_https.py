@@ -18,8 +18,7 @@ from engine.remote.trust import fingerprint, offered_certificate
 from engine.serving.certificate import own_certificate
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
-from tests.engine.test_serving import made_up_models
-from tests.scripted_broker import ScriptedBroker
+from tests.scripted_broker import ScriptedBroker, made_up_models
 
 
 def test_it_is_made_once_for_the_user_alone() -> None:

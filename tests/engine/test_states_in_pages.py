@@ -56,7 +56,7 @@ from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = [
     pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here"),
-    pytest.mark.takes_turns(3),
+    pytest.mark.takes_turns(4),
 ]
 
 NATIVE = (

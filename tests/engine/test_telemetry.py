@@ -1,8 +1,10 @@
-"""Timelines of real runs: complete, true to the byte, and physically possible."""
+"""Timelines of chats and batches: complete, true to the byte, and physically possible; also as traces and tables."""
 
 from __future__ import annotations
 
+import csv
 import gc
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,15 +14,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from engine import cli
+from engine.cli import main
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError
 from engine.experts.prompt_choice import PromptChoice, PromptWay
+from engine.experts.replay import read_trace
+from engine.hardware.profiles import DeviceProfile, lent
+from engine.planner.schedules import CGOPIPE, SCHEDULES, Schedule
 from engine.protocol import IN_RAM, IN_VRAM, ON_DISK
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
+from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.telemetry.analysis import waiting
 from engine.telemetry.lanes import (
+    BATCH_STEP,
     CPU_ATTENTION,
     CPU_EXPERTS,
+    D2H,
     DECODE,
     DISK,
     GPU,
@@ -29,14 +44,18 @@ from engine.telemetry.lanes import (
     PREFILL,
     SAMPLE,
     SMALL_COPY,
+    SWEEPS,
 )
-from engine.telemetry.records import unpack
+from engine.telemetry.recorder import RECORDER
+from engine.telemetry.records import Records, unpack
 from engine.telemetry.trace_export import collected, trace_events
+from tests.combinations import some
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, share_misses
-from tests.engine.recorded_runs import of_lane, recorded_chat, total
+from tests.engine.recorded_runs import of_lane, recorded_batch, recorded_chat, total
+from tests.engine.single_streams import Alone
 from tests.engine.test_disk_backed import least_budget, loaded
-from tests.engine.tiny_families import tiny_checkpoint
+from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 from tests.unit.trace_format import check_trace
 
 U32 = np.dtype("<u4")
@@ -226,3 +245,187 @@ def test_recording_changes_no_token(checkpoint: Path) -> None:
             else:
                 answers.append(answer(session, PROMPT).token_ids)
     assert answers[0] == answers[1]
+
+
+LENGTHS = [1, 40, 90, 12, 33, 7]
+
+
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tiny_checkpoint("mixtral", tmp_path_factory.mktemp("batch-telemetry"), num_hidden_layers=3)
+    gc.collect()
+
+
+def policy(schedule: Schedule | None, rows: int = 2) -> BatchPolicy:
+    return BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=rows, schedule=schedule)
+
+
+def check_steps(spans: Records, steps: Records) -> None:
+    """Sweeps follow each other without gaps, and all that they took is accounted for."""
+    sweeps = steps[steps["name"] == BATCH_STEP]
+    assert len(sweeps) > 1
+    assert (sweeps["start_ns"][1:] == sweeps["end_ns"][:-1]).all()
+    assert total(sweeps, "tokens") == sum(LENGTHS) + 3 * len(LENGTHS)
+    for sweep in sweeps.reshape(-1, 1):
+        waited = waiting(spans, sweep)
+        assert waited.seconds == pytest.approx(int(sweep["end_ns"][0] - sweep["start_ns"][0]) / 1e9, rel=0.02)
+    assert {int(number) for number in spans["step"]} <= {-1, *steps["step"].tolist()}
+    assert {int(number) for number in spans["request"]} <= {0, int(sweeps["request"][0])}
+    assert len(of_lane(spans, PHASE)) == len(steps)
+    check_trace({"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, steps))})
+
+
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("schedule", some([None, *SCHEDULES.values()], every=4), ids=str)
+def test_bytes_are_the_links_and_no_engine_copies_twice_at_once(three_layers: Path, schedule: Schedule | None) -> None:
+    with opened(three_layers, cache_slots=3) as model:
+        collection, heard = recorded_batch(model, LENGTHS, policy(schedule))
+    spans, steps = collection.spans, collection.steps
+    told = Counter({"h2d": 0, "d2h": 0})
+    for copy in heard:
+        told[copy.direction] += copy.nbytes
+    assert told["h2d"]
+    assert total(steps, "h2d_bytes") == told["h2d"]
+    assert total(steps, "d2h_bytes") == told["d2h"]
+    copies = spans[np.isin(spans["lane"], (H2D, D2H, SMALL_COPY))]
+    assert int(copies["nbytes"].sum()) == told["h2d"] + told["d2h"]
+    assert len(copies) == len(heard)
+    weights = of_lane(spans, H2D)
+    assert (weights["start_ns"][1:] >= weights["end_ns"][:-1]).all()
+    check_steps(spans, steps)
+
+
+def test_copies_and_computations_overlap(three_layers: Path) -> None:
+    """By the card's clock: weights are on the link, which takes its time, while the CPU attends."""
+    drip = DeviceProfile("drip", "for tests", 2**26, 0.002, 0.25, 100.0)
+    with lent(drip), opened(three_layers, cache_slots=0, device="emulated:drip") as model:
+        collection, _ = recorded_batch(model, LENGTHS, policy(CGOPIPE))
+    weights = of_lane(collection.spans, H2D)
+    attended = of_lane(collection.spans, CPU_ATTENTION)
+    assert any(
+        ((weights["start_ns"] < each["end_ns"]) & (weights["end_ns"] > each["start_ns"])).any() for each in attended
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_sweeps_on_the_cpu(three_layers: Path, rows: int) -> None:
+    with opened(three_layers, 0) as model:
+        collection, _ = recorded_batch(model, LENGTHS, policy(None, rows))
+    check_steps(collection.spans, collection.steps)
+    assert {int(lane) for lane in np.unique(collection.spans["lane"])} == {PHASE, CPU_EXPERTS, CPU_ATTENTION, SWEEPS}
+    sweeps = collection.steps[collection.steps["name"] == BATCH_STEP]
+    # Each token uses two experts in each of three layers, however many rows share a step.
+    assert (sweeps["on_cpu"] + sweeps["prefill_on_cpu"] == 2 * 3 * sweeps["tokens"]).all()
+    assert of_lane(collection.spans, SWEEPS)["count"].sum() == sweeps["tokens"].sum()
+    assert not any(total(collection.steps, name) for name in ("h2d_bytes", "d2h_bytes", "disk_bytes"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral", max_position_embeddings=4096)
+
+
+def chat(tiny: Path, *arguments: str, device: str = "cpu") -> int:
+    options = ("--device", device, "--precision", "fp32", "--threads", "1", "--prompt", "secret words", "--json")
+    return cli.main(["chat", "--model", str(tiny), *options, "--max-tokens", "6", *arguments])
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated:slow-link"])
+def test_an_answer_as_a_trace(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+    path = tmp_path / "answer.json"
+    assert chat(tiny, "--trace", str(path), device=device) == 0
+    told = capsys.readouterr()
+    answer = json.loads(told.out)  # stdout is still one document
+    assert "ui.perfetto.dev" in told.err
+    text = path.read_text(encoding="utf-8")
+    document = json.loads(text)
+    check_trace(document)
+    assert document["otherData"] == {"model": "tiny-mixtral", "device": answer["device"], "precision": "fp32"}
+    events = document["traceEvents"]
+    assert sum(event["name"] == "token" for event in events) == answer["generated_tokens"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks >= ({"phase", "cpu_attention"} if device == "cpu" else {"phase", "gpu"})
+    assert "secret" not in text
+    assert not RECORDER.on
+
+
+def test_an_answer_as_a_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "answer.csv"
+    assert chat(tiny, "--trace", str(path)) == 0
+    count = int(capsys.readouterr().err.split(" spans")[0].rsplit(" ", 1)[1].replace(",", ""))
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    assert len(rows) == count > 10
+    assert {"prefill", "sample"} <= {row["name"] for row in rows}
+    assert all(int(row["end_ns"]) >= int(row["start_ns"]) for row in rows)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_once(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(tiny, "--trace", str(tmp_path / "nowhere" / "t.json")) == 2
+    refusal = json.loads(capsys.readouterr().out)["error"]
+    assert refusal["code"] == "invalid_request"
+    assert "folder" in refusal["message"]
+
+
+def _load(path: Path, precision: str = "fp32") -> LoadedModel:
+    config = EngineConfig(str(path), precision=precision, threads=1)  # type: ignore[arg-type]
+    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_the_trace_is_what_the_routers_chose(family: str, tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint(family, tmp_path / "model"))
+    try:
+        recorder = RoutingRecorder(loaded)
+        recorder.begin_sequence()
+        prompt = list(range(5, 17))
+        answer = Alone(loaded).generate_from_ids(prompt, SamplingParams(max_tokens=6), end_ids=frozenset())
+        tokens = recorder.save(tmp_path / "routing.npz")
+    finally:
+        loaded.close()
+    trace = read_trace(tmp_path / "routing.npz")
+    ids = [*prompt, *answer.token_ids[:-1]]  # the last token was chosen, but not read any more
+    assert trace.tokens == tokens == len(ids)
+    with torch.no_grad():
+        asked = tiny_model(family)(torch.tensor([ids]), output_router_logits=True).router_logits
+    routed = [logits.reshape(len(ids), -1) for logits in asked]
+    assert trace.layers == len(routed)
+    for layer, logits in enumerate(routed):
+        wanted = logits.topk(trace.per_token, dim=-1).indices.sort(dim=-1).values.numpy()
+        assert (np.sort(trace.experts[:, layer], axis=-1) == wanted).all()
+
+
+def test_recording_does_not_change_the_answer(tmp_path: Path) -> None:
+    path = tiny_checkpoint("qwen3_moe", tmp_path)
+    answers = []
+    for record in (False, True):
+        loaded = _load(path, "bf16")
+        try:
+            if record:
+                RoutingRecorder(loaded)
+            done = Alone(loaded).generate_from_ids(
+                list(range(9, 30)), SamplingParams(max_tokens=8), end_ids=frozenset()
+            )
+            answers.append(done.token_ids[:4])
+        finally:
+            loaded.close()
+    assert answers[0] == answers[1]
+
+
+def test_a_dense_model_routes_nothing(tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint("llama", tmp_path))
+    try:
+        with pytest.raises(EngineError, match="no experts"):
+            RoutingRecorder(loaded)
+    finally:
+        loaded.close()
+
+
+def test_the_verb_writes_a_trace_that_can_be_replayed(tmp_path: Path) -> None:
+    model = str(tiny_checkpoint("mixtral", tmp_path / "model"))
+    trace = str(tmp_path / "routing.npz")
+    assert main(["chat", "--model", model, "--prompt", "hello", "--max-tokens", "4", "--record-routing", trace]) == 0
+    assert main(["cache", trace, "--policy", "lru"]) == 0
+    absent = str(tmp_path / "absent" / "routing.npz")
+    assert main(["chat", "--model", model, "--prompt", "hello", "--record-routing", absent]) == 2

@@ -37,6 +37,7 @@ def _little(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(untuned._Wanted, "measurements", little)
     monkeypatch.setattr("engine.measure.measuring._MOST_COLD", 2**20)
+    monkeypatch.setattr("engine.measure.measuring._WIDTH", 64)
 
 
 def measures(model: Path, precision: str = "bf16") -> bool:

@@ -26,9 +26,9 @@ from engine.serving.link import BrokerLink, Event, Ticket
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
-from tests.engine.test_serving import HELLO, TinyEngine, made_up_models
+from tests.engine.test_serving import HELLO, TinyEngine
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.scripted_broker import ScriptedBroker
+from tests.scripted_broker import ScriptedBroker, made_up_models
 
 HI = (ChatMessage("user", "Hello"),)
 WINDOWS = Path("models/windows")

@@ -48,7 +48,7 @@ def tiny_config(family: str, *, drawn: Mapping[str, Any] = MappingProxyType({}),
     """The configuration of `tiny_model`.
 
     Args:
-        drawn: values of the part about text, as far as it knows them, by their names in `COMMON` (see drawn_models);
+        drawn: values of the part about text, as far as it knows them, by their names in `COMMON` (test_drawn_models);
             `stray_window` is a `sliding_window` where none belongs.
         overrides: values of the top level.
     """
