@@ -408,7 +408,7 @@ class ContainerWriter:
     def _disk_full(self) -> EngineError:
         folder, left = self.path.parent, self._left_free
         free = shutil.disk_usage(folder).free
-        others = f", {rounded_down(left)} of them for other things" if left else ""
+        others = f", and {rounded_up(left)} are to stay free for other things" if left else ""
         return EngineError(
             ErrorCode.DISK_FULL,
             f"Converting {self.contents.name} needs {rounded_up(self._missing())} more in {folder}, where "

@@ -74,7 +74,7 @@ class Address:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
                 f"Other machines can reach {self.host}: give a key of at least {LEAST_KEY_CHARACTERS} plain characters "
-                "with --key, or listen on 127.0.0.1."
+                "(`switchyard serve --key-file FILE`), or listen on 127.0.0.1."
                 if not self.is_local
                 else f"The key is too short: use at least {LEAST_KEY_CHARACTERS} plain characters.",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             engine.ask(Ask(path, text="", wants="length"), lambda _event: None)  # loads it before anybody asks
             announcer = _announced(args.announce, port, is_https=args.https)
-            host = f"[{address.host}]" if ":" in address.host else address.host
+            host = reached_at(address.host)
+            host = f"[{host}]" if ":" in host else host
             url = f"{'https' if args.https else 'http'}://{host}:{port}"
             shown = fingerprint(address.certificate.read_bytes()) if address.certificate is not None else ""
             human = (
@@ -128,6 +130,21 @@ def run(args: argparse.Namespace) -> int:
             server.stop()
             engine.close()
     return 0
+
+
+def reached_at(host: str) -> str:
+    """What others call this machine that is reached at all of its addresses; no packet is sent to find it."""
+    family, elsewhere = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}.get(
+        host, (None, "")
+    )
+    if family is None:
+        return host
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as asked:
+            asked.connect((elsewhere, 9))
+            return str(asked.getsockname()[0])
+    except OSError:  # without a network
+        return host
 
 
 def _announced(name: str | None, port: int, *, is_https: bool) -> Announcer | None:

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
 from engine.cli import main
+from engine.verbs.serve import reached_at
 from tests import plain_http
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -130,10 +132,19 @@ def _killed_in_mid_stream(server: int, url: str, body: dict[str, Any]) -> str | 
         return text
 
 
+def test_it_is_said_where_other_machines_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = MagicMock()
+    asked.__enter__.return_value.getsockname.return_value = ("10.0.0.7", 4711)
+    monkeypatch.setattr("engine.verbs.serve.socket.socket", lambda *_kind: asked)
+    assert [reached_at(host) for host in ("127.0.0.1", "0.0.0.0")] == ["127.0.0.1", "10.0.0.7"]
+    asked.__enter__.return_value.connect.side_effect = OSError("no network")
+    assert reached_at("0.0.0.0") == "0.0.0.0"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--host", "0.0.0.0"], "key"),
+        (["--host", "0.0.0.0"], "--key-file"),
         (["--key-file", "/nowhere/key"], "cannot be read"),
         (["--port", "99999"], "not a port"),
         (["--model", "no-such-model"], "no-such-model"),
