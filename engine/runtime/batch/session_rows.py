@@ -5,7 +5,7 @@ That is so of encoder-decoders, of layers that keep what pages do not know or co
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -140,7 +140,7 @@ class SessionRows:
 
     discard_states = discard_windows = discard
 
-    def heed(self) -> None:
+    def heed(self, _fit: Callable[..., bool]) -> None:
         """Nothing: who serves follows what other programs leave."""
 
     def are_others_in_the_way(self) -> bool:

@@ -20,7 +20,6 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.common.footprint import pages_for
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -325,7 +324,7 @@ class ContinuousBatch:
         """Whether a sweep is under way; begins one if there are rows."""
         if self._sweep is None:
             self._sweep_s = 0.0
-            self._model.heed()
+            self._model.heed(self.pool.fit)
             self._drop_cancelled()
             aside, failed = -1, self._failed
             while not (work := self._next()):
@@ -917,7 +916,7 @@ class ContinuousBatch:
             kept.ram_budget // self._model.page_bytes if kept is not None else 0,
         )
         if self._policy.on_device:  # room for a context is nobody else's
-            most = max(most, pages_for(self._model.context_tokens))
+            most = max(most, self.pool.needs(self._model.context_tokens, self._kind))
         if (too_many := self.pool.spare - most) > 0:
             self.pool.give_back(too_many)
         self.pool.fit(if_many=True)
