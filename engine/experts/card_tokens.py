@@ -3,7 +3,8 @@
 The dispatcher stands between a layer's routing and its experts; here it stands between two tokens.  While one runs, the
 device finds its experts in a table of slots, and a native thread computes those it misses.  Afterwards what happened is
 read from the token's records: policies learn from it, misses are copied to slots, and the table changes for the next
-token.  A real card tries them with the model's own experts before they are used.
+token.  That may be a few rows which are computed together: of several sequences, or guesses of one.  A real card tries
+them with the model's own experts before they are used.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from engine.formats.layouts import RecordLayout
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
 from engine.kernels.cuda.launcher import SharingLauncher
 from engine.kernels.gpu.experts import CardExperts
-from engine.kernels.native.exchange import MISSED, MOST_CHOSEN, NativeExchange
-from engine.kernels.native.experts import NativeExperts
+from engine.kernels.native.exchange import MISSED, MOST_CHOSEN, MOST_VISITS, NativeExchange
+from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import CardExpertsStruct, ExpertsStruct
 from engine.telemetry import lanes
@@ -98,17 +99,18 @@ class TokenTime(Protocol):
 
 
 class CardTokens:
-    """The experts of all layers on one device, for steps of a single token.
+    """The experts of all layers on one device, for steps of a token, or of a few rows.
 
     Args:
         layers: all that the model has on the device; `can_run` says whether they will do.
         kernels: compute missed experts, as many threads as these have.
-        per_token: experts that a token chooses.
+        per_token: experts that a row chooses.
         card: runs the kernels of a real card, which stand in a captured step; `None`: the device is emulated, and the
             native kernels of a token run on the caller's thread.
 
     Attributes:
         is_open: whether a token is under way.
+        most_rows: of a token.
         pace: of copies.
         choice: which tokens are the device's own; `None`: all.
         observer: is told of each token.
@@ -132,8 +134,8 @@ class CardTokens:
         self.slots_known: object = None
         self.can_run_more = True
         structs = [_native(layer) for layer in layers]
-        experts = max(struct.count for struct in structs)
-        self._exchange = NativeExchange(kernels, structs, experts, per_token, self._host_memory.share)
+        experts, self.most_rows = max(struct.count for struct in structs), min(MAX_TOKENS, MOST_VISITS // per_token)
+        self._exchange = NativeExchange(kernels, structs, experts, per_token, self.most_rows, self._host_memory.share)
         self._times = CardTimes()
         try:
             self._card = CudaExchange(card, self._exchange, self._device.torch_device, LIMIT_NS) if card else None
@@ -189,7 +191,7 @@ class CardTokens:
 
     @contextmanager
     def token(self) -> Iterator[None]:
-        """Within, the kernels may compute layers of a single token.
+        """Within, the kernels may compute layers of a token, of up to `most_rows`.
 
         Raises:
             OverdueError: missed experts were not computed in time; nothing was learnt, and it may be tried again.
@@ -211,7 +213,7 @@ class CardTokens:
 
     @contextmanager
     def dispatched(self) -> Iterator[None]:
-        """Within, the dispatcher computes a token: what it takes is compared with what one of these takes."""
+        """Within, the dispatcher computes a single row: what it takes is compared with what one of these takes."""
         caches = [of_tokens.cache.counters for of_tokens in self._caches.values()]
         begun_s, missed = clock.now(), sum(counters.misses for counters in caches)
         yield
@@ -251,7 +253,7 @@ class CardTokens:
         return self._card is not None
 
     def whole(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """`forward`, a step of one token within `token`, as a captured step of the card has to begin and end."""
+        """`forward`, a step within `token`, as a captured step of the card has to begin and end."""
         assert self._card is not None
         self._card.begin()
         result = forward()
@@ -261,7 +263,7 @@ class CardTokens:
     def compute(
         self, layer: HybridExperts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Within `whole`: launches what the card does of a layer for [1, H]; see `ExpertKernel`."""
+        """Within `whole`: launches what the card does of a layer for [R, H]; see `ExpertKernel`."""
         assert self._card is not None
         number, ids = self._layers.index(layer), index.reshape(-1).long()
         x, shares = hidden.to(torch.bfloat16).contiguous(), weights.reshape(-1).float().contiguous()
@@ -348,27 +350,35 @@ class CardTokens:
         if self._time is not None:
             records = self._time.charge(records)
         token_s = clock.now() - begun_s + self._copying_s
-        codes = 2 * records["experts"][:, : self._per_token].astype(np.int64)
-        codes += records["slots"][:, : self._per_token] == MISSED
-        codes.sort(axis=1)
-        experts, missed = codes >> 1, (codes & 1).astype(bool)
+        rows, visits = int(records["rows"][0]), int(records["rows"][0]) * self._per_token
+        codes = 2 * records["experts"][:, :visits].astype(np.int64)
+        codes += records["slots"][:, :visits] == MISSED
+        for each in np.split(codes, rows, axis=1):
+            each.sort(axis=1)
+            self._used(each >> 1, (each & 1).astype(bool))
+        together = [np.unique(each) for each in codes]  # experts are computed once for all rows
+        absent = [each[each & 1 == 1] >> 1 for each in together]
+        if RECORDER.on:
+            for layer, record, mine, missed in zip(self._layers, records, together, absent, strict=True):
+                _record(layer, record, (mine >> 1).tolist(), missed.tolist())
+        misses = sum(map(len, absent))
+        self._hits = sum(map(len, together)) - misses
+        if rows == 1:  # others say nothing of what a single one takes
+            self.pace.observe(token_s, misses, self._started)
+            if self.choice is not None:
+                self.choice.observe(token_s, misses)
+        if token % _PRICED_EVERY == 0:
+            for of_tokens in self._caches.values():
+                of_tokens.cache.price_copies(self.pace.price)
+        return absent
+
+    def _used(self, experts: NDArray[np.int64], missed: NDArray[np.bool_]) -> None:
+        """Policies and counters learn what a row used, [layers, n]."""
         for of_tokens in self._caches.values():
             numbers = list(of_tokens.layers.values())
             of_tokens.cache.looked_up(list(of_tokens.layers), experts[numbers] + of_tokens.first, missed[numbers])
         if self.observer is not None:
             self.observer.observe_all(experts)
-        if RECORDER.on:
-            for layer, record, mine, absent in zip(self._layers, records, experts, missed, strict=True):
-                _record(layer, record, mine.tolist(), mine[absent].tolist())
-        misses = int(missed.sum())
-        self._hits = missed.size - misses
-        self.pace.observe(token_s, misses, self._started)
-        if self.choice is not None:
-            self.choice.observe(token_s, misses)
-        if token % _PRICED_EVERY == 0:
-            for of_tokens in self._caches.values():
-                of_tokens.cache.price_copies(self.pace.price)
-        return [mine[absent] for mine, absent in zip(experts, missed, strict=True)]
 
     def _post_fetch(self, missed: Sequence[NDArray[np.int64]]) -> None:
         """Copies misses to slots; another layer's come first each time."""
@@ -485,22 +495,27 @@ def _fill(layers: Sequence[HybridExperts], per_token: int) -> None:
 
 
 def _tried(tokens: CardTokens, layers: Sequence[HybridExperts], per_token: int) -> str:
-    """First launch by launch, which compiles and loads the kernels, then as a graph with other numbers each time."""
+    """First launch by launch, which compiles and loads the kernels, then as a graph with other numbers each time: of a
+    single row, and of as many as may be."""
+    return _tried_rows(tokens, layers, per_token, 1) or _tried_rows(tokens, layers, per_token, tokens.most_rows)
+
+
+def _tried_rows(tokens: CardTokens, layers: Sequence[HybridExperts], per_token: int, rows: int) -> str:
     device, place = layers[0].device, layers[0].device.torch_device
-    drawn = torch.Generator().manual_seed(1)
+    drawn = torch.Generator().manual_seed(rows)
     count, hidden = len(layers), tokens.hidden
-    x = torch.zeros(count, 1, hidden, dtype=torch.bfloat16, device=place)
-    index = torch.zeros(count, 1, per_token, dtype=torch.int64, device=place)
-    shares = torch.zeros(count, 1, per_token, device=place)
+    x = torch.zeros(count, rows, hidden, dtype=torch.bfloat16, device=place)
+    index = torch.zeros(count, rows, per_token, dtype=torch.int64, device=place)
+    shares = torch.zeros(count, rows, per_token, device=place)
 
     def draw() -> None:
         x.copy_(torch.randn(x.shape, generator=drawn))
         shares.copy_(torch.rand(shares.shape, generator=drawn))
-        chosen = [torch.randperm(layer.source.num_experts, generator=drawn)[:per_token] for layer in layers]
-        for number, experts in enumerate(chosen):
-            if number % 2:  # what is in slots, and as many others
-                experts = torch.arange(per_token)
-            index[number, 0] = experts
+        for number, layer in enumerate(layers):
+            for row in range(rows):
+                experts = torch.randperm(layer.source.num_experts, generator=drawn)[:per_token]
+                # By turns what is in slots, and as many others.
+                index[number, row] = torch.arange(per_token) if (number + row) % 2 else experts
 
     def forward() -> torch.Tensor:
         return torch.stack([tokens.compute(layer, x[n], index[n], shares[n]) for n, layer in enumerate(layers)])
@@ -510,7 +525,7 @@ def _tried(tokens: CardTokens, layers: Sequence[HybridExperts], per_token: int) 
         for number, layer in enumerate(layers):
             wanted = layer.source.kernel(x[number].cpu(), index[number].cpu(), shares[number].cpu())
             like = torch.cosine_similarity(found[number].float(), wanted.float(), dim=-1)
-            if not like.item() > _LIKE:
+            if not like.min().item() > _LIKE:
                 return False
         return True
 

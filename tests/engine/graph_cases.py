@@ -19,6 +19,10 @@ FAMILIES = (
     "phimoe",
     "granitemoe",
     "qwen2_moe",
+    "qwen3_next",
+    "lfm2_moe",
+    "nemotron_h",
+    "granitemoehybrid",
 )
 
 

@@ -104,21 +104,29 @@ class Steps:
         step(_PROMPT, caches.of(Piece(self._pages, 0, self.held)), 0)
 
         def one_by_one(ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
-            return step(torch.tensor([list(ids)]), caches.of(pieces[0]), positions[0])[0]
+            (piece,), (begin,) = pieces, positions
+            each = [(Piece(piece.pages, piece.held + at, 1), begin + at) for at in range(piece.tokens)]
+            return torch.cat(
+                [
+                    step(torch.tensor([[own]]), caches.of(at), place)[0]
+                    for own, (at, place) in zip(ids, each, strict=True)
+                ]
+            )
 
         attention = TabledAttention(model.model, {}, model.context_tokens)
         device = model.devices.devices[0]
         self.graphs = GraphedSteps(step, device, caches, 64, attention, one_by_one, takes_rows=True, tokens=tokens)
         self._vocabulary, self._drawn = model.model.config.vocab_size, torch.Generator().manual_seed(3)
 
-    def go_on(self, count: int) -> None:
+    def go_on(self, count: int, rows: int = 1) -> None:
         for _ in range(count):
-            token = torch.randint(3, self._vocabulary, (1, 1), generator=self._drawn)
-            logits = self.graphs.step(token[0].tolist(), [self.held], [Piece(self._pages, self.held, 1)])
+            tokens = torch.randint(3, self._vocabulary, (1, rows), generator=self._drawn)
+            positions = list(range(self.held, self.held + rows))
+            logits = self.graphs.step(tokens[0].tolist(), positions, [Piece(self._pages, self.held, rows)])
             assert logits is not None, self.graphs.refused
-            wanted, _ = self._step(token, self._beside, self.held)
-            assert torch.cosine_similarity(logits.float(), wanted.float()).item() > 0.995
-            self.held += 1
+            each = [self._step(tokens[:, at : at + 1], self._beside, self.held + at)[0] for at in range(rows)]
+            assert torch.cosine_similarity(logits.float(), torch.cat(each).float()).min().item() > 0.995
+            self.held += rows
 
 
 _FAMILIES = [("olmoe", "bf16"), ("gpt_oss", "lut4"), ("deepseek_v3", "bf16"), ("qwen2_moe", "int8")]
@@ -147,9 +155,13 @@ def test_tokens_are_those_of_the_dispatcher(
         of_cache = model.caches[0].counters
         assert min(of_cache.hits, of_cache.misses, of_cache.post_fetches) > 0
         launched = [kernel.defines[0][1] for kernel, _ in card.launched if kernel.source == "exchange.cu"]
-        # In the trial launch by launch and captured, and captured again: repetitions launch nothing of their own.
+        # In two trials launch by launch and captured, and captured again: repetitions launch nothing of their own.
         layers = len(tokens._layers)
-        assert launched == [*["begin", *["post", "join"] * layers, "finish"] * 3]
+        assert launched == [*["begin", *["post", "join"] * layers, "finish"] * 5]
+        steps.go_on(TOKENS, rows=3)
+        assert (counters.warm_ups, counters.captures, counters.replays, counters.eager) == (2, 2, 2 * TOKENS - 4, 0)
+        assert step_of(steps.graphs, 3).pieces == 1
+        assert (tokens.records()["rows"] == 3).all()
         steps.graphs.forget()
 
 

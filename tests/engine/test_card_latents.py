@@ -56,7 +56,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: LatentF
     ),
     sequences=st.integers(1, 8),
     form=st.builds(LatentForm, st.booleans(), st.booleans(), st.integers(1, 2), st.booleans()),
-    span=st.sampled_from(["all", "window", "ring"]),
+    is_windowed=st.booleans(),
     multiprocessors=st.sampled_from([1, 40]),
     seed=st.integers(0, 999),
 )
@@ -67,7 +67,7 @@ def test_a_token_of_each_sequence(
     shape: LatentShape,
     sequences: int,
     form: LatentForm,
-    span: str,
+    is_windowed: bool,
     multiprocessors: int,
     seed: int,
 ) -> None:
@@ -86,10 +86,9 @@ def test_a_token_of_each_sequence(
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     held = torch.randint(0, 120, (sequences,), generator=generator)
     size = 1 + seed % 70
-    ring, window = (size if span == "ring" else 0), (size if span == "window" else 0)
-    rows = ring or int(held.max()) + 1
+    window, rows = size if is_windowed else 0, int(held.max()) + 1
     kept = [[drawn(1, rows, n).to(kv_type.dtype) for n in (rank, rope)] for _ in range(sequences)]
-    table = PageTable(kv_type, sequences, -(-rows // 32), CPU, ring=ring)
+    table = PageTable(kv_type, sequences, -(-rows // 32), CPU)
     for number, parts in enumerate(kept):
         table.set_rows(number, parts)
 
@@ -107,11 +106,10 @@ def test_a_token_of_each_sequence(
         c_own, s_own = (part[number if len(part) > 1 else 0] for part in (c, s))
         latent, key = own[number, :rank].double(), own[number, rank:].double()
         normed = latent / (latent.pow(2).mean() + 1e-5).sqrt() * (norm.weight.double() + 0.5)
-        row = at % ring if ring else at
         for part, wanted in zip(parts, (normed, rotated(key, c_own, s_own, form)), strict=True):
             limit = 4 * rounding * wanted.abs().max() + 1e-5
-            assert (part[0, row].double() - wanted).abs().max() <= limit
-        seen = min(at + 1, ring) if ring else at + 1
+            assert (part[0, at].double() - wanted).abs().max() <= limit
+        seen = at + 1
         oldest = max(0, seen - window) if window else 0
         latents_seen, keys_seen = (part[0, oldest:seen].double() for part in parts)
         expanded = (latents_seen @ meant.T).view(-1, heads, shape.key_dim + shape.value_dim)

@@ -22,8 +22,10 @@ from engine.experts.card_tokens import CardTokens
 from engine.experts.latency import LatencyModel
 from engine.experts.path_choice import PathChoice
 from engine.kernels.native.build import library_path
+from engine.kernels.native.paged_attention import KvType, Piece, Pieces
 from engine.runtime.decode.step_model import StepModel
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.layers import library_cache, new_cache
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -102,6 +104,51 @@ def test_tokens_are_those_of_the_cpu_bit_by_bit(family: str, precision: str, tmp
         assert counters.post_fetched_bytes == counters.post_fetches * model.caches[0].layout.nbytes
         assert counters.fetched_bytes == 0
         assert min(counters.hits, counters.misses, counters.post_fetches, counters.evictions) > 0
+
+
+@torch.inference_mode()
+def rows_of(model: LoadedModel, rows: int = 3, steps: int = 4) -> torch.Tensor:
+    """Logits after each token of a few sequences that are computed together, and of guesses of one of them."""
+    step, like = StepModel(model.model, model.context_tokens, has_card=True), library_cache(model.model)
+    step(torch.tensor([[3]]), like, 0)
+    caches = PagedCaches.like(like, KvType.BF16, rows, 0)
+    assert caches is not None
+    pages = [torch.tensor([row], dtype=torch.int32) for row in range(rows)]
+    ids = torch.randint(3, model.model.config.vocab_size, (steps + 1, rows), generator=torch.Generator().manual_seed(5))
+    found = list[torch.Tensor]()
+    for at in range(steps + 1):
+        pieces = [Piece(own, at, 1) for own in pages] if at < steps else [Piece(pages[1], at, rows)]
+        positions = [at] * rows if at < steps else list(range(at, at + rows))
+        together = step.rows_of(rows)
+        assert together is not None
+        found.append(together.rows(ids[at].tolist(), positions, caches.structs, Pieces(pieces)))
+    return torch.cat(found)
+
+
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_those_of_the_cpu_bit_by_bit(family: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(family, tmp_path, **(_LATENT if family.startswith("deepseek") else {}))
+    with opened(folder, 0, precision="bf16") as model:
+        wanted = rows_of(model)
+    for slots in (0, 5):
+        with on_card(folder, cache_slots=slots) as (model, tokens):
+            assert torch.equal(rows_of(model), wanted)
+            records = tokens.records()
+            assert (records["rows"] == 3).all()
+            counters, layers = model.caches[0].counters, len(tokens._layers)
+            assert counters.lookups == counters.hits + counters.misses == 16 * layers * model.info.experts_per_token
+            assert slots == 0 or counters.post_fetches > 0
+
+
+def test_several_at_once_and_guesses_go_the_card_s_way(tmp_path: Path) -> None:
+    prompts = [[5, 6, 7, 8] * 4, [9, 3, 4], [11, 12, 11, 12, 11]]
+    with on_card(tiny_checkpoint("qwen3_moe", tmp_path)) as (model, tokens), chatting(model) as session:
+        rows, real = list[int](), tokens._exchange.records
+        tokens._exchange.records = lambda: (rows.append(int(real()["rows"][0])), real())[1]  # type: ignore[method-assign,func-returns-value]
+        alone = [answer(session, prompt, 8).token_ids for prompt in prompts]
+        assert session.together(prompts, 8) == alone
+        assert max(rows) >= len(prompts)
 
 
 def test_tokens_go_the_way_that_is_chosen(tmp_path: Path) -> None:

@@ -47,11 +47,10 @@ def test_tokens_are_those_of_transformers(family: str, config: dict[str, Any], c
     check_conversation(family, checkpoints, graphs="on", **config)
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "nemotron_h"])
-def test_families_that_cannot_are_left_alone_and_it_is_said_once(
-    family: str, checkpoints: Path, caplog: pytest.LogCaptureFixture
+def test_a_family_that_cannot_is_left_alone_and_it_is_said_once(
+    checkpoints: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = reference(family, checkpoints)
+    expected = reference("llama4_text", checkpoints)
     with caplog.at_level("INFO"), opened(expected.folder, graphs="on") as model, chatting(model) as session:
         assert list(answer(session, PROMPT).token_ids) == expected.first
         assert list(answer(session, expected.second_prompt).token_ids) == expected.second
@@ -74,6 +73,29 @@ def test_long_answers_grow_out_of_their_pages(family: str, checkpoints: Path, mo
         assert counters.eager == 0
         assert counters.replays > 130
         assert counters.captures >= 3
+
+
+def test_pages_that_a_window_has_passed_are_given_up(checkpoints: Path) -> None:
+    folder, prompt = reference("gpt_oss", checkpoints).folder, random_prompt(20, seed=4)
+    with opened(folder, 0) as model, chatting(model) as session:
+        wanted = answer(session, prompt, 200).token_ids
+    with opened(folder, graphs="on") as model, chatting(model) as session:
+        held = list[tuple[int, int]]()
+        found = answer(
+            session,
+            prompt,
+            200,
+            on_text=lambda _text, _count: held.append((session.batch.pool.held, session.batch.pool.held_windows)),
+        )
+        assert found.token_ids == wanted
+        pages, windows = held[-1]
+        assert pages == 7
+        assert max(count for _pages, count in held) <= windows + 1 < pages
+        room = session.batch.pool.room
+        assert room is not None
+        assert 0 < room.windows < room.pages
+        again = answer(session, [*prompt, *wanted, 5], 3)
+        assert again.reused_tokens > 0
 
 
 def test_a_step_is_cut_where_experts_are_called(checkpoints: Path) -> None:

@@ -171,7 +171,7 @@ def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monk
         step(torch.tensor([[3]]).to(places[0]), like, 0)
         caches = PagedCaches.like(like, KvType.FP32, 4, 0)
         assert caches is not None
-        caches.resize(3, 0)
+        caches.resize(3, 0, 0)
         assert [paged.keys.device for paged in caches.layers] == [places[index] for index in of_layer]  # type: ignore[union-attr]
         pages = [torch.tensor([page], dtype=torch.int32) for page in (2, 0)]
         for own in pages:
@@ -187,7 +187,7 @@ def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monk
         for count, (token, expected) in enumerate(zip(tokens, told, strict=True)):
             at = prompt.shape[1] + count
             if count == 2:  # pages get other memory, where a longer context needs that
-                caches.resize(4, 0)
+                caches.resize(4, 0, 0)
             logits = graphs.step([token] * 2, [at] * 2, [Piece(own, at, 1) for own in pages])
             assert graphs.refused is None, graphs.refused
             assert logits is not None

@@ -23,7 +23,8 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.footprint import PAGE_TOKENS, pages_for
 from engine.devices.cpu import open_cpu
 from engine.devices.memory_budget import MemoryCategory
-from engine.kernels.native.paged_attention import KvShape, KvType, PagedLayer, Piece, StatePages
+from engine.kernels.native.paged_attention import KvShape, KvType, PagedLayer, Piece, Pieces, StatePages
+from engine.runtime.batch.pipeline.paged import PlacedRows
 from engine.runtime.kept.state import PagedState, StateLayout
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
@@ -45,13 +46,14 @@ class _Room:
     """
 
     def __init__(self, holder: Any = None) -> None:
-        self.pages = self.states = 0
+        self.pages = self.windows = self.states = 0
         self._holder = holder
 
-    def resize(self, pages: int, states: int) -> None:
-        self.pages, self.states = pages, states
+    def resize(self, *, pages: int, windows: int, states: int) -> None:
+        self.pages, self.windows, self.states = pages, windows, states
         if self._holder is not None:
-            for held, most in ((self._holder.held, pages), (self._holder.states, states)):
+            holder = self._holder
+            for held, most in ((holder.held, pages), (holder.in_windows, windows), (holder.states, states)):
                 for number in [number for number in held if number >= most]:
                     del held[number]
 
@@ -305,7 +307,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         uses, room = self._uses(), self.pool.room
         assert all(0 <= page < (room or self.pool).pages for page in uses)
         windows = self._uses_of_windows()
-        assert all(0 <= page < self.pool.windows for page in windows)
+        assert all(0 <= page < (room or self.pool).windows for page in windows)
         assert self.pool.held_windows == len(windows)
         for mine in self.alive:
             assert len(set(mine.row.pages.tolist())) == len(mine.row.pages)
@@ -469,7 +471,7 @@ def test_a_card_that_refuses_memory_within_its_budget_says_so_and_loses_none(mon
         with monkeypatch.context() as patch:
             patch.setattr(layers[1], "resize", refuse)
             with pytest.raises(EngineError, match="refused memory") as refused:
-                room.resize(before + 1, 0)
+                room.resize(pages=before + 1, windows=0, states=0)
             assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
             assert (room.pages, room.nbytes) == (before, before * each)
             assert caches.generation > generation  # some layers lie elsewhere now
@@ -477,16 +479,35 @@ def test_a_card_that_refuses_memory_within_its_budget_says_so_and_loses_none(mon
             pool.release(page)
             assert pool.take() in range(before)  # what nobody holds gives way
             with pytest.raises(EngineError):
-                room.resize(0, 0)
+                room.resize(pages=0, windows=0, states=0)
             assert (room.pages, room.nbytes) == (0, 0)
         assert device.memory.use().by_category[MemoryCategory.KV] == 0
+
+
+def test_a_card_has_memory_for_windows_and_states_by_themselves() -> None:
+    meta = torch.device("meta")
+    layers: list[PagedLayer | StatePages] = [*_layers(2, meta), StatePages.like(None, torch.empty(1, 4, 4), 0)]
+    with open_cpu(2**20) as device:
+        caches = PagedCaches(layers, [0, 40, 0], slides=True)
+        room = PageRoom(ModelDevices([device]), caches, 4)
+        room.resize(pages=9, windows=2, states=1)
+        assert (room.pages, room.windows, room.states) == (9, 2, 3)  # more of what steps are captured with
+        assert [len(layer.keys) for layer in layers[:2]] == [9, 2]  # type: ignore[union-attr]
+        of_page = layers[0].page_bytes
+        assert room.nbytes == device.memory.use().by_category[MemoryCategory.KV] == 11 * of_page + 3 * 64
+        generation = caches.state_generation
+        room.resize(pages=9, windows=1, states=3)
+        assert room.nbytes == 10 * of_page + 3 * 64
+        assert caches.state_generation == generation
+        room.resize(pages=0, windows=0, states=0)
+        assert caches.state_generation > generation
 
 
 def test_states_of_a_model_without_attention_have_a_card_s_memory_too() -> None:
     held = torch.empty(1, 4, 4, device="meta")
     caches = PagedCaches([StatePages.like(None, held, 3)], [0])
     assert caches.are_of_card
-    caches.resize(0, 2)
+    caches.resize(0, 0, 2)
     assert caches.layers[0].states.shape == (2, 4, 4)  # type: ignore[union-attr]
 
 
@@ -494,10 +515,10 @@ def test_what_a_card_holds_is_kept_from_where_it_lies_now() -> None:
     made = StatePages.like(None, torch.ones(1, 4, 4), 2)
     layers: list[PagedLayer | StatePages] = [made, *_layers(1, torch.device("cpu"))]
     caches, pages = PagedCaches(layers, [0, 0]), torch.tensor([0, 1], dtype=torch.int32)
-    caches.resize(2, 2)
+    caches.resize(2, 0, 2)
     state = PagedState(caches, pages, 40, 1)
     layout = StateLayout.of(state)
-    caches.resize(3, 3)
+    caches.resize(3, 0, 3)
     made.states[1] = 5
     data = torch.empty(layout.nbytes, dtype=torch.uint8)
     state.copy(data)
@@ -507,12 +528,29 @@ def test_what_a_card_holds_is_kept_from_where_it_lies_now() -> None:
 def test_tables_name_no_page_that_is_gone() -> None:
     place = torch.device("cpu")
     caches = PagedCaches(_layers(2, place), [0, 0])
-    caches.resize(8, 0)
+    caches.resize(8, 0, 0)
     places = RowPlaces(caches, 1, 8 * PAGE_TOKENS, place)
     places.set([1], [40], [Piece(torch.tensor([7, 6], dtype=torch.int32), 40, 1)])
-    caches.resize(2, 0)
+    caches.resize(2, 0, 0)
     places.set([1], [3], [Piece(torch.tensor([1], dtype=torch.int32), 3, 1)])
     table, layer = places.of_layer(1)[0], caches.layers[1]
     assert table.pages.max() < 2
     assert isinstance(layer, PagedLayer)
     assert table.entries[1, 0, 0, 1] == layer.keys[1].data_ptr()
+
+
+def test_tables_name_no_page_that_a_window_has_passed() -> None:
+    place = torch.device("cpu")
+    caches = PagedCaches(_layers(2, place), [0, 38], slides=True)
+    caches.resize(8, 3, 0)
+    places = RowPlaces(caches, 2, 8 * PAGE_TOKENS, place)
+    pages, windows = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([7, 6, 5, 4], [999, 2, 1, 2]))
+    places.set([1, 2], [70, 71], [Piece(pages, 70, 2, windows=windows)])
+    full, windowed = (places.of_layer(number)[0] for number in range(2))
+    assert full.pages[1, :3].tolist() == [7, 6, 5]
+    assert windowed.pages[:, :3].tolist() == [[0, 2, 1]] * 2
+    assert full.numbers[:, :2].T.tolist() == [[70, 5, 6], [71, 5, 7]]
+    assert windowed.numbers[:, :2].T.tolist() == [[70, 1, 6], [71, 1, 7]]
+    places.set([3], [103], [Piece(pages, 103, 1, windows=windows)])
+    assert windowed.pages[0, :4].tolist() == [0, 0, 1, 2]
+    assert PlacedRows(Pieces([Piece(pages, 103, 1, windows=windows)]), 38).pages.tolist() == [[0, 0, 1, 2]]

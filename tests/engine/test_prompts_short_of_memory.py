@@ -68,6 +68,21 @@ def has_room(loaded: LoadedModel, nbytes: int, tokens: int) -> bool:
     return said is None
 
 
+def test_others_get_what_no_request_holds(parent: Path) -> None:
+    with opened(checkpoint("qwen3_moe", parent)) as loaded, chatting(loaded) as session:
+        answer(session, random_prompt(700), 3)
+        assert loaded.devices is not None
+        (device,), room = loaded.devices.devices, session.batch.pool.room
+        assert room is not None
+        assert device.watch is not None
+        before, use = room.pages, device.memory.use()
+        assert before >= 22
+        emulated.OTHERS[device.name] = device.watch._room().free + use.by_category[MemoryCategory.KV] // 2
+        answer(session, random_prompt(40, seed=3), 3)
+        assert room.pages < before // 2
+        assert device.memory.excess == 0
+
+
 _MANY = (1, 17, 33, 47, 64, 65, 90, 100, 128, 129, 160, 200, 240, 255, 256, 257, 300, 400, 512, 513, 700)
 _MUCH = (12, 20, 28, 40, 52, 64, 78, 108, 138, 168, 192, 228, 268, 320)
 

@@ -60,7 +60,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int) for name in ("heads", "kv_heads", "key_dim", "value_dim")),
-        *((name, ctypes.c_int) for name in ("window", "kept", "ring", "splits", "states")),
+        *((name, ctypes.c_int) for name in ("window", "kept", "splits", "states")),
     )
 
 
@@ -127,7 +127,7 @@ class CudaAttention:
             arrived=self._splits.arrived(table, runs * sequences).data_ptr(), table_step=table.entries.stride(0),
             part_step=table.entries.stride(1), scale=terms.scale, softcap=terms.softcap, heads=heads,
             kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, window=terms.window, kept=terms.kept,
-            ring=table.ring, splits=splits, states=STATES[queries.dtype],
+            splits=splits, states=STATES[queries.dtype],
         )  # fmt: skip
         width = next(each for each in _WIDTHS if each >= max(key_dim, value_dim))
         self._card.launch(_kernel(table.kv_type, width, rows), (splits, runs, sequences), arguments)

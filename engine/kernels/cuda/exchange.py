@@ -31,9 +31,9 @@ class ExchangeArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("shared", "own", "slot_of", "ids", "shares", "x", "outputs", "out")),
-        *((name, ctypes.c_int64) for name in ("limit_ns", "row_at", "answer_at", "records_at")),
+        *((name, ctypes.c_int64) for name in ("limit_ns", "rows_at", "answer_at", "records_at")),
         ("tables_at", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int) for name in ("layers", "experts", "hidden", "depth", "layer", "count")),
+        *((name, ctypes.c_int) for name in ("layers", "experts", "hidden", "depth", "layer", "rows", "count")),
     )
 
 
@@ -72,7 +72,7 @@ class CudaExchange:
             "own": self._own.data_ptr(),
             "slot_of": self._slot_of.data_ptr(),
             "limit_ns": limit_ns,
-            "row_at": layout.row,
+            "rows_at": layout.rows,
             "answer_at": layout.answer,
             "records_at": layout.records,
             "tables_at": layout.tables,
@@ -93,10 +93,10 @@ class CudaExchange:
         """Asks the host for what those of a layer's experts make of x that have no slot.
 
         Args:
-            ids: int64 [k].
-            x: bf16 [1, hidden], contiguous.
+            ids: int64 [rows * k].
+            x: bf16 [rows, hidden], contiguous.
         """
-        self._launch(_POST, 1, layer, ids, x=x.data_ptr())
+        self._launch(_POST, (1, 1, 1), layer, ids, len(x), x=x.data_ptr())
 
     def join(
         self, layer: int, ids: torch.Tensor, shares: torch.Tensor, outputs: torch.Tensor | None, like: torch.Tensor
@@ -104,24 +104,32 @@ class CudaExchange:
         """Waits for the host, and adds up the outputs of all experts in the order of their numbers.
 
         Args:
-            shares: float32 [k].
-            outputs: bf16 [k, hidden] of the experts in slots; `None`: there are no slots.
+            shares: float32 [rows * k].
+            outputs: bf16 [rows * k, hidden] of the experts in slots; `None`: there are no slots.
 
         Returns:
-            bf16 [1, hidden] as `like`; of no use if the host did not answer, which `NativeExchange.wait` says.
+            bf16 [rows, hidden] as `like`; of no use if the host did not answer, which `NativeExchange.wait` says.
         """
         out = torch.empty_like(like)
         places = {"shares": shares.data_ptr(), "outputs": pointer(outputs), "out": out.data_ptr()}
-        self._launch(_JOIN, self._row_blocks, layer, ids, **places)
+        self._launch(_JOIN, (self._row_blocks, len(like), 1), layer, ids, len(like), **places)
         return out
 
     def finish(self) -> None:
         """Last of a token: no slot is read any more."""
         self._card.launch(_FINISH, (1, 1, 1), ExchangeArguments(**self._always))
 
-    def _launch(self, kernel: Kernel, blocks: int, layer: int, ids: torch.Tensor, **places: int | None) -> None:
-        arguments = ExchangeArguments(**self._always, layer=layer, count=len(ids), ids=ids.data_ptr(), **places)
-        self._card.launch(kernel, (blocks, 1, 1), arguments)
+    def _launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        layer: int,
+        ids: torch.Tensor,
+        rows: int,
+        **places: int | None,
+    ) -> None:
+        sizes = {"layer": layer, "rows": rows, "count": len(ids) // rows}
+        self._card.launch(kernel, grid, ExchangeArguments(**self._always, **sizes, ids=ids.data_ptr(), **places))
 
 
 class CardTimes:

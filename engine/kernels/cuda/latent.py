@@ -43,7 +43,7 @@ class LatentQueries(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("held", "table")),
         *((name, ctypes.c_int64) for name in ("table_step", "part_step", "angle_row_step")),
         *((name, ctypes.c_int) for name in ("heads", "rank", "rope", "key_dim", "value_dim", "angle_step")),
-        *((name, ctypes.c_int) for name in ("takes_pairs", "makes_pairs", "rounds_once", "norm_rounds_once", "ring")),
+        *((name, ctypes.c_int) for name in ("takes_pairs", "makes_pairs", "rounds_once", "norm_rounds_once")),
         *((name, ctypes.c_int) for name in ("states", "weight_states", "angle_states", "kept_states")),
         *((name, ctypes.c_float) for name in ("epsilon", "offset")),
     )
@@ -56,7 +56,7 @@ class LatentAttention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("queries", "out", "held", "table", "parts", "arrived")),
         *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("heads", "value_dim", "rope", "window", "ring", "splits")),
+        *((name, ctypes.c_int) for name in ("heads", "value_dim", "rope", "window", "splits")),
     )
 
 
@@ -203,8 +203,8 @@ class CudaLatents:
             table=entries.data_ptr(), table_step=entries.stride(0), part_step=entries.stride(1),
             angle_row_step=cosines.stride(0) if len(cosines) > 1 else 0, rope=shape.rope, angle_step=form.angle_step,
             takes_pairs=form.takes_pairs, makes_pairs=form.makes_pairs, rounds_once=form.rounds_once,
-            norm_rounds_once=norm.rounds_once, ring=table.ring, states=STATES[queries.dtype],
-            weight_states=STATES[norm.weight.dtype], angle_states=STATES[cosines.dtype],
+            norm_rounds_once=norm.rounds_once, states=STATES[queries.dtype], weight_states=STATES[norm.weight.dtype],
+            angle_states=STATES[cosines.dtype],
             kept_states=STATES[table.kv_type.dtype], epsilon=norm.epsilon, offset=norm.offset, **sizes,
         )  # fmt: skip
         blocks = -(-heads * -(-rank // _TILE) // _WARPS) + 1
@@ -232,7 +232,7 @@ class CudaLatents:
             queries=asked.data_ptr(), out=mixed.data_ptr(), held=held.data_ptr(), table=entries.data_ptr(),
             parts=parts.data_ptr(), arrived=self._splits.arrived(table, runs * sequences).data_ptr(),
             table_step=entries.stride(0), part_step=entries.stride(1), scale=scale, heads=heads, value_dim=rank,
-            rope=shape.rope, window=window, ring=table.ring, splits=splits,
+            rope=shape.rope, window=window, splits=splits,
         )  # fmt: skip
         self._card.launch(_kernel("attention", "KV", _KEPT[table.kv_type]), (splits, runs, sequences), arguments)
         return mixed

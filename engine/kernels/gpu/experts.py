@@ -118,20 +118,18 @@ class CardExperts:
         return self.math.norm is None and self._dtype == torch.bfloat16
 
     def in_slots(self, hidden: torch.Tensor, ids: torch.Tensor, slot_of: torch.Tensor) -> torch.Tensor:
-        """What each of a token's experts makes of it, for records that are slots.
+        """What each of a few rows' experts makes of it, for records that are slots.
 
         Args:
-            hidden: bf16 [1, H], contiguous.
-            ids: int64 [k].
+            hidden: bf16 [R, H], contiguous.
+            ids: int64 [R * k].
             slot_of: int32 [experts]: the slot of each, or -1.
 
         Returns:
-            bf16 [k, H]; zeros for experts without a slot.
+            bf16 [R * k, H]; zeros for experts without a slot.
         """
-        few = self._kernels.few
-        inner = few.multiply_visits(
-            self._first, self._table, hidden, ids, len(ids), self.math.activation, slot_of=slot_of
-        )
+        few, width = self._kernels.few, len(ids) // len(hidden)
+        inner = few.multiply_visits(self._first, self._table, hidden, ids, width, self.math.activation, slot_of=slot_of)
         return few.multiply_visits(self._down, self._table, self._gate(inner), ids, 1, slot_of=slot_of)
 
     def _compute(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

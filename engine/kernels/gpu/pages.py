@@ -16,16 +16,15 @@ class PageTable:
     Args:
         parts: tensors per sequence: keys, values and, where the type has them, the scales of both.
         pages: room for so many of a sequence.
-        ring: rows that tokens take in turn; 0: each has its own.
 
     Attributes:
         entries: int64 [sequences, parts, 1 + pages]: the bytes from one head to the next, then the address of each
             page's first head.
     """
 
-    def __init__(self, kv_type: KvType, sequences: int, pages: int, device: torch.device, ring: int = 0) -> None:
+    def __init__(self, kv_type: KvType, sequences: int, pages: int, device: torch.device) -> None:
         parts = 4 if kv_type is KvType.INT8 else 2
-        self.kv_type, self.ring = kv_type, ring
+        self.kv_type = kv_type
         self.entries = torch.zeros(sequences, parts, 1 + pages, dtype=torch.int64, device=device)
 
     @classmethod

@@ -17,7 +17,9 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import ExchangeLayoutStruct, ExchangeShapeStruct, ExpertsStruct
 
 MOST_CHOSEN = 32
-"""Experts that a token may choose in a layer."""
+"""Experts that a row may choose in a layer."""
+MOST_VISITS = 128
+"""The same of all rows of a token."""
 MISSED = -1
 """In place of a slot: an expert without one.  Less: no expert."""
 _LIMIT_NS = 60 * 10**9
@@ -29,10 +31,11 @@ CARD_LAYER = np.dtype(
     [
         ("token", "<u8"),
         *((name, "<i8") for name in ("begun_ns", "posted_ns", "computed_ns", "joined_ns", "taken_ns", "answered_ns")),
+        ("rows", "<i8"),
         ("count", "<i4"),
         ("missed", "<i4"),
-        ("experts", "<i4", MOST_CHOSEN),
-        ("slots", "<i4", MOST_CHOSEN),
+        ("experts", "<i4", MOST_VISITS),
+        ("slots", "<i4", MOST_VISITS),
     ]
 )
 """`SwitchyardCardLayer`: what one layer of a token did."""
@@ -43,12 +46,13 @@ class OverdueError(EngineError):
 
 
 class NativeExchange:
-    """A card's tokens and the thread beside them.
+    """A card's tokens and the thread beside them.  A token may be a few rows that are computed together.
 
     Args:
         layers: the experts of each layer, as they are in RAM; they must stay.
         experts: most of a layer.
-        most: experts that a token chooses in a layer, up to `MOST_CHOSEN`.
+        most: experts that a row chooses in a layer, up to `MOST_CHOSEN`.
+        rows: most of a token; all of them choose up to `MOST_VISITS`.
         allocate: makes what the card and the host share, uint8 on the CPU and page-aligned; it is used until `close`.
 
     Raises:
@@ -61,10 +65,11 @@ class NativeExchange:
         layers: Sequence[ExpertsStruct],
         experts: int,
         most: int,
+        rows: int,
         allocate: Callable[[int], torch.Tensor],
     ) -> None:
         self._calls, self._layers = kernels.exchange, list(layers)
-        self.shape = ExchangeShapeStruct(len(layers), experts, layers[0].hidden, most, _DEPTH)
+        self.shape = ExchangeShapeStruct(len(layers), experts, layers[0].hidden, most, rows, _DEPTH)
         self.memory = allocate(int(self._calls.bytes(ctypes.byref(self.shape))))
         addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
         made = self._calls.create(ctypes.byref(self.shape), self.memory.data_ptr(), kernels.pool, addresses, _LIMIT_NS)

@@ -324,9 +324,11 @@ class StatePages:
         self.recent[target].copy_(self.recent[source])
         self.states[target].copy_(self.states[source])
 
-    def resize(self, pages: int) -> None:
-        """See `PagedLayer.resize`."""
-        self.recent, self.states = (_resized(part, pages, part.device) for part in (self.recent, self.states))
+    def resize(self, pages: int) -> bool:
+        """See `PagedLayer.resize`; whether they lie elsewhere now."""
+        before = self.recent, self.states
+        self.recent, self.states = (_resized(part, pages, part.device) for part in before)
+        return self.recent is not before[0] or self.states is not before[1]
 
     def discard(self, pages: Sequence[int]) -> None:
         """See `PagedLayer.discard`."""
@@ -421,6 +423,16 @@ class Pieces:
 def pages_seen(piece: Piece, *, has_window: bool) -> torch.Tensor:
     """The pages of a sequence in a layer, with a sliding window or without."""
     return piece.windows if has_window and piece.windows is not None else piece.pages
+
+
+def pages_from(piece: Piece, window: int, token: int = 0) -> torch.Tensor:
+    """The same with 0 for what a window of so many tokens, 0 without one, has passed before the `token`-th new one: who
+    reads all of them must not be sent to memory that is gone."""
+    if not window or piece.windows is None:
+        return piece.pages
+    pages = piece.windows.clone()
+    pages[: max(0, piece.held + token - window + 1) // PAGE_TOKENS] = 0
+    return pages
 
 
 def attend(

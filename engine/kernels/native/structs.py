@@ -83,14 +83,14 @@ class CardExpertsStruct(ctypes.Structure):
 class ExchangeShapeStruct(ctypes.Structure):
     """`SwitchyardExchangeShape`."""
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("layers", "experts", "hidden", "most", "depth"))
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("layers", "experts", "hidden", "most", "rows", "depth"))
 
 
 class ExchangeLayoutStruct(ctypes.Structure):
     """`SwitchyardExchangeLayout`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("row", "answer", "records")),
+        *((name, ctypes.c_int64) for name in ("rows", "answer", "records")),
         ("tables", ctypes.c_int64 * 2),
     )
 

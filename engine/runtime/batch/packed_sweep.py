@@ -196,7 +196,8 @@ class PackedModel:
         self.logits_place = loaded.device if policy.on_device or self.sessions is not None else torch.device("cpu")
         """Where a sweep's are."""
         self._attention = dict[torch.device, PagedAttention]()
-        self._placed: tuple[Pieces, PlacedRows] | None = None
+        self._placed: tuple[Pieces, dict[int, PlacedRows]] | None = None
+        """By the window, where pieces of one lie."""
         self._generation = 0
 
     def _open(self, *, in_pages: bool) -> RowMixers | None:
@@ -265,13 +266,12 @@ class PackedModel:
         return EncoderDecoderSession.prefix(self._loaded) if self._encodes else new.text
 
     def _slides(self) -> bool:
-        """Whether layers with a window have pages of their own: all that is computed is over pages in RAM."""
+        """Whether layers with a window have pages of their own."""
         loaded = self._loaded
         return (
             not self._policy.window
             and not self.state_bytes
-            and loaded.devices is None
-            and loaded.device.type == "cpu"
+            and (self._policy.on_device if loaded.devices is not None else loaded.device.type == "cpu")
             and self._pipeline is None
             and self.sessions is None
         )
@@ -349,14 +349,21 @@ class PackedModel:
         if self.caches is not None:
             self.caches.discard_states(states)
 
-    def heed(self) -> None:
-        """Between sweeps: follows what other programs leave of a device's memory."""
+    def heed(self, fit: Callable[..., bool]) -> None:
+        """Between sweeps: follows what other programs leave of a device's memory.
+
+        Args:
+            fit: gives up what pages do not use of it, see `PagePool.fit`.
+        """
         devices = self._loaded.devices
-        if devices is not None and devices.have_news(monotonic()):
+        if devices is None:
+            return
+        if devices.have_news(monotonic()):
             devices.heed()
             self._micro_batch_tokens = self._policy.micro_batch_tokens
-            while any(device.memory.excess for device in devices.devices) and self.lighten():
-                pass
+        while any(device.memory.excess for device in devices.devices):  # whoever has heeded the news
+            if not (fit() or self.lighten() or fit(forgets=True)):
+                break
 
     def lighten(self, *, is_exact: bool = False) -> bool:
         """After a sweep for which a device had no memory: the next one computes fewer tokens at once, beside fewer
@@ -458,7 +465,7 @@ class PackedModel:
                 pieces = [
                     (each.row, piece)
                     for each in work
-                    for piece in each.row.pieces(each.tokens, in_place=each.is_certain)
+                    for piece in each.row.pieces(each.tokens, in_place=each.is_certain and self._exact.graphs is None)
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
                 own = [piece for _row, piece in pieces]
@@ -564,11 +571,13 @@ class PackedModel:
         pieces, place = self._states.pieces, queries.device
         assert pieces is not None
         if self._placed is None or self._placed[0] is not pieces:
-            self._placed = pieces, PlacedRows(pieces)
+            self._placed = pieces, {}
         attention = self._attention.setdefault(place, PagedAttention(place, None))
         states = (each[0].transpose(0, 1).contiguous() for each in (queries, keys, values))
         layer, terms = self._states.layer_of(module)[0], self._states.terms_of(module)
-        return attention.attend(layer, terms, self._placed[1], *states)[None]
+        if (rows := self._placed[1].get(terms.window)) is None:
+            rows = self._placed[1][terms.window] = PlacedRows(pieces, terms.window)
+        return attention.attend(layer, terms, rows, *states)[None]
 
     def time_parts(self) -> PartsTimer | None:
         pipeline = self._pipeline

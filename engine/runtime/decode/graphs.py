@@ -8,8 +8,8 @@ device's clock when a piece began and ended, and which layers are in it; nothing
 The first step of a kind is computed twice: the ordinary way, and on the tensors that stay, which brings kernels into
 being and allocates what libraries want.  Where the two do not agree, a family means something by its cache that is not
 known here, and nothing is captured.  The second step is captured, the others repeat it.  A kind is how many tokens a
-step has, of one sequence or several; it ends when others compute experts, or, where no kernel attends, when it has to
-read more pages, or others.
+step has, of one sequence or several; it ends when others compute experts, when states get other memory, or, where no
+kernel attends, when it has to read more pages, or others.
 """
 
 from __future__ import annotations
@@ -199,12 +199,13 @@ class _Kind:
 
     Attributes:
         cache: that they read and write.
+        generation, state_generation: of the pages, and of the states, that the step reads without a table.
         step: once it is captured.
-        generation: of the pages that the step reads without a table.
     """
 
     cache: RowsCache
     generation: int
+    state_generation: int
     step: GraphStep | None = None
     is_by_itself: bool = False
 
@@ -246,15 +247,13 @@ class GraphedSteps:
         self._places: RowPlaces | None = None
         self._kinds: dict[int, _Kind] = {}
         self._gathers = False
-        self._most = MAX_TOKENS if takes_rows else 1
-        # To a mask a ring of the last tokens is not a chunk that begins again from time to time.
-        chunked = "attention in chunks" if model.attends_in_chunks else model.why_not_repeated
+        self._most = MAX_TOKENS if takes_rows and not caches.have_states else 1
         self.counters = GraphCounters()
         self.was_repeated = False
         """Whether the last step was: others take longer than such steps do."""
         self.refused: str | None = None
-        if chunked:
-            self._refuse(chunked)
+        if why := "attention in chunks" if model.attends_in_chunks else model.why_not_repeated:
+            self._refuse(why)
 
     @property
     def most(self) -> int:
@@ -279,14 +278,14 @@ class GraphedSteps:
         kind = self._kinds.get(rows)
         if kind is None or not self._is_current(kind, pages):
             return self._warm_up(places, pages, ids, positions, pieces)
-        repeated = self._by_itself(kind) if rows == 1 and self._runs_tokens else self._dispatched(kind)
+        repeated = self._by_itself(kind) if self._runs_tokens(rows) else self._dispatched(kind)
         self.was_repeated = self.counters.replays > replays
         return repeated.clone() if repeated is not None else None
 
-    @property
-    def _runs_tokens(self) -> bool:
+    def _runs_tokens(self, rows: int) -> bool:
         tokens = self._tokens
-        return tokens is not None and tokens.is_captured and tokens.can_run_more and tokens.takes_next
+        is_able = tokens is not None and tokens.is_captured and tokens.can_run_more and rows <= tokens.most_rows
+        return is_able and tokens is not None and tokens.takes_next
 
     def _dispatched(self, kind: _Kind) -> torch.Tensor | None:
         """The step with the experts between its pieces."""
@@ -296,7 +295,7 @@ class GraphedSteps:
             return self._repeat(kind)
 
     def _by_itself(self, kind: _Kind) -> torch.Tensor | None:
-        """The step as a token of the device's own.  One that came to nothing has changed nothing that its repetition
+        """The step as one of the device's own.  One that came to nothing has changed nothing that its repetition
         does not write again."""
         assert self._tokens is not None
         for is_last in (False, True):
@@ -340,6 +339,8 @@ class GraphedSteps:
 
     def _is_current(self, kind: _Kind, pages: int) -> bool:
         """Whether such steps read the pages that there are, as many as are needed."""
+        if kind.state_generation != self._caches.state_generation:
+            return False
         if self._attention.kernels and kind.cache.rows == 1 and not self._gathers:
             return True  # a table says where they are
         return kind.generation == self._caches.generation and pages <= kind.cache.pages
@@ -347,7 +348,7 @@ class GraphedSteps:
     def _forward(self, cache: RowsCache) -> torch.Tensor:
         assert self._places is not None
         positions, ids = self._places.positions[:, : cache.rows], self._places.ids[:, : cache.rows]
-        with self._attention.over(cache):
+        with self._attention.over(cache), cache.advancing():
             return self._model.rows_at(positions, ids, cache)
 
     def _captured_forward(self, cache: RowsCache) -> torch.Tensor:
@@ -380,7 +381,7 @@ class GraphedSteps:
         if found is not None:
             likeness = torch.cosine_similarity(found.float(), logits.float()).min().item()
             if likeness > 1 - _UNLIKE[self._model.dtype == torch.float32]:
-                self._kinds[len(ids)] = _Kind(cache, self._caches.generation)
+                self._kinds[len(ids)] = _Kind(cache, self._caches.generation, self._caches.state_generation)
                 return logits
         self._doubt(len(ids), why)
         return logits

@@ -347,11 +347,11 @@ class TokenStep:
             return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])
 
     def _by_card(self, tokens: int) -> AbstractContextManager[None]:
-        """A single token is a card's own, or the dispatcher's; several are the dispatcher's."""
+        """Tokens are a card's own, or the dispatcher's, which is compared by its single ones."""
         card = self.card
-        if card is None or tokens > 1:
-            return nullcontext()
-        return card.token() if card.takes_next else card.dispatched()
+        if card is not None and card.takes_next and tokens <= card.most_rows:
+            return card.token()
+        return nullcontext() if card is None or tokens > 1 else card.dispatched()
 
     def _begun(self, rows: torch.Tensor) -> torch.Tensor:
         """An embedding's rows as what layers take."""

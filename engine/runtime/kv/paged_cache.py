@@ -300,6 +300,8 @@ class PagedCaches:
         """By layer, those of a window."""
         self.generation = 0
         """Another one whenever they get other memory."""
+        self.state_generation = 0
+        """Likewise of states."""
         self._point()
         self._states = [paged for paged in layers if isinstance(paged, StatePages) and paged.page_bytes]
 
@@ -354,11 +356,15 @@ class PagedCaches:
         parts += [part for paged in self._states for part in (paged.recent, paged.states)]
         return any(part.device.type != "cpu" for part in parts)
 
-    def resize(self, pages: int, states: int) -> None:
-        """So many pages and states from now on; the first ones hold what they held."""
+    def resize(self, pages: int, windows: int, states: int) -> None:
+        """So many of each from now on; the first ones hold what they held.  Without windows' pages of their own all
+        layers of tokens have the others."""
         try:
-            for paged in self.layers:
-                paged.resize(states if isinstance(paged, StatePages) else pages)
+            for paged, in_windows in zip(self.layers, self.in_windows, strict=True):
+                if isinstance(paged, StatePages):
+                    self.state_generation += paged.resize(states)
+                else:
+                    paged.resize(pages if in_windows is None else windows)
         finally:  # also where the memory for some of them was refused
             self.generation += 1
             self._point()

@@ -129,16 +129,17 @@ class _Places:
 
 
 class Room(Protocol):
-    """Memory of pages and states.
+    """Memory of pages, of windows' pages and of states.
 
     Attributes:
-        pages, states: so many of the first have any.
+        pages, windows, states: so many of the first have any.
     """
 
     pages: int
+    windows: int
     states: int
 
-    def resize(self, pages: int, states: int) -> None: ...
+    def resize(self, *, pages: int, windows: int, states: int) -> None: ...
 
 
 class PagePool:
@@ -173,7 +174,7 @@ class PagePool:
         self.capacity, self.state_weight = capacity, state_weight
         self.page_weight, self.window_weight = page_weight, window_weight
         self.room: Room | None = None
-        """What gives memory to the first pages and states, where it does not come by itself."""
+        """What gives memory to the first of each kind, where it does not come by itself."""
         self.beside, self.shares = beside or 2 * state_weight, beside is None
         self._pages = _Places(capacity // page_weight, page_weight)
         # Not only as many as pages: what is on its way to disk holds a window's alone.
@@ -288,7 +289,7 @@ class PagePool:
         return self._take(self._windows, kind.discard_windows)
 
     def fit(self, *, if_many: bool = False, forgets: bool = False) -> bool:
-        """Gives up the memory of the last pages and states that hold nothing, or only if these are half of all; whether
+        """Gives up the memory of the last of each kind that hold nothing, or only if these are half of all; whether
         there was any.
 
         Args:
@@ -298,14 +299,22 @@ class PagePool:
             return False
         if forgets:
             self.give_back(self.spare)
-        pages, states = (max(kind.touched, default=-1) + 1 for kind in (self._pages, self._states))
-        if (2 * pages if if_many else pages) >= self.room.pages and states >= self.room.states:
+        there = self._there(self.room)
+        used = {kind: max(kind.touched, default=-1) + 1 for kind in self._kinds}
+        least = {kind: count if 2 * count < there[kind] or not if_many else there[kind] for kind, count in used.items()}
+        if all(least[kind] >= there[kind] for kind in self._kinds):
             return False
         try:
-            self.room.resize(pages, states)
+            self._resize(self.room, {kind: min(there[kind], count) for kind, count in least.items()})
         except EngineError:  # to be moved they need some first
             return False
         return True
+
+    def _there(self, room: Room) -> dict[_Places, int]:
+        return {self._states: room.states, self._windows: room.windows, self._pages: room.pages}
+
+    def _resize(self, room: Room, counts: Mapping[_Places, int]) -> None:
+        room.resize(pages=counts[self._pages], windows=counts[self._windows], states=counts[self._states])
 
     def take_state(self, kind: PageKind) -> int:
         """Takes a state out of a reservation of its weight."""
@@ -330,14 +339,13 @@ class PagePool:
 
     def _make_room(self, room: Room, places: _Places) -> None:
         """Has the next free one of these places have memory."""
-        are_pages = places is self._pages
-        there = room.pages if are_pages else room.states
-        if places.free[-1] >= there:
+        there = self._there(room)
+        if places.free[-1] >= there[places]:
             places.free.sort(reverse=True)  # others before it may have memory, given up by the prefix cache
-        if (wanted := places.free[-1] + 1) <= there:
+        if (wanted := places.free[-1] + 1) <= there[places]:
             return
         try:
-            room.resize(*((wanted, room.states) if are_pages else (room.pages, wanted)))
+            self._resize(room, {**there, places: wanted})
         except EngineError:
             if not places.idle:
                 raise

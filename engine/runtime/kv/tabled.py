@@ -1,12 +1,14 @@
 """The next tokens of a few sequences over pages, for steps of a card that are repeated as graphs.
 
 Where tokens go is read from memory that stays: neither the length of a context nor where its pages lie is part of such
-a graph.  A sequence may have several tokens in a step, which are tried together.
+a graph.  A sequence may have several tokens in a step, which are tried together; where layers sum up what they read, a
+step has a single one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from engine.common.footprint import pages_for
 from engine.devices.device import upload
 from engine.kernels.gpu.latents import LatentContext
 from engine.kernels.gpu.pages import PageTable
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
+from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages, pages_from
 from engine.kernels.reference import store_tokens
+from engine.runtime.kv.layers import StateLayer
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.parts import parts_of_pages
 
@@ -28,20 +31,24 @@ GATHERED_PAGES = 8
 class _Places:
     """Where tokens go in the pages of some layers, which are on one device and have the same parts.
 
+    Args:
+        window: of the layers, if they have pages of their own for that; else 0.
+
     Attributes:
         numbers: int64 [3, most]: tokens before each, and the page and the place there that it is stored in.
         pages: int64 [most, n] of the sequence of each.
         entries: int64 [layers, most, parts, 1 + n], see `PageTable`.
     """
 
-    def __init__(self, layers: Sequence[PagedLayer], most: int, pages: int) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[PagedLayer], window: int, most: int, pages: int) -> None:
+        self._layers, self._window = layers, window
         first = parts_of_pages(layers[0])
         self.place = first[0].device
         self.numbers = torch.zeros(3, most, dtype=torch.int64, device=self.place)
         self.pages = torch.zeros(most, pages, dtype=torch.int64, device=self.place)
         shape = len(layers), most, len(first), 1 + pages
         self.entries = torch.zeros(shape, dtype=torch.int64, device=self.place)
+        self._known = torch.full((most, pages), -1)
         self.point()
 
     @property
@@ -57,13 +64,65 @@ class _Places:
         self._steps, self._begins = (each.to(self.place)[:, :, None] for each in (steps, begins))
         self.entries[..., 0] = heads.to(self.place)[:, None]
         self.pages.zero_()  # there may be fewer than before
+        self._known.fill_(-1)
 
-    def put(self, row: int, first: int, pages: torch.Tensor) -> None:
-        """The pages of a row, from its `first` one on, are these: int64 on the host."""
-        own = upload(pages, self.place)
-        end = first + len(pages)
+    def set(self, pieces: Sequence[Piece]) -> None:
+        """The next step has the tokens of these."""
+        numbers = list[tuple[int, int, int]]()
+        for piece in pieces:
+            for token in range(piece.tokens):
+                held = piece.held + token
+                pages = pages_from(piece, self._window, token)[: held // PAGE_TOKENS + 1].long()
+                self._put(len(numbers), pages)
+                numbers.append((held, int(pages[-1]), held % PAGE_TOKENS))
+        self.numbers[:, : len(numbers)].copy_(upload(torch.tensor(numbers).T.contiguous(), self.place))
+
+    def _put(self, row: int, pages: torch.Tensor) -> None:
+        """The pages of a row are these: int64 on the host."""
+        known = self._known[row, : len(pages)]
+        if torch.equal(known, pages):
+            return
+        first, end = int((known != pages).nonzero()[0]), len(pages)
+        known.copy_(pages)
+        own = upload(pages[first:], self.place)
         self.pages[row, first:end] = own
         self.entries[:, row, :, 1 + first : 1 + end] = self._begins + self._steps * own
+
+
+class RowStateLayer(StateLayer):
+    """What one layer sums up, for a single token: modules write over it, and wherever it lies, to them it is here.
+
+    Args:
+        where: int64 [2] on the layer's device: the page to go on from, and the one for what becomes of it.
+    """
+
+    def __init__(self, paged: StatePages, where: torch.Tensor) -> None:
+        super().__init__(1)
+        self._paged, self._where = paged, where
+        self._held = dict[str, torch.Tensor]()
+        if paged.recent.shape[1:].numel():
+            self._held["recent"] = self.conv_states[0] = paged.recent.new_empty(1, *paged.recent.shape[1:])
+            self.conv_kernel_size[0] = paged.recent.shape[-1]
+            self.is_conv_states_initialized[0] = True
+        if paged.states.shape[1:].numel():
+            self._held["states"] = self.recurrent_states[0] = paged.states.new_empty(1, *paged.states.shape[1:])
+            self.is_recurrent_states_initialized[0] = True
+        self.has_previous_state[0] = True
+        self.device, self.dtype = where.device, next(iter(self._held.values())).dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._held.values())
+
+    def fetch(self) -> None:
+        """Before a step."""
+        for name, part in self._held.items():
+            torch.index_select(getattr(self._paged, name), 0, self._where[:1], out=part)
+
+    def leave(self) -> None:
+        """After it."""
+        for name, part in self._held.items():
+            getattr(self._paged, name).index_copy_(0, self._where[1:], part)
 
 
 class RowPlaces:
@@ -83,25 +142,34 @@ class RowPlaces:
         both = torch.zeros(2, 1, most, dtype=torch.int64, device=place)
         self.ids, self.positions, self._both = both[0], both[1], both
         pages = pages_for(context_tokens) + 1
-        alike = dict[tuple[torch.device, int], list[int]]()
-        for number, paged in enumerate(caches.layers):
+        alike = dict[tuple[torch.device, int, int], list[int]]()
+        for number, (paged, window) in enumerate(zip(caches.layers, caches.windows, strict=True)):
             if isinstance(paged, PagedLayer):
                 parts = parts_of_pages(paged)
-                alike.setdefault((parts[0].device, len(parts)), []).append(number)
+                alike.setdefault((parts[0].device, len(parts), window if caches.slides else 0), []).append(number)
         self._of_layer = dict[int, tuple[_Places, int]]()
         self._places = list[_Places]()
-        for numbers in alike.values():
+        for (_place, _parts, window), numbers in alike.items():
             layers = [paged for paged in (caches.layers[number] for number in numbers) if isinstance(paged, PagedLayer)]
-            self._places.append(places := _Places(layers, most, pages))
+            self._places.append(places := _Places(layers, window, most, pages))
             self._of_layer.update({number: (places, at) for at, number in enumerate(numbers)})
         self.most_pages = pages
         """Of a sequence."""
-        self._known = torch.full((most, pages), -1)
+        self._states = dict[torch.device, torch.Tensor]()
+        """Pages of states, see `RowStateLayer`."""
+        self.state_layers = dict[int, RowStateLayer]()
+        """By the numbers of the layers that have states."""
+        for number, paged in enumerate(caches.layers):
+            if isinstance(paged, StatePages) and paged.page_bytes:
+                there = next(part.device for part in (paged.recent, paged.states) if part.shape[1:].numel())
+                where = self._states.setdefault(there, torch.zeros(2, dtype=torch.int64, device=there))
+                self.state_layers[number] = RowStateLayer(paged, where)
 
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        return sum(places.nbytes for places in self._places)
+        states = sum(layer.nbytes for layer in self.state_layers.values())
+        return states + sum(places.nbytes for places in self._places)
 
     def set(self, ids: Sequence[int], positions: Sequence[int], pieces: Sequence[Piece]) -> int:
         """The next step has these tokens, `positions` of each.
@@ -111,26 +179,14 @@ class RowPlaces:
         """
         if self.generation != self._caches.generation:
             self.generation = self._caches.generation
-            self._known.fill_(-1)
             for places in self._places:
                 places.point()
-        held = [piece.held + at for piece in pieces for at in range(piece.tokens)]
-        tables = [piece.pages for piece in pieces for _ in range(piece.tokens)]
-        for row, (pages, place) in enumerate(zip(tables, held, strict=True)):
-            now = pages[: place // PAGE_TOKENS + 1].long()
-            known = self._known[row, : len(now)]
-            if not torch.equal(known, now):
-                first = int((known != now).nonzero()[0])
-                for places in self._places:
-                    places.put(row, first, now[first:])
-                known.copy_(now)
-        count, before = len(ids), torch.tensor(held)
-        page = torch.tensor([int(pages[place // PAGE_TOKENS]) for pages, place in zip(tables, held, strict=True)])
-        numbers = torch.stack([before, page, before % PAGE_TOKENS])
         for places in self._places:
-            places.numbers[:, :count].copy_(upload(numbers, places.place))
-        self._both[:, 0, :count].copy_(upload(torch.tensor([list(ids), list(positions)]), self._both.device))
-        return max(held) // PAGE_TOKENS + 1
+            places.set(pieces)
+        for place, where in self._states.items():
+            where.copy_(upload(torch.tensor([pieces[0].state, pieces[0].next_state]), place))
+        self._both[:, 0, : len(ids)].copy_(upload(torch.tensor([list(ids), list(positions)]), self._both.device))
+        return max(piece.held + piece.tokens - 1 for piece in pieces) // PAGE_TOKENS + 1
 
     def of_layer(self, number: int) -> tuple[_Places, int]:
         """That of a layer, and which of those that share it the layer is."""
@@ -256,12 +312,29 @@ class RowsCache(Cache):  # type: ignore[misc]
                 layers.append(RowsLayer(paged, window, where, rows, gathered, self.offered))
             elif isinstance(paged, StatePages) and not paged.page_bytes:
                 layers.append(DummyLayer())
+            elif isinstance(paged, StatePages) and rows == 1:
+                layers.append(places.state_layers[number])
             else:
                 raise LookupError("its layers keep more than keys and values")
         super().__init__(layers=layers)
-        self.first = next(layer for layer in layers if isinstance(layer, RowsLayer))
+        of_tokens = [layer for layer in layers if isinstance(layer, RowsLayer)]
+        if not of_tokens:
+            raise LookupError("its layers keep nothing of each token")
+        self.first = of_tokens[0]
+        self._states = [layer for layer in layers if isinstance(layer, RowStateLayer)]
+        if any(layer.device != places.ids.device for layer in self._states):
+            raise LookupError("states are fetched on the first card alone")
         self.window_of: Callable[[torch.Tensor | None], int] | None = None
         """A mask's, while a step attends over this cache."""
+
+    @contextmanager
+    def advancing(self) -> Iterator[None]:
+        """Within it a step is computed: what layers have summed up is there, and goes where it belongs."""
+        for layer in self._states:
+            layer.fetch()
+        yield
+        for layer in self._states:
+            layer.leave()
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:  # noqa: ARG002 - the library's signature
         """Tokens before the first one."""

@@ -312,12 +312,13 @@ class PageRoom:
 
     def __init__(self, devices: ModelDevices, caches: PagedCaches, longest: int) -> None:
         self._devices, self._caches, self._longest = devices, caches, longest
-        self._page, self._state = ([0] * len(devices.devices) for _ in range(2))
-        for number, paged in enumerate(caches.layers):
-            of_what = self._state if isinstance(paged, StatePages) else self._page
+        self._page, self._window, self._state = ([0] * len(devices.devices) for _ in range(3))
+        for number, (paged, in_windows) in enumerate(zip(caches.layers, caches.in_windows, strict=True)):
+            of_tokens = self._page if in_windows is None else self._window
+            of_what = self._state if isinstance(paged, StatePages) else of_tokens
             of_what[devices.layers.of_cache_layer(number)] += paged.page_bytes
         self._reservations = [device.memory.reserve(0, MemoryCategory.KV) for device in devices.devices]
-        self.pages = self.states = 0
+        self.pages = self.windows = self.states = 0
         """That have memory."""
 
     @property
@@ -341,27 +342,30 @@ class PageRoom:
         ]
         return min(found, default=0)
 
-    def resize(self, pages: int, states: int) -> None:
-        """Memory for so many, and for some more where there is enough.
+    def resize(self, *, pages: int, windows: int, states: int) -> None:
+        """Memory for so many of each, and for some more where there is enough.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
         """
         if pages > self.pages:
             wanted = max(pages, min(2 * self.pages, max(self._longest, pages + pages // 8)))
-            more = [self._devices.spare(index) // (2 * each) for index, each in enumerate(self._page) if each]
-            pages = min(wanted, pages + max(0, min(more, default=0)))
-        fewer = pages < self.pages
+            pages = min(wanted, pages + self._more(self._page))
+        if windows > self.windows:
+            windows += min(windows // 8, self._more(self._window))
+        if states > self.states:  # whenever they move, steps are captured again
+            states += min(max(2, states // 4), self._more(self._state))
+        before, counts = (self.pages, self.windows, self.states), (pages, windows, states)
         try:
             for index, reservation in enumerate(self._reservations):
-                self._devices.resize_kv(index, reservation, self._bytes(index, pages, states), pages * PAGE_TOKENS)
+                self._devices.resize_kv(index, reservation, self._bytes(index, *counts), pages * PAGE_TOKENS)
             if self._caches.are_of_card:
-                self._caches.resize(pages, states)
+                self._caches.resize(*counts)
         except (EngineError, RuntimeError) as error:
             # Some layers may have theirs, others not.
-            self.pages, self.states = min(self.pages, pages), min(self.states, states)
+            self.pages, self.windows, self.states = least = tuple(map(min, before, counts))
             for index, reservation in enumerate(self._reservations):
-                reservation.resize(min(reservation.nbytes, self._bytes(index, self.pages, self.states)))
+                reservation.resize(min(reservation.nbytes, self._bytes(index, *least)))
             if isinstance(error, EngineError) or not is_out_of_memory(error):
                 raise
             raise EngineError(
@@ -369,12 +373,17 @@ class PageRoom:
                 f"{self.name} refused memory for a context of {pages * PAGE_TOKENS:,} tokens that its budget allows: "
                 "close other programs that use it, or allow the model less with --vram.",
             ) from None
-        self.pages, self.states = pages, states
-        if fewer:
+        self.pages, self.windows, self.states = counts
+        if any(now < then for now, then in zip(counts, before, strict=True)):
             self._devices.experts.take_back()
 
-    def _bytes(self, index: int, pages: int, states: int) -> int:
-        return pages * self._page[index] + states * self._state[index]
+    def _more(self, each: Sequence[int]) -> int:
+        """How many more fit into half of what is spare, of so many bytes on each device."""
+        more = [self._devices.spare(index) // (2 * nbytes) for index, nbytes in enumerate(each) if nbytes]
+        return max(0, min(more, default=0))
+
+    def _bytes(self, index: int, pages: int, windows: int, states: int) -> int:
+        return pages * self._page[index] + windows * self._window[index] + states * self._state[index]
 
     def release(self) -> None:
         """The pages are gone: their memory is the experts' again."""

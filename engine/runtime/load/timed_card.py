@@ -22,6 +22,7 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.sites import ExpertsSite
 from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.kernels.native.exchange import MISSED
 from engine.runtime.decoder_layers import decoder_layers, layer_names
 
 LAUNCHES = 4
@@ -82,8 +83,8 @@ def charge_model(
         site.module.register_forward_pre_hook(forward.leave)
         site.module.register_forward_hook(forward.enter, always_call=True)
     if tokens is not None:
-        dense_s = sum(meter.kernel_s(nbytes * share, nbytes, LAUNCHES) for nbytes in [*layers, behind])
-        tokens.take_time(TimedTokens(meter, dense_s, tokens.layouts, model.config.get_text_config().hidden_size))
+        dense = [(nbytes * share, nbytes) for nbytes in [*layers, behind]]
+        tokens.take_time(TimedTokens(meter, dense, tokens.layouts, model.config.get_text_config().hidden_size))
         return
     for layer in decoder_layers(model)[:1]:  # a step past the library's model would not be seen
         layer.register_forward_pre_hook(lambda *_: None)
@@ -93,11 +94,16 @@ class TimedTokens:
     """The time of tokens that the card computes by itself, from what their records say.
 
     A layer's experts in slots and the rest, which the processor computes meanwhile, take the longer of their two times;
-    the row and the answer cross the link.  What the processor takes is what it took, by the records.
+    the rows and the answer cross the link.  What the processor takes is what it took, by the records.
+
+    Args:
+        dense: what other operators read for a step, and their flops for a row, of each layer and of what is behind.
     """
 
-    def __init__(self, meter: Meter, dense_s: float, layouts: Sequence[RecordLayout], hidden: int) -> None:
-        self._meter, self._dense_s, self._layouts, self._hidden = meter, dense_s, layouts, hidden
+    def __init__(
+        self, meter: Meter, dense: Sequence[tuple[float, int]], layouts: Sequence[RecordLayout], hidden: int
+    ) -> None:
+        self._meter, self._dense, self._layouts, self._hidden = meter, dense, layouts, hidden
 
     def stopped(self) -> AbstractContextManager[None]:
         return self._meter.clock.stopped()
@@ -105,7 +111,9 @@ class TimedTokens:
     def charge(self, records: NDArray[np.void]) -> NDArray[np.void]:
         with self.stopped():
             records, begun_s = records.copy(), self._meter.clock.now()
-            between_s = self._dense_s / (len(records) + 1)
+            rows = int(records["rows"].max(initial=1))
+            dense_s = sum(self._meter.kernel_s(nbytes, rows * flops, LAUNCHES) for nbytes, flops in self._dense)
+            between_s = dense_s / (len(records) + 1)
             end_s = begun_s
             for layout, record in zip(self._layouts, records, strict=True):
                 end_s = self._layer(layout, record, end_s + between_s)
@@ -114,14 +122,17 @@ class TimedTokens:
 
     def _layer(self, layout: RecordLayout, record: np.void, begun_s: float) -> float:
         """When a layer's experts that begin now are done; its record says the same by this clock."""
-        meter, flops, misses = self._meter, _flops(layout), int(record["missed"])
-        hits = int(record["count"]) - misses
+        meter, flops, misses, rows = self._meter, _flops(layout), int(record["missed"]), int(record["rows"])
+        visits = rows * int(record["count"])
+        experts, slots = record["experts"][:visits], record["slots"][:visits]
+        found, missed = (len(np.unique(experts[of])) for of in (slots >= 0, slots == MISSED))
+        hits = visits - misses
         took_s = int(record["answered_ns"] - record["posted_ns"]) / 1e9
-        computed_s = begun_s + (meter.kernel_s(hits * layout.nbytes, hits * flops) if hits else 0.0)
+        computed_s = begun_s + (meter.kernel_s(found * layout.nbytes, hits * flops) if hits else 0.0)
         answered_s = joined_s = taken_s = begun_s
         if misses:
-            taken_s = begun_s + meter.link_s(2 * self._hidden)
-            answered_s = taken_s + meter.processor_s(misses * layout.nbytes, misses * flops, took_s)
+            taken_s = begun_s + meter.link_s(2 * rows * self._hidden)
+            answered_s = taken_s + meter.processor_s(missed * layout.nbytes, misses * flops, took_s)
             joined_s = answered_s + meter.link_s(4 * misses * self._hidden)
         for name, moment_s in (
             ("begun_ns", begun_s),

@@ -314,7 +314,7 @@ class ContinuousBatch:
         """Whether a sweep is under way; begins one if there are rows."""
         if self._sweep is None:
             self._sweep_s = 0.0
-            self._model.heed()
+            self._model.heed(self.pool.fit)
             self._drop_cancelled()
             aside, failed = -1, self._failed
             while not (work := self._next()):

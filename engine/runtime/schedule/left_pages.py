@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.common.footprint import pages_for
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
@@ -62,7 +61,7 @@ class LeftPages:
             kept.ram_budget // model.page_bytes if kept is not None else 0,
         )
         if self._on_device:  # room for a context is nobody else's
-            most = max(most, pages_for(model.context_tokens))
+            most = max(most, self._pool.needs(model.context_tokens, self._kind))
         if (too_many := self._pool.spare - most) > 0:
             self._pool.give_back(too_many)
         self._pool.fit(if_many=True)

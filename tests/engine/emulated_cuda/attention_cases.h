@@ -34,8 +34,7 @@ inline void go_through_attention(bool is_small) {
     a.softcap = between(0, 2) ? 0.0f : real(2, 30);
     a.splits = between(1, 5);
     a.states = between(0, 2);
-    a.ring = between(0, 3) ? 0 : between(1, most);
-    a.window = a.ring || between(0, 1) ? 0 : between(1, most);
+    a.window = between(0, 1) ? 0 : between(1, most);
     a.kept = a.window && between(0, 1) ? between(1, 40) : 0;
     const int state_bytes = a.states == 2 ? 4 : 2;
 
@@ -45,7 +44,6 @@ inline void go_through_attention(bool is_small) {
         held.push_back(between(0, 3) ? between(0, most - 1) : 0);
         pages = std::max(pages, static_cast<int>(held.back()) / PAGE + 1);
     }
-    if (a.ring) pages = (a.ring - 1) / PAGE + 1;
     // A page of its own memory each: keys, values and scales of all heads; and rows beyond the context are never read.
     const int parts = is_coded ? 4 : 2;
     a.part_step = 1 + pages;
@@ -57,7 +55,7 @@ inline void go_through_attention(bool is_small) {
         for (int part = 0; part < parts; part++) {
             i64* entries = table.data() + sequence * a.table_step + part * a.part_step;
             entries[0] = PAGE * row_bytes[part];
-            const int rows = a.ring ? std::min<int>(a.ring, static_cast<int>(held[static_cast<std::size_t>(sequence)]) + 1) : static_cast<int>(held[static_cast<std::size_t>(sequence)]) + 1;
+            const int rows = static_cast<int>(held[static_cast<std::size_t>(sequence)]) + 1;
             for (int page = 0; page * PAGE < rows; page++) {
                 const int last = std::min(PAGE, rows - page * PAGE);
                 memory.emplace_back(static_cast<std::size_t>(((a.kv_heads - 1) * PAGE + last) * row_bytes[part]));
@@ -87,7 +85,7 @@ inline void go_through_attention(bool is_small) {
     const int rows = rows_choices[between(0, 2)], runs = a.kv_heads * ((group + rows - 1) / rows);
     std::vector<u32> arrived(static_cast<std::size_t>(runs * sequences), 0);
     a.queries = queries.data;
-    const bool are_stored = a.ring == 0 && between(0, 3) == 0;
+    const bool are_stored = between(0, 3) == 0;
     a.keys = are_stored ? nullptr : keys.data;
     a.values = are_stored ? nullptr : values.data;
     a.out = out.data;
@@ -103,14 +101,14 @@ inline void go_through_attention(bool is_small) {
 
     for (int sequence = 0; sequence < sequences; sequence++) {
         const int before = static_cast<int>(held[static_cast<std::size_t>(sequence)]);
-        const int seen = a.ring ? std::min(a.ring, before + 1) : before + 1, oldest = a.window && !a.ring ? std::max(0, seen - a.window) : 0;
+        const int seen = before + 1, oldest = a.window ? std::max(0, seen - a.window) : 0;
         const auto row_of_part = [&](int part, int token, int head) {
             const i64* entries = table.data() + sequence * a.table_step + part * a.part_step;
             return reinterpret_cast<const u8*>(entries[1 + token / PAGE]) + head * entries[0] + token % PAGE * row_bytes[part];
         };
         const auto scale_of = [&](int part, int token, int head) { return is_coded ? *reinterpret_cast<const float*>(row_of_part(2 + part, token, head)) : 1.0f; };
         for (int head = 0; head < a.heads; head++) {
-            const int of = head / group, stored = a.ring ? before % a.ring : before;
+            const int of = head / group;
             for (int part = 0; part < 2 && !are_stored; part++) {  // what was stored
                 const int size = part ? a.value_dim : a.key_dim;
                 const u8* own = part ? a.values : a.keys;
@@ -118,7 +116,7 @@ inline void go_through_attention(bool is_small) {
                 const i64 from = static_cast<i64>(sequence * a.kv_heads + of) * size;
                 for (int i = 0; i < size; i++) largest = std::max<double>(largest, std::fabs(state_at(own, a.states, from + i)));
                 for (int i = 0; i < size; i++) {
-                    const double wanted = state_at(own, a.states, from + i), found = kv_value(kind, row_of_part(part, stored, of), i, scale_of(part, stored, of));
+                    const double wanted = state_at(own, a.states, from + i), found = kv_value(kind, row_of_part(part, before, of), i, scale_of(part, before, of));
                     require(std::fabs(found - wanted) <= kind.step * (is_coded ? largest : std::fabs(wanted)) + 1e-7, "a state is stored wrongly");
                 }
             }
@@ -150,8 +148,8 @@ inline void go_through_attention(bool is_small) {
                 const double found = state_at(a.out, a.states, static_cast<i64>(sequence * a.heads + head) * a.value_dim + i);
                 const double rounding = a.states == 0 ? 1.0 / 256 : a.states == 1 ? 1.0 / 2048 : 1e-6;
                 if (!(std::fabs(found - wanted) <= rounding * std::fabs(wanted) + 1e-4 * size + 1e-6)) {
-                    std::fprintf(stderr, "%s, %d heads of %d and %d, %d held, window %d, ring %d, %d parts, %d at once: %g, not %g\n", kind.name, a.heads, a.key_dim, a.value_dim, before,
-                                 a.window, a.ring, a.splits, rows, found, wanted);
+                    std::fprintf(stderr, "%s, %d heads of %d and %d, %d held, window %d, %d parts, %d at once: %g, not %g\n", kind.name, a.heads, a.key_dim, a.value_dim, before,
+                                 a.window, a.splits, rows, found, wanted);
                     std::exit(1);
                 }
             }

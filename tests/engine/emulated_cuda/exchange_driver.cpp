@@ -28,7 +28,7 @@ static_assert(sizeof(Flag) == FLAG_BYTES && offsetof(ExchangeFlags, started) == 
                   offsetof(ExchangeFlags, finished) == FINISHED * FLAG_BYTES && offsetof(ExchangeFlags, cancelled) == CANCELLED * FLAG_BYTES &&
                   offsetof(ExchangeFlags, stopped) == STOPPED * FLAG_BYTES,
               "flags are the same");
-static_assert(MOST_CHOSEN == SWITCHYARD_MOST_CHOSEN && MISSED == kMissed && NO_EXPERT == kNobody, "numbers are the same");
+static_assert(MOST_CHOSEN == SWITCHYARD_MOST_CHOSEN && MOST_ASKED == SWITCHYARD_MOST_VISITS && MISSED == kMissed && NO_EXPERT == kNobody, "numbers are the same");
 
 namespace {
 constexpr long long kShort = 30'000;  // nanoseconds: some answers take longer
@@ -41,7 +41,7 @@ struct Captured {
         always.shared = reinterpret_cast<u8*>(memory.flags);
         always.own = own;
         always.slot_of = slot_of;
-        always.row_at = distance(memory.row);
+        always.rows_at = distance(memory.rows);
         always.answer_at = distance(memory.answer);
         always.records_at = distance(memory.records);
         for (int copy = 0; copy < 2; copy++) always.tables_at[copy] = distance(memory.tables[copy]);
@@ -61,7 +61,7 @@ struct Captured {
     void launch(void (*kernel)(const ExchangeArguments&), unsigned int blocks, int layer) {
         ExchangeArguments arguments = always;
         arguments.layer = layer;
-        const emulated::Index grid{blocks, 1, 1};
+        const emulated::Index grid{blocks, kernel == join<SIZE> ? static_cast<unsigned int>(always.rows) : 1, 1};
         if (SIZE == 1) emulated::run_alone(grid, drawn(), [&] { kernel(arguments); });
         else emulated::run(grid, SIZE, drawn(), [&] { kernel(arguments); });
         random_delay();
@@ -73,9 +73,10 @@ struct Captured {
         is_right = true;
         launch<SIZE>(begin<SIZE>, 2, 0);
         for (int layer = 0; layer < kLayers; layer++) {
-            int64_t chosen[kChosen];
-            model.choose(chosen);
-            for (int i = 0; i < kChosen; i++) {
+            int64_t chosen[kRows * kChosen];
+            always.rows = static_cast<int>(1 + drawn() % kRows);
+            for (int row = 0; row < always.rows; row++) model.choose(chosen + row * kChosen);
+            for (int i = 0; i < always.rows * kChosen; i++) {
                 ids[i] = drawn() % 20 == 0 ? (drawn() % 2 ? kExperts : -1) : chosen[i];
                 shares[i] = static_cast<float>(drawn() % 1000) / 1000;
             }
@@ -83,14 +84,14 @@ struct Captured {
             launch<SIZE>(post<SIZE>, 1, layer);
             products(layer);
             launch<SIZE>(join<SIZE>, 2, layer);
-            is_right = is_right && std::memcmp(out, wanted(layer), sizeof out) == 0;
+            is_right = is_right && std::memcmp(out, wanted(layer), sizeof(u16) * static_cast<std::size_t>(always.rows * kHidden)) == 0;
         }
         launch<SIZE>(finish<SIZE>, 1, 0);
     }
 
     // As the kernels of products: from what lies in the slots.
     void products(int layer) {
-        for (int i = 0; i < kChosen; i++) {
+        for (int i = 0; i < always.rows * kChosen; i++) {
             const int slot = ids[i] >= 0 && ids[i] < kExperts ? slot_of[layer * kExperts + ids[i]] : NO_EXPERT;
             for (int at = 0; at < kHidden; at++) outputs[i * kHidden + at] = 0;
             if (slot < 0) continue;
@@ -98,16 +99,17 @@ struct Captured {
                 SWITCHYARD_TURN();
                 if (word != layer * kExperts + ids[i]) fail("a slot holds another expert", own[0], word);
             }
-            for (int at = 0; at < kHidden; at++) outputs[i * kHidden + at] = Bf16::of(output_of(layer, static_cast<int32_t>(ids[i]), x[at])).bits;
+            for (int at = 0; at < kHidden; at++) outputs[i * kHidden + at] = Bf16::of(output_of(layer, static_cast<int32_t>(ids[i]), x[i / kChosen * kHidden + at])).bits;
             model.hits++;
         }
     }
 
     const u16* wanted(int layer) {
-        for (int at = 0; at < kHidden; at++) {
+        for (int at = 0; at < always.rows * kHidden; at++) {
             float sum = 0;
+            const int first = at / kHidden * kChosen;
             for (int expert = 0; expert < kExperts; expert++)
-                for (int i = 0; i < kChosen; i++)
+                for (int i = first; i < first + kChosen; i++)
                     if (ids[i] == expert) sum = fmaf(shares[i], Bf16::of(output_of(layer, expert, x[at])).value(), sum);
             expected[at] = Bf16::of(sum).bits;
         }
@@ -119,9 +121,9 @@ struct Captured {
     std::mt19937_64 drawn;
     u64 own[2] = {};
     int slot_of[kLayers * kExperts];
-    i64 ids[kChosen];
-    float shares[kChosen];
-    u16 x[kHidden], outputs[kChosen * kHidden], out[kHidden], expected[kHidden];
+    i64 ids[kRows * kChosen];
+    float shares[kRows * kChosen];
+    u16 x[kRows * kHidden], outputs[kRows * kChosen * kHidden], out[kRows * kHidden], expected[kRows * kHidden];
     bool is_right = true;  // of the last token; read when it is quiet
 };
 }  // namespace

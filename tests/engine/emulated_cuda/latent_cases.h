@@ -28,7 +28,6 @@ inline void check_latents(const LatentSizes& of, const char* format, const TileR
     q.states = between(0, 2), q.weight_states = between(0, 2), q.angle_states = between(0, 2), q.kept_states = between(0, 2);
     q.takes_pairs = between(0, 1), q.makes_pairs = between(0, 1), q.angle_step = between(1, 2);
     q.rounds_once = between(0, 1), q.norm_rounds_once = between(0, 1);
-    q.ring = between(0, 3) ? 0 : between(1, most);
     q.epsilon = 1e-5f, q.offset = static_cast<float>(between(0, 1));
     const auto bytes = [](int type) { return type == 2 ? 4 : 2; };
     const int kept_bytes = bytes(q.kept_states), row_bytes[] = {rank * kept_bytes, rope * kept_bytes};
@@ -40,8 +39,7 @@ inline void check_latents(const LatentSizes& of, const char* format, const TileR
     std::vector<i64> table(sized(of.sequences * q.table_step), 0);
     std::vector<Exact> memory;
     for (int sequence = 0; sequence < of.sequences; sequence++) {
-        const i64 tokens = held[sized(sequence)] + 1;
-        const int rows = static_cast<int>(q.ring && tokens > q.ring ? q.ring : tokens);
+        const int rows = static_cast<int>(held[sized(sequence)]) + 1;
         for (int part = 0; part < 2; part++) {
             i64* entries = table.data() + sequence * q.table_step + part * q.part_step;
             for (int page = 0; page * PAGE < rows; page++) {
@@ -72,8 +70,8 @@ inline void check_latents(const LatentSizes& of, const char* format, const TileR
 
     LatentAttention a{};
     const int runs = (heads + LATENT_HEADS - 1) / LATENT_HEADS;
-    a.splits = between(1, 5), a.heads = heads, a.value_dim = rank, a.rope = rope, a.ring = q.ring;
-    a.window = q.ring || between(0, 1) ? 0 : between(1, most);
+    a.splits = between(1, 5), a.heads = heads, a.value_dim = rank, a.rope = rope;
+    a.window = between(0, 1) ? 0 : between(1, most);
     a.scale = real(0.05f, 0.4f);
     std::vector<float> parts(sized(static_cast<i64>(of.sequences) * heads * a.splits * (2 + rank)), NAN);
     std::vector<u32> arrived(sized(runs * of.sequences), 0);
@@ -104,7 +102,7 @@ inline void check_latents(const LatentSizes& of, const char* format, const TileR
             return is_first ? one * c - other * s : other * c + one * s;
         };
         const i64 own = static_cast<i64>(sequence) * of_latent;
-        const int row = static_cast<int>(q.ring ? before % q.ring : before);
+        const int row = static_cast<int>(before);
         double squares = 0;
         for (int i = 0; i < rank; i++) squares += std::pow(static_cast<double>(state_at(q.latents, q.states, own + i)), 2);
         for (int i = 0; i < rank; i++) {
@@ -113,7 +111,7 @@ inline void check_latents(const LatentSizes& of, const char* format, const TileR
         }
         for (int i = 0; i < rope; i++) require(std::fabs(kept(1, row, i) - turned(q.latents, own + rank, i)) <= 8 * kept_step + 1e-5, "a key is rotated or stored wrongly");
 
-        const int seen = static_cast<int>(q.ring && before >= q.ring ? q.ring : before + 1), oldest = a.window ? std::max(0, seen - a.window) : 0;
+        const int seen = row + 1, oldest = a.window ? std::max(0, seen - a.window) : 0;
         for (int head = 0; head < heads; head++) {
             const int first = head * (of.key_dim + of.value_dim);
             const i64 from = (static_cast<i64>(sequence) * heads + head) * of_query;
@@ -144,8 +142,8 @@ inline void check_latents(const LatentSizes& of, const char* format, const TileR
                 }
                 const double found = state_at(out.data, q.states, (static_cast<i64>(sequence) * heads + head) * of.value_dim + i);
                 if (!(std::fabs(found - wanted) <= step * std::fabs(wanted) + (std::expm1(2 * moved) + 1e-4) * size + 1e-6)) {
-                    std::fprintf(stderr, "latents, %s, %d heads of %d and %d, rank %d, rope %d, %d held, window %d, ring %d, %d parts: %g, not %g\n", format, heads, of.key_dim,
-                                 of.value_dim, rank, rope, static_cast<int>(before), a.window, q.ring, a.splits, found, wanted);
+                    std::fprintf(stderr, "latents, %s, %d heads of %d and %d, rank %d, rope %d, %d held, window %d, %d parts: %g, not %g\n", format, heads, of.key_dim,
+                                 of.value_dim, rank, rope, static_cast<int>(before), a.window, a.splits, found, wanted);
                     std::exit(1);
                 }
             }

@@ -14,7 +14,7 @@
 // announced before it is there.  The tests have to see it.
 enum Mistake { kNone, kOverwritesAtOnce, kNamesTooEarly, kAnnouncesTooEarly };
 
-constexpr int32_t kLayers = 2, kExperts = 5, kChosen = 3, kHidden = 4, kSlots = 4, kWords = 3;
+constexpr int32_t kLayers = 2, kExperts = 5, kChosen = 3, kRows = 3, kHidden = 4, kSlots = 4, kWords = 3;
 constexpr int64_t kNoLimit = int64_t{1} << 62;
 
 [[noreturn]] inline void fail(const char *what, uint64_t token, int64_t more = 0) {
@@ -29,7 +29,7 @@ inline float output_of(int32_t layer, int32_t expert, uint16_t row) {
 
 struct Model {
     explicit Model(uint64_t seed, Mistake mistake)
-        : shape{kLayers, kExperts, kHidden, kChosen, 2},
+        : shape{kLayers, kExperts, kHidden, kChosen, kRows, 2},
           block(static_cast<size_t>(ExchangeMemory::bytes(shape)) + 128),
           memory(shape, reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(block.data()) + 127) & ~uintptr_t{127})),
           host(memory), worker(memory), mistake(mistake), drawn(seed), policy(seed ^ 0x9e3779b9), taken(kSlots, -1) {
@@ -44,14 +44,19 @@ struct Model {
         const uint64_t token = memory.flags->started.load() / 2;
         bool is_whole = true;
         for (int32_t layer = 0; layer < kLayers; ++layer) {
-            int64_t chosen[kChosen];
-            choose(chosen);
-            uint16_t row[kHidden];
-            for (auto &number : row) number = static_cast<uint16_t>(token * kLayers + static_cast<uint64_t>(layer));
-            const int32_t missed = card.look_up(layer, kChosen, chosen);
-            if (missed > 0) card.post(layer, row);
+            int64_t chosen[kRows * kChosen];
+            const auto rows = static_cast<int32_t>(1 + drawn() % kRows);
+            uint16_t x[kRows * kHidden];
+            for (int32_t row = 0; row < rows; ++row) {
+                choose(chosen + row * kChosen);
+                for (int32_t at = 0; at < kHidden; ++at)
+                    x[row * kHidden + at] =
+                        static_cast<uint16_t>((token * kLayers + static_cast<uint64_t>(layer)) * kRows + static_cast<uint64_t>(row));
+            }
+            const int32_t missed = card.look_up(layer, rows, kChosen, chosen);
+            if (missed > 0) card.post(layer, x);
             const SwitchyardCardLayer &record = card.record(layer);
-            for (int32_t i = 0; i < kChosen; ++i) {
+            for (int32_t i = 0; i < rows * kChosen; ++i) {
                 if (record.slots[i] < 0) continue;
                 for (const int32_t &word : slots[record.slots[i]]) {
                     SWITCHYARD_TURN();
@@ -62,18 +67,19 @@ struct Model {
             if (missed == 0) continue;
             const float *answer = card.wait(layer, pause);
             is_whole = is_whole && answer != nullptr;
-            if (answer != nullptr) check(record, token, layer, row[0], answer);
+            if (answer != nullptr) check(record, token, layer, x, answer);
         }
         whole += is_whole;
         card.finish();
     }
 
     // What the worker computes.
-    int32_t compute(int32_t layer, int32_t count, const int32_t *experts, const uint16_t *row, float *rows) {
+    int32_t compute(int32_t layer, int32_t count, const int32_t *experts, const int32_t *row_of, const uint16_t *rows,
+                    float *outputs) {
         for (int32_t i = 0; i < count; ++i)
             for (int32_t at = 0; at < kHidden; ++at) {
                 SWITCHYARD_TURN();
-                rows[i * kHidden + at] = output_of(layer, experts[i], row[at]);
+                outputs[i * kHidden + at] = output_of(layer, experts[i], rows[row_of[i] * kHidden + at]);
             }
         return 0;
     }
@@ -146,14 +152,15 @@ struct Model {
     }
 
   private:
-    void check(const SwitchyardCardLayer &record, uint64_t token, int32_t layer, uint16_t row, const float *answer) {
+    void check(const SwitchyardCardLayer &record, uint64_t token, int32_t layer, const uint16_t *x, const float *answer) {
         int32_t at = 0;
         for (int32_t expert = 0; expert < kExperts; ++expert)
-            for (int32_t i = 0; i < kChosen; ++i) {
+            for (int32_t i = 0; i < record.rows * kChosen; ++i) {
                 if (record.experts[i] != expert || record.slots[i] >= 0) continue;
                 for (int32_t number = 0; number < kHidden; ++number) {
                     SWITCHYARD_TURN();
-                    if (answer[at * kHidden + number] != output_of(layer, expert, row)) fail("a wrong answer", token, expert);
+                    const float wanted = output_of(layer, expert, x[i / kChosen * kHidden + number]);
+                    if (answer[at * kHidden + number] != wanted) fail("a wrong answer", token, expert);
                 }
                 ++at;
                 ++misses;

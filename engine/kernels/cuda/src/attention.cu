@@ -24,7 +24,6 @@ struct AttentionArguments {
     int heads, kv_heads, key_dim, value_dim;
     int window;  // tokens seen, itself included; 0: all
     int kept;    // and so many first ones
-    int ring;    // rows that tokens take in turn; 0: each has its own
     int splits;
     int states;  // type of queries, keys, values and out: see `state_at`
 };
@@ -83,7 +82,7 @@ __device__ __forceinline__ void attend(const AttentionArguments& a) {
     const int first_head = kv_head * group + in_group, count = min(ROWS, group - in_group);
     const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
 
-    const KeysOfBlock keys_of_block = keys_of(a.held[sequence], a.ring, a.window, a.kept, a.splits, split, ROUND);
+    const KeysOfBlock keys_of_block = keys_of(a.held[sequence], a.window, a.kept, a.splits, split, ROUND);
     const int used = keys_of_block.used, begin = keys_of_block.begin, end = keys_of_block.end;
     if (split >= used) return;
     const Pages<Kv> pages{a.table + sequence * a.table_step, a.part_step, kv_head, a.key_dim, a.value_dim};

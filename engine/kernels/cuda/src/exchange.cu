@@ -7,7 +7,7 @@
 // more.  Nothing that differs between tokens is an argument, since a graph repeats its arguments.
 #include "flags.h"
 
-constexpr int MOST_CHOSEN = 32;
+constexpr int MOST_CHOSEN = 32, MOST_ASKED = 128;  // experts of a row, and of all rows
 constexpr int MISSED = -1, NO_EXPERT = -2;  // in place of a slot
 
 // As `SwitchyardCardLayer` in switchyard_exchange.h.
@@ -15,9 +15,10 @@ struct LayerRecord {
     u64 token;
     i64 begun_ns, posted_ns, computed_ns, joined_ns;  // by the card's clock
     i64 taken_ns, answered_ns;                        // by the host's
+    i64 rows;
     int count, missed;
-    int experts[MOST_CHOSEN];
-    int slots[MOST_CHOSEN];
+    int experts[MOST_ASKED];
+    int slots[MOST_ASKED];
 };
 
 // As `ExchangeArguments` in exchange.py.  Distances are in bytes from the begin of `shared`.
@@ -25,14 +26,14 @@ struct ExchangeArguments {
     u8* shared;  // what both see, where the card has it
     u64* own;    // the card's: the token under way, and the last that was given up
     int* slot_of;  // [layers, experts] the card's: the table of slots, for this token
-    const i64* ids;       // [count] the experts that the layer chose
-    const float* shares;  // [count]
-    const u16* x;         // bf16 [hidden], of experts that are missed
-    const u16* outputs;   // bf16 [count, hidden], of experts in slots; null: there are no slots
-    u16* out;             // bf16 [hidden]
+    const i64* ids;       // [rows, count] the experts that the layer chose
+    const float* shares;  // [rows, count]
+    const u16* x;         // bf16 [rows, hidden], of experts that are missed
+    const u16* outputs;   // bf16 [rows, count, hidden], of experts in slots; null: there are no slots
+    u16* out;             // bf16 [rows, hidden]
     i64 limit_ns;         // for an answer
-    i64 row_at, answer_at, records_at, tables_at[2];
-    int layers, experts, hidden, depth, layer, count;
+    i64 rows_at, answer_at, records_at, tables_at[2];
+    int layers, experts, hidden, depth, layer, rows, count;
 };
 
 __device__ __forceinline__ u64* flag_of(const ExchangeArguments& a, int flag) { return reinterpret_cast<u64*>(a.shared + flag * FLAG_BYTES); }
@@ -60,13 +61,14 @@ __device__ __forceinline__ void begin(const ExchangeArguments& a) {
 // Grid: 1.
 template <int SIZE>
 __device__ __forceinline__ void post(const ExchangeArguments& a) {
-    __shared__ int found[MOST_CHOSEN];
+    __shared__ int found[MOST_ASKED];
+    const int visits = a.rows * a.count;
     const int* slot_of = a.slot_of + static_cast<i64>(a.layer) * a.experts;
     const u64 token = a.own[0];
     const bool is_given_up = a.own[1] == token;
     LayerRecord* record = record_of(a, token);
     const i64 begun_ns = card_clock_ns();
-    for (int i = threadIdx.x; i < a.count; i += SIZE) {
+    for (int i = threadIdx.x; i < visits; i += SIZE) {
         const i64 id = a.ids[i];
         const int slot = id >= 0 && id < a.experts ? slot_of[id] : NO_EXPERT;
         found[i] = slot;
@@ -75,15 +77,16 @@ __device__ __forceinline__ void post(const ExchangeArguments& a) {
     }
     __syncthreads();
     int missed = 0;
-    for (int i = 0; i < a.count; i++) missed += found[i] == MISSED;
+    for (int i = 0; i < visits; i++) missed += found[i] == MISSED;
     const bool asks = missed > 0 && !is_given_up;
-    u16* row = reinterpret_cast<u16*>(a.shared + a.row_at);
-    for (int i = threadIdx.x; asks && i < a.hidden; i += SIZE) row[i] = a.x[i];
+    u16* rows = reinterpret_cast<u16*>(a.shared + a.rows_at);
+    for (int i = threadIdx.x; asks && i < a.rows * a.hidden; i += SIZE) rows[i] = a.x[i];
     if (threadIdx.x == 0) {
         record->token = token;
         record->begun_ns = begun_ns;
         record->posted_ns = asks ? card_clock_ns() : 0;
         record->computed_ns = record->joined_ns = record->taken_ns = record->answered_ns = 0;
+        record->rows = a.rows;
         record->count = a.count;
         record->missed = missed;
     }
@@ -110,24 +113,32 @@ __device__ __forceinline__ bool is_answered(const ExchangeArguments& a, u64 toke
     }
 }
 
-// Grid: pieces of a row.  Outputs are added in the order of the experts' numbers, whoever computed
-// them: bf16, as the kernels of products give them.
+// Grid: pieces of a row; rows.  Outputs are added in the order of the experts' numbers, whoever computed
+// them: bf16, as the kernels of products give them.  The host's come by experts, of each by rows.
 template <int SIZE>
 __device__ __forceinline__ void join(const ExchangeArguments& a) {
-    __shared__ int in_order[MOST_CHOSEN];   // visits, by their experts
+    __shared__ int in_order[MOST_CHOSEN];   // visits of the row, by their experts
     __shared__ int answer_of[MOST_CHOSEN];  // by visits: the row of the answer; less: none is needed, or nobody computes it
-    __shared__ bool is_there;
+    __shared__ bool is_asked, is_there;     // whether the host was asked about any row, and has answered
     const int* slot_of = a.slot_of + static_cast<i64>(a.layer) * a.experts;
+    const int row = static_cast<int>(blockIdx.y), first = row * a.count;
+    const bool is_first = blockIdx.x == 0 && row == 0 && threadIdx.x == 0;
     const u64 token = a.own[0];
     LayerRecord* record = record_of(a, token);
-    if (blockIdx.x == 0 && threadIdx.x == 0) record->computed_ns = card_clock_ns();
-    for (int i = threadIdx.x; i < a.count; i += SIZE) {
+    if (is_first) record->computed_ns = card_clock_ns();
+    if (threadIdx.x == 0) is_asked = false;
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.rows * a.count; i += SIZE) {
         const i64 id = a.ids[i];
+        if (id >= 0 && id < a.experts && slot_of[id] == MISSED) is_asked = true;
+    }
+    for (int i = threadIdx.x; i < a.count; i += SIZE) {
+        const i64 id = a.ids[first + i];
         int before = 0, missed_before = 0;
-        for (int other = 0; other < a.count; other++) {
+        for (int other = 0; other < a.rows * a.count; other++) {
             const i64 of = a.ids[other];
-            if (of > id || (of == id && other >= i)) continue;
-            before++;
+            if (of > id || (of == id && other >= first + i)) continue;
+            before += other >= first && other < first + a.count;
             missed_before += of >= 0 && of < a.experts && slot_of[of] == MISSED;
         }
         const int slot = id >= 0 && id < a.experts ? slot_of[id] : NO_EXPERT;
@@ -135,24 +146,22 @@ __device__ __forceinline__ void join(const ExchangeArguments& a) {
         answer_of[i] = slot == MISSED ? missed_before : slot < 0 ? NO_EXPERT : MISSED;
     }
     __syncthreads();
-    bool waits = false;
-    for (int i = 0; i < a.count; i++) waits = waits || answer_of[i] >= 0;
-    if (threadIdx.x == 0) is_there = !waits || is_answered(a, token);
+    if (threadIdx.x == 0) is_there = !is_asked || is_answered(a, token);
     __syncthreads();
     const float* answer = reinterpret_cast<const float*>(a.shared + a.answer_at);
     const int step = SIZE * static_cast<int>(gridDim.x);
     for (int column = static_cast<int>(blockIdx.x * SIZE + threadIdx.x); column < a.hidden; column += step) {
         float sum = 0;
         for (int i = 0; i < a.count; i++) {
-            const int visit = in_order[i], row = answer_of[visit];
-            if (row == NO_EXPERT || (row >= 0 && !is_there)) continue;
-            const Bf16 output = row >= 0 ? Bf16::of(load_shared(answer + static_cast<i64>(row) * a.hidden + column))
-                                         : Bf16{a.outputs[static_cast<i64>(visit) * a.hidden + column]};
-            sum = fmaf(a.shares[visit], output.value(), sum);
+            const int visit = in_order[i], from = answer_of[visit];
+            if (from == NO_EXPERT || (from >= 0 && !is_there)) continue;
+            const Bf16 output = from >= 0 ? Bf16::of(load_shared(answer + static_cast<i64>(from) * a.hidden + column))
+                                          : Bf16{a.outputs[static_cast<i64>(first + visit) * a.hidden + column]};
+            sum = fmaf(a.shares[first + visit], output.value(), sum);
         }
-        a.out[column] = Bf16::of(sum).bits;
+        a.out[static_cast<i64>(row) * a.hidden + column] = Bf16::of(sum).bits;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) record->joined_ns = card_clock_ns();
+    if (is_first) record->joined_ns = card_clock_ns();
 }
 
 // Grid: 1.

@@ -18,7 +18,7 @@ struct LatentAttention {
     i64 table_step, part_step;
     float scale;
     int heads, value_dim, rope;  // value_dim: of a latent
-    int window, ring, splits;    // as in attention.cu
+    int window, splits;          // as in attention.cu
 };
 
 __device__ __forceinline__ float fade_by_sink(const LatentAttention&, int, float, float*) { return 1; }
@@ -36,7 +36,7 @@ __device__ __forceinline__ void attend_to_latents(const LatentAttention& a) {
     __shared__ float largest_of[WARPS][ROWS], total_of[WARPS][ROWS];
     const int first_head = static_cast<int>(blockIdx.y) * ROWS, count = min(ROWS, a.heads - first_head);
     const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x), lane = lane_number();
-    const KeysOfBlock keys = keys_of(a.held[sequence], a.ring, a.window, 0, a.splits, split, ROUND);
+    const KeysOfBlock keys = keys_of(a.held[sequence], a.window, 0, a.splits, split, ROUND);
     if (split >= keys.used) return;
     const i64* entries = a.table + sequence * a.table_step;
 

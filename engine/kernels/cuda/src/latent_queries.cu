@@ -24,7 +24,6 @@ struct LatentQueries {
     int takes_pairs, makes_pairs;  // pairs are neighbours, before and after; else they are half of `rope` apart
     int rounds_once;               // whether a rotated element is rounded only in the end, not each product, too
     int norm_rounds_once;          // as in norm.cu
-    int ring;                      // rows that tokens take in turn; 0: each has its own
     int states, weight_states, angle_states, kept_states;
     float epsilon, offset;  // of the norm
 };
@@ -53,8 +52,7 @@ __device__ __forceinline__ void keep(const LatentQueries& a, u8* row, int at, fl
 // Norms the token's own latent and rotates its key, to where the context lies.  By a block of threads.
 __device__ __forceinline__ void keep_latent(const LatentQueries& a, int sequence) {
     const i64 from = static_cast<i64>(sequence) * (a.rank + a.rope);
-    const i64 held = a.held[sequence];
-    const int token = static_cast<int>(a.ring ? held % a.ring : held), bytes = a.kept_states == 2 ? 4 : 2;
+    const int token = static_cast<int>(a.held[sequence]), bytes = a.kept_states == 2 ? 4 : 2;
     const i64* entries = a.table + sequence * a.table_step;
     float total = 0;
     for (int i = threadIdx.x; i < a.rank; i += THREADS) {

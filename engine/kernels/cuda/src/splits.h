@@ -17,12 +17,11 @@ struct KeysOfBlock {
     __device__ __forceinline__ bool has_token() const { return row_of_token - hidden >= begin && row_of_token - hidden < end; }
 };
 
-// Of a sequence that holds so many tokens before its own: rows in turns of `ring`, of which a token sees `window`, itself
-// included (0: all), and the first `kept`.  A part is a multiple of `round` keys.
-__device__ __forceinline__ KeysOfBlock keys_of(i64 held, int ring, int window, int kept, int splits, int split, int round) {
-    const int row_of_token = static_cast<int>(ring ? held % ring : held);
-    const int rows = static_cast<int>(ring && held >= ring ? ring : held + 1);
-    const int oldest = window && !ring ? max(0, rows - window) : 0;
+// Of a sequence that holds so many tokens before its own, which sees `window` of them, itself included (0: all), and the
+// first `kept`.  A part is a multiple of `round` keys.
+__device__ __forceinline__ KeysOfBlock keys_of(i64 held, int window, int kept, int splits, int split, int round) {
+    const int row_of_token = static_cast<int>(held), rows = row_of_token + 1;
+    const int oldest = window ? max(0, rows - window) : 0;
     const int first = min(kept, oldest), hidden = oldest - first, seen = rows - hidden;
     const int share = ((seen + splits - 1) / splits + round - 1) / round * round;
     const int begin = split * share;

@@ -12,8 +12,9 @@ SwitchyardExchange::SwitchyardExchange(const SwitchyardExchangeShape &shape, voi
       host(memory),
       limit_ns(limit),
       layers(of_layers, of_layers + shape.layers),
-      thread(memory, *pool, [this, pool](int32_t layer, int32_t count, const int32_t *experts, const uint16_t *x, float *rows) {
-          return experts_apart(pool, *layers[static_cast<size_t>(layer)], count, experts, x, rows);
+      thread(memory, *pool, [this, pool](int32_t layer, int32_t count, const int32_t *experts, const int32_t *row_of,
+                                         const uint16_t *x, float *outputs) {
+          return experts_apart(pool, *layers[static_cast<size_t>(layer)], count, experts, row_of, x, outputs);
       }) {}
 
 SWITCHYARD_API int64_t switchyard_exchange_bytes(const SwitchyardExchangeShape *shape) {
@@ -33,7 +34,7 @@ SWITCHYARD_API void switchyard_exchange_layout(const SwitchyardExchange *exchang
     const ExchangeMemory &memory = exchange->memory;
     const auto *begin = reinterpret_cast<const uint8_t *>(memory.flags);
     const auto distance = [begin](const void *to) { return static_cast<const uint8_t *>(to) - begin; };
-    *layout = {distance(memory.row), distance(memory.answer), distance(memory.records),
+    *layout = {distance(memory.rows), distance(memory.answer), distance(memory.records),
                {distance(memory.tables[0]), distance(memory.tables[1])}};
 }
 

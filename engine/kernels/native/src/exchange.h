@@ -4,13 +4,13 @@
 //
 // Who writes what, in memory that both see (pinned and mapped where the card is a real one):
 //   host    started: a token's number and which copy of the slot table it reads; cancelled; stopped; the other copy
-//   card    the records of its layers, the row that experts are asked about, posted, overdue, finished
-//   worker  the rows that it answers with, its stamps in a record, failed, answered
+//   card    the records of its layers, the rows that experts are asked about, posted, overdue, finished
+//   worker  the outputs that it answers with, its stamps in a record, failed, answered
 //
 // Every flag has one writer, and a number in it that only grows: nothing is reset, so no reset can be late or lost.  A
 // flag is stored with release after all that it announces, and loaded with acquire before any of that is read; a card
 // does the same with .release.sys and .acquire.sys.  What is not a flag needs no order of its own:
-//   - the row, the record and its chosen experts are written before `posted`, and not again before `answered` has
+//   - the rows, the record and its chosen experts are written before `posted`, and not again before `answered` has
 //     reached it (one request at a time; after a cancel, the host starts no token before that);
 //   - the answer is written after `posted` and before `answered`, and read after `answered`;
 //   - a copy of the slot table is written by the host while no token reads it: the token under way reads the other one,
@@ -59,7 +59,7 @@ class ExchangeMemory {
     ExchangeMemory(const SwitchyardExchangeShape &shape, void *memory)
         : shape(shape), flags(static_cast<ExchangeFlags *>(memory)) {
         auto *at = static_cast<uint8_t *>(memory) + sizeof(ExchangeFlags);
-        row = reinterpret_cast<uint16_t *>(take(at, row_bytes(shape)));
+        rows = reinterpret_cast<uint16_t *>(take(at, row_bytes(shape)));
         answer = reinterpret_cast<float *>(take(at, answer_bytes(shape)));
         records = reinterpret_cast<SwitchyardCardLayer *>(take(at, record_bytes(shape)));
         for (auto &table : tables) table = reinterpret_cast<int32_t *>(take(at, table_bytes(shape)));
@@ -84,8 +84,8 @@ class ExchangeMemory {
 
     const SwitchyardExchangeShape shape;
     ExchangeFlags *flags;
-    uint16_t *row;                 // bf16 [hidden]: the input of the missed experts
-    float *answer;                 // [most, hidden]: their outputs, in ascending order of the experts
+    uint16_t *rows;                // bf16 [rows, hidden]: the input of the missed experts
+    float *answer;                 // [missed, hidden]: their outputs, by experts in ascending order, of each by rows
     SwitchyardCardLayer *records;  // [depth, layers]
     int32_t *tables[2];            // [layers, experts]: the slot of each, or kMissed
 
@@ -96,8 +96,10 @@ class ExchangeMemory {
         at += padded(bytes);
         return begin;
     }
-    static int64_t row_bytes(const SwitchyardExchangeShape &shape) { return int64_t{2} * shape.hidden; }
-    static int64_t answer_bytes(const SwitchyardExchangeShape &shape) { return int64_t{4} * shape.most * shape.hidden; }
+    static int64_t row_bytes(const SwitchyardExchangeShape &shape) { return int64_t{2} * shape.rows * shape.hidden; }
+    static int64_t answer_bytes(const SwitchyardExchangeShape &shape) {
+        return int64_t{4} * shape.rows * shape.most * shape.hidden;
+    }
     static int64_t record_bytes(const SwitchyardExchangeShape &shape) {
         return static_cast<int64_t>(sizeof(SwitchyardCardLayer)) * shape.depth * shape.layers;
     }
@@ -176,15 +178,16 @@ class ExchangeCard {
         table_ = memory_.tables[started % 2];
     }
 
-    // Looks up a layer's experts, [count], in the table.  How many of them are missed.
-    int32_t look_up(int32_t layer, int32_t count, const int64_t *experts) {
+    // Looks up a layer's experts, [rows, count], in the table.  How many of them are missed.
+    int32_t look_up(int32_t layer, int32_t rows, int32_t count, const int64_t *experts) {
         SwitchyardCardLayer &record = memory_.record(token_, layer);
         record.token = token_;
         record.begun_ns = clock_ns();
         record.posted_ns = record.taken_ns = record.answered_ns = 0;
+        record.rows = rows;
         record.count = count;
         record.missed = 0;
-        for (int32_t i = 0; i < count; ++i) {
+        for (int32_t i = 0; i < rows * count; ++i) {
             SWITCHYARD_TURN();
             const bool is_expert = experts[i] >= 0 && experts[i] < memory_.shape.experts;
             const int32_t slot = is_expert ? table_[int64_t{layer} * memory_.shape.experts + experts[i]] : kNobody;
@@ -194,19 +197,20 @@ class ExchangeCard {
         }
         return record.missed;
     }
-    // Asks for what was missed, of bf16 x [hidden]; asks no more once the token is given up.
+    // Asks for what was missed, of bf16 x [rows, hidden]; asks no more once the token is given up.
     void post(int32_t layer, const uint16_t *x) {
         if (is_given_up_ || flags().cancelled.load() >= token_ || flags().stopped.load()) {
             is_given_up_ = true;
             return;
         }
-        memory_.record(token_, layer).posted_ns = clock_ns();
+        SwitchyardCardLayer &record = memory_.record(token_, layer);
+        record.posted_ns = clock_ns();
         SWITCHYARD_TURN();
-        std::memcpy(memory_.row, x, sizeof(uint16_t) * memory_.shape.hidden);
+        std::memcpy(memory_.rows, x, sizeof(uint16_t) * static_cast<size_t>(record.rows) * memory_.shape.hidden);
         flags().posted.store(memory_.sequence(token_, layer));
     }
-    // Waits for what was asked for: [missed, hidden], in ascending order of the experts.  Null: the token was cancelled,
-    // or the answer took longer than the limit, after which nothing more is asked.
+    // Waits for what was asked for: [missed, hidden], by experts in ascending order, of each by rows.  Null: the token was
+    // cancelled, or the answer took longer than the limit, after which nothing more is asked.
     template <class Pause> float *wait(int32_t layer, Pause pause) {
         const uint64_t sequence = memory_.sequence(token_, layer);
         int64_t begun_ns = 0;
@@ -243,8 +247,8 @@ class ExchangeWorker {
   public:
     explicit ExchangeWorker(const ExchangeMemory &memory) : memory_(memory) {}
 
-    // Computes what is asked for, if anything is and nobody does: compute(layer, count, experts in ascending order, row,
-    // rows) -> 0, or else the token has failed.
+    // Computes what is asked for, if anything is and nobody does: compute(layer, count, experts in ascending order, the row
+    // of each, rows, outputs) -> 0, or else the token has failed.
     template <class Compute> bool serve(Compute compute) {
         if (flags().posted.load() == flags().answered.load()) return false;
         SWITCHYARD_TURN();
@@ -268,15 +272,19 @@ class ExchangeWorker {
         const int32_t layer = memory_.layer_of(sequence);
         SwitchyardCardLayer &record = memory_.record(memory_.token_of(sequence), layer);
         record.taken_ns = clock_ns();
-        int32_t experts[SWITCHYARD_MOST_CHOSEN], count = 0;
-        for (int32_t i = 0; i < record.count; ++i) {
+        int32_t experts[SWITCHYARD_MOST_VISITS], row_of[SWITCHYARD_MOST_VISITS], count = 0;
+        for (int32_t i = 0; i < record.rows * record.count; ++i) {
             SWITCHYARD_TURN();
             if (record.slots[i] != kMissed) continue;
             int32_t at = count++;
-            for (; at > 0 && experts[at - 1] > record.experts[i]; --at) experts[at] = experts[at - 1];
+            for (; at > 0 && experts[at - 1] > record.experts[i]; --at) {
+                experts[at] = experts[at - 1];
+                row_of[at] = row_of[at - 1];
+            }
             experts[at] = record.experts[i];
+            row_of[at] = i / record.count;
         }
-        if (compute(layer, count, experts, memory_.row, memory_.answer)) flags().failed.store(sequence);
+        if (compute(layer, count, experts, row_of, memory_.rows, memory_.answer)) flags().failed.store(sequence);
         record.answered_ns = clock_ns();
         served_ = sequence;
         flags().answered.store(sequence);

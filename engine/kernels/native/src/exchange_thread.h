@@ -9,8 +9,8 @@
 
 class ExchangeThread final : public Watch {
   public:
-    // (layer, count, experts in ascending order, row, rows) -> 0, or else the token has failed.
-    using Compute = std::function<int32_t(int32_t, int32_t, const int32_t *, const uint16_t *, float *)>;
+    // As for `ExchangeWorker::serve`.
+    using Compute = std::function<int32_t(int32_t, int32_t, const int32_t *, const int32_t *, const uint16_t *, float *)>;
 
     ExchangeThread(const ExchangeMemory &memory, SwitchyardPool &pool, Compute compute)
         : worker_(memory), pool_(pool), compute_(std::move(compute)) {

@@ -176,16 +176,13 @@ void ExpertsRun::work_apart() {
 }
 
 int32_t experts_apart(SwitchyardPool *pool, const SwitchyardExperts &experts, int32_t count, const int32_t *ids,
-                      const uint16_t *x, float *rows) try {
+                      const int32_t *row_of, const uint16_t *x, float *outputs) try {
     static thread_local ExpertsCall call;
-    static thread_local std::vector<int64_t> index;
-    static thread_local std::vector<float> weights;
-    index.assign(ids, ids + count);
-    weights.assign(static_cast<size_t>(count), 1.0f);
-    call.begin(&experts, 1, nullptr);
-    call.visits.group(experts.count, 1, count, index.data(), weights.data());
-    call.reserve(call.visits.count(), rows);
-    call.x.set(call.kernels, 0, x);
+    const int32_t rows = count ? *std::max_element(row_of, row_of + count) + 1 : 0;
+    call.begin(&experts, rows, nullptr);
+    call.visits.take(count, ids, row_of);
+    call.reserve(call.visits.count(), outputs);
+    for (int32_t row = 0; row < rows; ++row) call.x.set(call.kernels, row, x + int64_t{row} * experts.hidden);
     const auto active = static_cast<int64_t>(call.visits.active.size());
     ExpertsRun run(call, active, call.visits.count(), pool->threads());
     pool->run_all([](void *argument) { static_cast<ExpertsRun *>(argument)->work_apart(); }, &run);

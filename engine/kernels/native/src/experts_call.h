@@ -65,7 +65,7 @@ struct ExpertsRun {
     void add_up();
 };
 
-// The outputs of different experts, in ascending order, for one token, x bf16 [hidden]: rows [count, hidden].  1 if there was
-// no memory.
+// The outputs of experts in ascending order, each for one row of x, bf16 [rows, hidden], up to kDecodeTokens of them:
+// outputs [count, hidden].  1 if there was no memory.
 int32_t experts_apart(SwitchyardPool *pool, const SwitchyardExperts &experts, int32_t count, const int32_t *ids,
-                      const uint16_t *x, float *rows);
+                      const int32_t *row_of, const uint16_t *x, float *outputs);

@@ -160,34 +160,33 @@ struct OnCardRun {
     static constexpr int kThreads = 2;  // the caller, and the host's once it has no more to do
 };
 
-// The routed token's experts on an emulated card, whose thread is the caller: those in slots, while the host computes the
-// others; whoever is done first helps.  Outputs are added up as if all were in one place, so the sum does not depend on
+// The routed tokens' experts on an emulated card, whose thread is the caller: those in slots, while the host computes the
+// others; whoever is done first helps.  Outputs are added up as if all were in one place, so the sums do not depend on
 // which were.
 void compute_on_card(SparseStep &step) {
     const auto &block = *step.block;
-    const int32_t layer = block.card->layer, top_k = block.router.top_k;
+    const int32_t layer = block.card->layer, top_k = block.router.top_k, visits = step.tokens * top_k;
     SwitchyardExchange &exchange = *block.card->exchange;
     ExchangeCard &card = *exchange.card;
     const uint16_t *given = block.experts_norm ? step.others.data() : step.normed.data();
-    const bool asks = card.look_up(layer, top_k, step.chosen) > 0;
+    const bool asks = card.look_up(layer, step.tokens, top_k, step.chosen) > 0;
     if (asks && !exchange.in_turn) card.post(layer, given);
     SwitchyardCardLayer &record = card.record(layer);
 
-    int64_t found[SWITCHYARD_MOST_CHOSEN];
-    float shares[SWITCHYARD_MOST_CHOSEN];
+    int64_t found[SWITCHYARD_MOST_VISITS];
     int32_t hits = 0;
     step.found.assign(static_cast<size_t>(block.experts.count), nullptr);
-    for (int32_t i = 0; i < top_k; ++i) {
-        if (record.slots[i] < 0) continue;
-        step.found[static_cast<size_t>(step.chosen[i])] = block.card->slots[record.slots[i]];
-        found[hits] = step.chosen[i];
-        shares[hits++] = step.shares[i];
+    for (int32_t i = 0; i < visits; ++i) {
+        const bool is_hit = record.slots[i] >= 0;
+        found[i] = is_hit ? step.chosen[i] : -1;
+        hits += is_hit;
+        if (is_hit) step.found[static_cast<size_t>(step.chosen[i])] = block.card->slots[record.slots[i]];
     }
     SwitchyardExperts in_slots = block.experts;
     in_slots.scattered = step.found.data();
     for (auto *part : {&in_slots.first, &in_slots.down}) part->step = part->second_step = part->bias_step = 0;
     step.call.layer = &in_slots;
-    step.call.visits.group(block.experts.count, 1, hits, found, shares);
+    step.call.visits.group(block.experts.count, step.tokens, top_k, found, step.shares);
     step.call.reserve(step.call.visits.count());
     OnCardRun run(step, hits);
     exchange.thread.beside.run([](void *argument) { static_cast<OnCardRun *>(argument)->work(); }, &run, [] {});
@@ -199,21 +198,23 @@ void compute_on_card(SparseStep &step) {
         if (!exchange.thread.help(seen)) pause();
     };
     if (asks && (answer = card.wait(layer, help)) == nullptr) {
-        std::copy_n(step.call.residual, block.experts.hidden, step.out);  // given up: nobody reads it
+        std::copy_n(step.call.residual, step.tokens * int64_t{block.experts.hidden}, step.out);  // given up: nobody reads it
         return;
     }
     step.call.layer = &block.experts;
     const std::vector<float *> computed = step.call.outputs;
-    step.call.visits.group(block.experts.count, 1, top_k, step.chosen, step.shares);
+    step.call.visits.group(block.experts.count, step.tokens, top_k, step.chosen, step.shares);
     step.call.outputs.clear();
     size_t hit = 0;
-    for (const int32_t expert : step.call.visits.active) {
-        const bool is_hit = step.found[static_cast<size_t>(expert)] != nullptr;
-        step.call.outputs.push_back(is_hit ? computed[hit++] : answer);
-        if (!is_hit) answer += block.experts.hidden;
+    for (size_t which = 0; which < step.call.visits.active.size(); ++which) {
+        const bool is_hit = step.found[static_cast<size_t>(step.call.visits.active[which])] != nullptr;
+        for (int32_t visit = step.call.visits.first[which]; visit < step.call.visits.first[which + 1]; ++visit) {
+            step.call.outputs.push_back(is_hit ? computed[hit++] : answer);
+            if (!is_hit) answer += block.experts.hidden;
+        }
     }
     ExpertsRun(step.call, 0, 0, 1).add_up();
-    if (block.after_norm) add_joined(step, 0, 1);
+    if (block.after_norm) add_joined(step, 0, step.tokens);
     record.joined_ns = clock_ns();
 }
 

@@ -3,7 +3,8 @@
 #pragma once
 #include "switchyard_kernels.h"
 
-enum { SWITCHYARD_MOST_CHOSEN = 32 };  // experts of a token and layer
+// A token here is a step: of one token of a model, or of a few rows that are computed together.
+enum { SWITCHYARD_MOST_CHOSEN = 32, SWITCHYARD_MOST_VISITS = 128 };  // experts of a row and layer; of all rows
 
 // What became of a token.
 enum {
@@ -13,10 +14,11 @@ enum {
     SWITCHYARD_TOKEN_OVERDUE = 3
 };
 
-// layers: with experts.  experts: most of a layer.  hidden: of a row.  most: experts that a token chooses in a layer, up
-// to SWITCHYARD_MOST_CHOSEN.  depth: tokens whose records are kept.
+// layers: with experts.  experts: most of a layer.  hidden: of a row.  most: experts that a row chooses in a layer, up to
+// SWITCHYARD_MOST_CHOSEN.  rows: most of a token; these choose up to SWITCHYARD_MOST_VISITS.  depth: tokens whose records are
+// kept.
 typedef struct {
-    int32_t layers, experts, hidden, most, depth;
+    int32_t layers, experts, hidden, most, rows, depth;
 } SwitchyardExchangeShape;
 
 // What a layer did in a token, by the clock of Python's time.perf_counter_ns: when it looked up its experts, asked for
@@ -26,15 +28,16 @@ typedef struct {
     uint64_t token;
     int64_t begun_ns, posted_ns, computed_ns, joined_ns;
     int64_t taken_ns, answered_ns;
-    int32_t count, missed;
-    int32_t experts[SWITCHYARD_MOST_CHOSEN];
-    int32_t slots[SWITCHYARD_MOST_CHOSEN];  // -1: missed; -2: no expert
+    int64_t rows;
+    int32_t count, missed;                   // experts of each row; visits of all rows to experts that have no slot
+    int32_t experts[SWITCHYARD_MOST_VISITS];  // [rows, count]
+    int32_t slots[SWITCHYARD_MOST_VISITS];    // -1: missed; -2: no expert
 } SwitchyardCardLayer;
 
 // Where everything lies in the memory of an exchange, in bytes from its begin: for a real card's kernels, which get these as
 // numbers.
 typedef struct {
-    int64_t row, answer, records, tables[2];
+    int64_t rows, answer, records, tables[2];
 } SwitchyardExchangeLayout;
 
 typedef struct SwitchyardExchange SwitchyardExchange;

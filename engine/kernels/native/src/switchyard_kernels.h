@@ -116,7 +116,7 @@ typedef struct {
     // rows: down(activation(up(x))).
     SwitchyardMatrix shared_gate_proj, shared_up_proj, shared_down_proj;
     const uint16_t *shared_gate;  // bf16 [hidden], or null
-    const SwitchyardCardExperts *card;  // or null; single tokens, between switchyard_exchange_start and _end
+    const SwitchyardCardExperts *card;  // or null; between switchyard_exchange_start and _end
     const uint16_t *after_norm;  // bf16 [hidden], or null
     float epsilon;
     float norm_offset;           // added to the weights of its norms

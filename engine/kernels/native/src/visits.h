@@ -35,6 +35,20 @@ struct Visits {
         }
     }
 
+    // Those of experts in ascending order, each by one token.
+    void take(int32_t count, const int32_t *experts, const int32_t *tokens) {
+        active.clear();
+        first.clear();
+        for (int32_t i = 0; i < count; ++i) {
+            if (i > 0 && experts[i] == experts[i - 1]) continue;
+            active.push_back(experts[i]);
+            first.push_back(i);
+        }
+        first.push_back(count);
+        token.assign(tokens, tokens + count);
+        weight.assign(static_cast<size_t>(count), 1.0f);
+    }
+
   private:
     std::vector<int32_t> tally_;
 };

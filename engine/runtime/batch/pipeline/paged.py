@@ -14,7 +14,15 @@ from engine.devices.device import upload
 from engine.kernels.gpu.attention_proof import attention_of
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, PagedLayer, Piece, Pieces, attend
+from engine.kernels.native.paged_attention import (
+    PAGE_TOKENS,
+    AttentionTerms,
+    PagedLayer,
+    Piece,
+    Pieces,
+    attend,
+    pages_from,
+)
 from engine.kernels.reference import attend_in_torch, store_tokens
 from engine.runtime.kv.parts import parts_of_pages
 from engine.runtime.kv.tabled import gathered_pages
@@ -187,15 +195,18 @@ class PlacedRows:
     """Where the tokens of some rows are, as arrays on the host.
 
     Attributes:
-        pages: int64 [R, P], page numbers, 0 beyond a row's own.
+        pages: int64 [R, P], page numbers, 0 beyond a row's own and where a window has passed.
         held, end: int64 [R], tokens before, and with the new ones.
         tokens, first: new ones of each row, and the place of the first one among all.
         of_row, position: int64 [T], the row of each new token and its place in the row.
         page, slot: int64 [T], its page and its place there.
+
+    Args:
+        window: of the layers; 0 without one.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
-        self.pages = pad_sequence([piece.pages.long() for piece in pieces.pieces], batch_first=True)
+    def __init__(self, pieces: Pieces, window: int = 0) -> None:
+        self.pages = pad_sequence([pages_from(piece, window).long() for piece in pieces.pieces], batch_first=True)
         self.held = torch.tensor([piece.held for piece in pieces.pieces])
         self.tokens = [piece.tokens for piece in pieces.pieces]
         counts = torch.tensor(self.tokens)
