@@ -3933,7 +3933,7 @@ negativo</translation>
         </message>
         <message>
             <source>Too large</source>
-            <translation>Demasiado grande</translation>
+            <translation>No cabe</translation>
         </message>
         <message>
             <source>original</source>
@@ -4857,7 +4857,7 @@ negativo</translation>
         </message>
         <message>
             <source>Converting weights; later starts skip this</source>
-            <translation>Convirtiendo los pesos; los próximos inicios lo omiten</translation>
+            <translation>Convirtiendo los pesos, solo esta vez</translation>
         </message>
         <message>
             <source>Loading the model</source>
@@ -8404,7 +8404,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
         <message>
             <source>off</source>
-            <translation>desactivado</translation>
+            <translation>no</translation>
         </message>
         <message>
             <source>Top-p</source>
@@ -8440,7 +8440,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
         <message>
             <source>random</source>
-            <translation>aleatoria</translation>
+            <translation>al azar</translation>
         </message>
         <message>
             <source>Stop strings</source>
