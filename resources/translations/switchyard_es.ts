@@ -8404,7 +8404,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
         <message>
             <source>off</source>
-            <translation>no</translation>
+            <translation>desactivado</translation>
         </message>
         <message>
             <source>Top-p</source>
@@ -8440,7 +8440,7 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
         <message>
             <source>random</source>
-            <translation>al azar</translation>
+            <translation>aleatoria</translation>
         </message>
         <message>
             <source>Stop strings</source>
