@@ -57,6 +57,7 @@ _NOTED = (
     QT_TRANSLATE_NOOP("Engine", "on-demand"),
     QT_TRANSLATE_NOOP("Engine", "whole-layer prefetch"),
     QT_TRANSLATE_NOOP("Engine", "the other weights and the KV cache"),
+    QT_TRANSLATE_NOOP("Engine", "the weights and the KV cache"),
     QT_TRANSLATE_NOOP("Engine", "From now on: {0}, {1} tokens/s."),
     QT_TRANSLATE_NOOP("Engine", "Before: {0} tokens/s, so {1} times."),
     QT_TRANSLATE_NOOP("Engine", "Before, it could not run."),

@@ -29,8 +29,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.process.ray_driver import INSTALL
-from engine.remote.ray_link import Link, Message, RayLink
-from engine.remote.ray_rows import ClusterJob, RayRows
+from engine.protocol import ClusterEvent, ClusterJob, ClusterNodes
+from engine.remote.ray_link import Link, RayLink
+from engine.remote.ray_rows import RayRows
 
 _MEMORY = 4 * 10**9
 _WARM_ROWS = 32
@@ -75,12 +76,13 @@ class _FewNodes:
         self._link, self._nodes = link, nodes
         self.send, self.close = link.send, link.close
 
-    def events(self, wait_s: float) -> list[Message]:
-        found = self._link.events(wait_s)
-        for event in found:
-            if event["said"] == "nodes":
-                event["nodes"] = [each for each in event["nodes"] if each["id"] in self._nodes]
-        return found
+    def events(self, wait_s: float) -> list[ClusterEvent]:
+        return [
+            ClusterNodes(tuple(each for each in event.nodes if each.ident in self._nodes))
+            if isinstance(event, ClusterNodes)
+            else event
+            for event in self._link.events(wait_s)
+        ]
 
 
 class _OnNodes:

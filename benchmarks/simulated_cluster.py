@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -21,8 +21,19 @@ from engine.bench.report import Report
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
-from engine.remote.ray_link import Message
-from engine.remote.ray_rows import ClusterJob, RayRows
+from engine.protocol import (
+    ClusterEvent,
+    ClusterJob,
+    ClusterNode,
+    ClusterNodes,
+    DropRows,
+    GiveRows,
+    NodeAnswers,
+    NodeCommand,
+    NodeReady,
+    StartNode,
+)
+from engine.remote.ray_rows import RayRows
 
 _TELL_S = 1.0
 _NODES_S = 2.0
@@ -39,14 +50,8 @@ class _Node:
         self.life = 0
         self.rows: deque[int] = deque()
         self.owed = 0.0
-        self.known: dict[str, Any] = {
-            "id": self.ident,
-            "name": f"node {number}",
-            "host": f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}",
-            "cpus": 8.0,
-            "gpus": 0.0,
-            "memory": 32 * 10**9,
-        }
+        host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        self.known = ClusterNode(self.ident, f"node {number}", host, 8.0, 0.0, 32 * 10**9)
 
 
 class SimulatedRay:
@@ -68,26 +73,26 @@ class SimulatedRay:
         """Its time, for whoever speaks to it."""
         return self.now
 
-    def send(self, command: Message) -> None:
-        node = self._of[command["node"]]
-        if command["do"] == "start":
-            node.life = command["life"]
+    def send(self, command: NodeCommand) -> None:
+        node = self._of[command.node]
+        if isinstance(command, StartNode):
+            node.life = command.life
             loads_s = self._chance.uniform(2.0, 4.0)
             heapq.heappush(self._due, (self.now + loads_s, int(node.ident, 16)))
-        elif command["do"] == "give":
-            node.rows.extend(ticket for ticket, _fields in command["rows"])
-        elif command["do"] == "drop":
-            gone = set(command["tickets"])
+        elif isinstance(command, GiveRows):
+            node.rows.extend(row.row for row in command.rows)
+        elif isinstance(command, DropRows):
+            gone = set(command.tickets)
             node.rows = deque(ticket for ticket in node.rows if ticket not in gone)
 
-    def events(self, wait_s: float) -> list[Message]:
+    def events(self, wait_s: float) -> list[ClusterEvent]:
         """See `Link`: time passes here alone."""
         next_s = min(self._due[0][0] if self._due else self.now + wait_s, self._lists_at_s)
         self.now = min(self.now + wait_s, max(self.now, next_s) + _MOMENT_S)
-        said: list[Message] = []
+        said: list[ClusterEvent] = []
         if self.now >= self._lists_at_s:
             self._lists_at_s = self.now + _NODES_S
-            said.append({"said": "nodes", "nodes": [node.known for node in self._nodes]})
+            said.append(ClusterNodes(tuple(node.known for node in self._nodes)))
         while self._due and self._due[0][0] <= self.now:
             due_s, number = heapq.heappop(self._due)
             said.append(self._says(self._nodes[number], due_s))
@@ -96,34 +101,19 @@ class SimulatedRay:
     def close(self) -> None:
         """See `Link`."""
 
-    def _says(self, node: _Node, due_s: float) -> Message:
+    def _says(self, node: _Node, due_s: float) -> ClusterEvent:
         heapq.heappush(self._due, (due_s + _TELL_S, int(node.ident, 16)))
-        about = {"node": node.ident, "life": node.life}
         if node.owed == 0.0:  # it has loaded
             node.owed = 0.5
-            foreseen = {"at_once": node.places, "rows_per_s": node.rate * self._chance.uniform(0.5, 1.5)}
-            return {"said": "opened", **about, "about": {"digest": "d", "precision": "bf16", **foreseen}}
+            rows_per_s = node.rate * self._chance.uniform(0.5, 1.5)
+            return NodeReady(node.ident, node.life, "d", "bf16", node.places, rows_per_s)
         node.owed += node.rate * _TELL_S * self._chance.uniform(0.7, 1.3)
         count = min(int(node.owed), len(node.rows))
         node.owed = min(node.owed - count, node.owed % 1.0 + node.places)
-        answers = [[ticket, _ANSWER] for ticket in islice(node.rows, count)]
+        answers = tuple(RowAnswer(ticket, "An answer.", "stop", 20, 30) for ticket in islice(node.rows, count))
         for _ in range(count):
             node.rows.popleft()
-        under_way = [min(node.places, len(node.rows)), 0]
-        return {"said": "answers", **about, "answers": answers, "under_way": under_way}
-
-
-_ANSWER = {
-    "row": 0,
-    "text": "An answer.",
-    "finish_reason": "stop",
-    "prompt_tokens": 20,
-    "generated_tokens": 30,
-    "reasoning": "",
-    "error": "",
-    "is_complete": True,
-    "by": "",
-}
+        return NodeAnswers(node.ident, node.life, answers, (min(node.places, len(node.rows)), 0))
 
 
 _PLACES = 16

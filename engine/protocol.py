@@ -7,50 +7,54 @@ synthesises that event.  `Token`, `Progress` and terminal events are lossless an
 `SAMPLES` are latest-wins and may be dropped; `DROPPABLE` events are dropped, and counted, while the pipe is slow.
 
 The HTTP server's process speaks the same: to the window over its stdin and stdout, and over a local socket to each
-engine that answers its clients, with the window's words for progress, text, endings and failures.
+engine that answers its clients, with the window's words for progress, text, endings and failures.  So do the process
+that makes embeddings for it, the one that speaks to a Ray cluster, and the engine on each of the cluster's nodes.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from engine.batch_files.messages import (
-    BatchFinished,
-    BatchPlanned,
-    BatchProgress,
-    BatchRows,
-    BatchSampled,
-    SampleBatch,
-    StartBatch,
-)
-from engine.batch_files.rows import Constraint
+from engine.batch_files.job_watcher import Pace
+from engine.batch_files.rows import Constraint, RowRequest
 from engine.common.chat import ChatMessage as ChatMessage
 from engine.common.chat import FinishReason as FinishReason
 from engine.common.chat import PromptEnd, Tool, ToolCall, ToolChoice
 from engine.common.chat import Role as Role
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.json_fields import MessageLines, OfRequest
+from engine.common.json_fields import from_fields
 from engine.common.model_info import ModelInfo
+from engine.jobs.rows import RowAnswer
+from engine.planner.batch_prediction import JobPrediction
 from engine.remote.endpoint import RemoteModel
-from engine.telemetry.messages import (
-    CacheReport,
-    ExpertMap,
-    RequestPlace,
-    ResizeCache,
-    Telemetry,
-    TelemetryCounters,
-    TelemetryRequest,
-    TelemetrySpans,
-    WatchTelemetry,
-)
-from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 8
+if TYPE_CHECKING:
+    from engine.hardware.measured import Measurements
+    from engine.planner.plan_parts import Plan
+    from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
+
+_LATER = {
+    "Measurements": "engine.hardware.measured",
+    "Plan": "engine.planner.plan_parts",
+    **dict.fromkeys(("Contestant", "Timed", "TuningKind", "TuningResult"), "engine.tuning.result"),
+}
+"""Modules of what only messages about tuning have in them: every start of window and worker would wait for them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+PROTOCOL_VERSION = 9
 WAITS = "--waits"
 """The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0
@@ -63,6 +67,16 @@ LoadPhase = Literal["loading", "reading", "converting"]
 """Of loading: opening files, reading weights, making records of them, and writing what later starts read instead."""
 
 Phase = Literal["loading", "reading", "converting", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class OfRequest:
+    """A message about one request."""
+
+    request_id: str
+
+
+# --- models and chats: the window to the worker ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +131,7 @@ class ServeOthers:
     secret: str = ""
 
 
-Command = (
-    LoadModel
-    | UnloadModel
-    | Generate
-    | StartBatch
-    | SampleBatch
-    | StartTuning
-    | Cancel
-    | Shutdown
-    | WatchTelemetry
-    | ResizeCache
-    | ServeOthers
-)
-
-
-# --- events: worker -> window ---------------------------------------------------------------------
+# --- and back -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +234,9 @@ class Finished(OfRequest):
     """
 
     finish_reason: FinishReason
-    prompt_tokens: int
-    reused_tokens: int
-    generated_tokens: int
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
     ttft_s: float = 0.0
     tokens_per_s: float = 0.0
     guessed_tokens: int = 0
@@ -268,6 +267,500 @@ class Failed(OfRequest):
     @property
     def error(self) -> EngineError:
         return EngineError(self.code, self.message)
+
+
+# --- jobs: commands, then events ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointKey:
+    """The key of the endpoint of this name."""
+
+    name: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StartBatch(OfRequest):
+    """Answer a file of rows with the loaded model.  Ends in `BatchFinished` (even if stopped) or `Failed`.
+
+    Chats take priority; loading another model stops the job, which can be resumed.  A job that names endpoints is
+    answered by them; the loaded model matters only if it is one of them.
+
+    Attributes:
+        keys: of endpoints, where nothing else keeps them.
+        config: of the engine on each node, if a Ray cluster answers.
+    """
+
+    job: BatchJob
+    keys: tuple[EndpointKey, ...] = ()
+    config: EngineConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch(OfRequest):
+    """Answer the first `rows` rows of a job and save nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`.
+
+    A job that names endpoints is tried at those, and `BatchSampled` says what that took.  That of a Ray cluster is
+    tried with the loaded model: it is the same one.
+    """
+
+    job: BatchJob
+    rows: int
+    keys: tuple[EndpointKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProgress(OfRequest):
+    """Progress of a job; `blocked` says why it is, as a sentence, and is empty if it is not."""
+
+    pace: Pace
+    blocked: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSampled(OfRequest):
+    """What a sample at endpoints says of each row of the job: measured, since endpoints are not modelled.
+
+    Attributes:
+        rows: that were answered.
+        row_s: for one row at one place, while few are asked.
+        cost: of a row, in `currency`; None if no place has a price.
+    """
+
+    rows: int
+    prompt_tokens: float
+    generated_tokens: float
+    row_s: float
+    cost: float | None
+    currency: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlanned(OfRequest):
+    """How a job will run, before its first answer; after a sample, corrected by its timing."""
+
+    prediction: JobPrediction
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A completed row.
+
+    Attributes:
+        row: its index in the input.
+        prompt, answer, reasoning: their beginnings, for display; the journal has the whole text.
+        finish_reason, generated_tokens, problem: see `engine.batch_files.rows.Answer`.
+    """
+
+    row: int
+    prompt: str
+    answer: str
+    finish_reason: str
+    generated_tokens: int
+    problem: str
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows(OfRequest):
+    """Rows completed since the previous such event; for fast jobs only the latest."""
+
+    rows: tuple[BatchRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFinished(OfRequest):
+    """Terminal event of `StartBatch` and `SampleBatch`.
+
+    Attributes:
+        finished: whether all rows are complete; otherwise the job was stopped and can be resumed.
+        done, failed, cut_off: rows completed in all runs of the job; see `Pace`.
+        written: rows in the output.
+        tokens: generated in this run, in `seconds` of computing.
+        note: a remark on how rows were run, or on the result's path if it differs from the requested one.
+        output, errors: files of the result and of failed OpenAI requests; empty if not written.
+    """
+
+    finished: bool = False
+    done: int = 0
+    failed: int = 0
+    written: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    note: str = ""
+    output: str = ""
+    errors: str = ""
+    cut_off: int = 0
+
+
+# --- tuning: a command, then events ---------------------------------------------------------------
+
+
+# A run goes through the stages of `STAGES`. The first three parts each send their result: `TuningMeasured`,
+# `TuningPlans`, then a `TuningTimed` for every contestant. With `until` it ends after one of them, so that a wizard can
+# stop there and continue with the next command: measurements are not repeated.
+#
+# While other programs keep the CPU busy, a run waits for a moment (`waiting`) and then goes on anyway; its results are
+# then not saved unless requested.
+
+Stage = Literal["probing", "waiting", "measuring", "planning", "loading", "timing", "restoring"]
+STAGES: tuple[Stage, ...] = ("probing", "waiting", "measuring", "planning", "loading", "timing", "restoring")
+Until = Literal["measured", "planned", "timed"]
+Measured = Literal[
+    "ram", "cpu_flops", "cpu_experts", "gpu_flops", "gpu_memory", "gpu_experts", "h2d", "d2h", "disk", "decode"
+]
+Unit = Literal["bytes/s", "flop/s", "tokens/s"]
+
+
+@dataclass(frozen=True, slots=True)
+class StartTuning(OfRequest):
+    """Tune this machine for a model.  Ends in `TuningFinished` (also when cancelled) or `Failed`.
+
+    Attributes:
+        config: the model and current settings: those that are `auto` or None are tuned.
+        kind: thoroughness of measuring and timing.
+        until: the last part to run.
+        measure_again: ignore earlier measurements of this machine.
+        even_if_busy: save results even if other programs were busy; otherwise nothing is saved.
+    """
+
+    config: EngineConfig
+    kind: TuningKind = "quick"
+    until: Until = "timed"
+    measure_again: bool = False
+    even_if_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TuningNumber:
+    """A number just measured.
+
+    Attributes:
+        what: its place in the picture of the machine; `decode` belongs to the contestant being timed.
+        detail: details for display: `8 threads`, `int8, 16 tokens`.
+    """
+
+    what: Measured
+    detail: str
+    value: float
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class TuningProgress(OfRequest):
+    """Progress of a stage.
+
+    Attributes:
+        name: name of the measurement, or of the contestant being loaded or timed.
+        done: 0 to 1 of the stage.
+        number: the latest number, if any.
+    """
+
+    stage: Stage
+    name: str
+    done: float
+    number: TuningNumber | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TuningMeasured(OfRequest):
+    """The machine is measured: `engine.hardware.measured.load_measurements(probe(), device)` returns the
+    results, unless other programs were busy.
+
+    Attributes:
+        kind: thoroughness.
+        taken_at: ISO 8601, UTC; `kept`: earlier measurements that are still valid.
+        notes: sentences for the user.
+        skipped: what could not be measured and why, as sentences.
+        others: CPU share of other programs meanwhile.
+    """
+
+    device: str
+    kind: TuningKind
+    taken_at: str
+    kept: bool
+    notes: tuple[str, ...]
+    skipped: tuple[str, ...]
+    others: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TuningPlans(OfRequest):
+    """The contestants in order of timing; `plan` is the planner's first choice, for roofline and memory."""
+
+    plan: Plan
+    contestants: tuple[Contestant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TuningTimed(OfRequest):
+    """A contestant was timed, or failed; sent again when repeats change its median."""
+
+    timed: Timed
+
+
+@dataclass(frozen=True, slots=True)
+class TuningFinished(OfRequest):
+    """Terminal event of `StartTuning`.
+
+    Attributes:
+        finished: whether the run completed; otherwise it was cancelled or failed, and no result is saved.
+        result: None if it did not finish, or was limited by `until`.
+        reloaded: whether models were unloaded or loaded; otherwise the earlier model is untouched.
+        loaded: if `reloaded`, the model loaded now: the earlier one, with tuned settings if it is the tuned model; None
+            if there was none, or if it could not be reloaded, which the note says.
+        note: a further note for the user; may be empty.
+        problem: why it failed, as a sentence; empty if it did not.
+        saved: whether result and measurements are saved: not if other programs were busy, unless requested.
+        others: the largest CPU share of other programs.
+        unsaved: measurements of this run that were not saved.
+    """
+
+    finished: bool = False
+    result: TuningResult | None = None
+    reloaded: bool = False
+    loaded: ModelInfo | None = None
+    note: str = ""
+    problem: str = ""
+    saved: bool = True
+    others: float = 0.0
+    unsaved: Measurements | None = None
+
+
+# --- telemetry: commands, then events -------------------------------------------------------------
+
+
+CacheTier = Literal["vram", "ram"]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchTelemetry:
+    """Selects what is recorded and sent; initially nothing.
+
+    Attributes:
+        on: spans, counters and cache reports.
+        expert_map: `ExpertMap`, twice a second; only while `on`.
+    """
+
+    on: bool
+    expert_map: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeCache:
+    """Resizes a tier to so many experts, if there is room; the next `CacheReport` has the actual number."""
+
+    tier: CacheTier
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """The engine's memory use and speed; a newer sample replaces an unsent one.
+
+    Attributes:
+        rss_bytes: resident memory of the worker; the next three are parts of it.
+        kv_tokens, kv_bytes: current context.
+        tokens_per_s: over the last second of decoding; 0 when idle.
+        device_total_bytes, device_used_bytes: budget and use of device memory by the model;
+            device_experts_bytes is the experts' part.  All 0 on the CPU.
+    """
+
+    rss_bytes: int
+    weights_bytes: int
+    experts_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    tokens_per_s: float
+    device_total_bytes: int = 0
+    device_used_bytes: int = 0
+    device_experts_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetrySpans:
+    """Spans that ended since the previous message.
+
+    Attributes:
+        clock_ns, wall_s: the same moment on the spans' clock and in seconds since 1970.
+        packed: `SPAN` records, not sorted (see `engine.telemetry.records.unpack`); `count` of them.
+        dropped: spans dropped since recording started.
+    """
+
+    clock_ns: int
+    wall_s: float
+    count: int
+    packed: str
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryCounters:
+    """Steps ended since the previous message: packed `STEP` records, in order; `dropped` as in `TelemetrySpans`."""
+
+    count: int
+    packed: str
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryRequest:
+    """Maps the `number` in spans to a `request_id`."""
+
+    number: int
+    request_id: str
+    clock_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlace:
+    """Which endpoint answers the request of this number in the requests' lane."""
+
+    number: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMap:
+    """Use and location of all experts, [layers, experts] in row-major order.
+
+    Attributes:
+        layers: layer number of each row.
+        experts: per row; rows with fewer are padded with experts in no place.
+        step: the last step counted.
+        heat: packed uint8: decayed use counts, scaled so that 255 is `hottest`.
+        places: packed uint8: bits of `IN_VRAM`, `IN_RAM`, `ON_DISK`, `ARRIVING`.
+        uses, hits, last_step: packed uint32: since the model was loaded; steps count from 1, 0 is never.
+        record_bytes: of each row's experts.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+    step: int
+    hottest: float
+    heat: str
+    places: str
+    uses: str
+    hits: str
+    last_step: str
+    record_bytes: tuple[int, ...]
+
+
+IN_VRAM, IN_RAM, ON_DISK, ARRIVING = 1, 2, 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRate:
+    """The recent hit rate of a policy had it been used alone."""
+
+    name: str
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier of the expert cache.
+
+    Attributes:
+        slots, most_slots: capacity in experts, and the most that are useful.
+        record_bytes: of one expert, on average.
+        hits, lookups: since the model was loaded, decode steps only.
+        recent_hit_rate: over the last seconds; -1 without lookups.
+        policy: the current policy; is_adaptive: chosen among `shadows`.
+        arriving: copies or reads in flight.
+        evictions, prefetched, prefetches_used, prefetches_wasted: since the model was loaded.
+        note: note for the user; may be empty.
+        miss_s: extra seconds of an expert in the tier below; 0 if unknown.
+    """
+
+    tier: CacheTier
+    slots: int
+    most_slots: int
+    record_bytes: int
+    hits: int
+    lookups: int
+    recent_hit_rate: float
+    policy: str
+    is_adaptive: bool
+    shadows: tuple[PolicyRate, ...]
+    arriving: int
+    evictions: int
+    prefetched: int
+    prefetches_used: int
+    prefetches_wasted: int
+    note: str = ""
+    miss_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorRate:
+    """As `engine.experts.prediction.score.PredictorReport`."""
+
+    name: str
+    layers: int
+    hit_rate: float
+    precision: float
+    cost_s: float
+    gain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """Bytes of one purpose in one place (`ram`, or the name of a device); `total` and `free` are parts too.
+
+    The other parts of a place sum to its `total`.
+    """
+
+    place: str
+    purpose: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """State of the expert cache, once a second while computing.
+
+    Attributes:
+        tiers: fastest first; empty if all experts are in RAM without a cache.
+        curve_slots, curve_hit_rates: hit rate of an LRU cache of that size on the recent routing (Mattson et al.
+            1970), for the top tier; empty until there is enough data.
+        steps_per_s: over the last seconds of decoding; 0 without decoding.
+        lookups_per_step: experts per step.
+        hit_s, miss_s: seconds of a hit and of a miss; 0 if unknown.
+        adopted: the predictor in use, empty if none; ahead: its lookahead in layers.
+        predictors: all available ones.
+        memory: see `MemoryPart`.
+        note: note for the user; may be empty.
+    """
+
+    tiers: tuple[TierReport, ...]
+    curve_slots: tuple[int, ...]
+    curve_hit_rates: tuple[float, ...]
+    steps_per_s: float
+    lookups_per_step: float
+    hit_s: float
+    miss_s: float
+    adopted: str
+    ahead: int
+    predictors: tuple[PredictorRate, ...]
+    memory: tuple[MemoryPart, ...]
+    note: str = ""
+
+
+Command = (
+    LoadModel
+    | UnloadModel
+    | Generate
+    | StartBatch
+    | SampleBatch
+    | StartTuning
+    | Cancel
+    | Shutdown
+    | WatchTelemetry
+    | ResizeCache
+    | ServeOthers
+)
 
 
 Sample = Telemetry | ExpertMap | CacheReport
@@ -304,7 +797,8 @@ TERMINAL: tuple[type, ...] = get_args(TerminalEvent)
 SAMPLES: tuple[type, ...] = get_args(Sample)
 DROPPABLE: tuple[type, ...] = get_args(Droppable)
 
-# --- the HTTP server's process and the engines that answer its clients -----------------------------
+
+# --- the HTTP server's process, and what answers its clients --------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +899,7 @@ class ServeModels:
     chat: str
 
 
-# --- the HTTP server's process and the window, which says the first three ---------------------------
+# --- the HTTP server's process and the window, which says the first three -------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,16 +990,144 @@ class Listening:
 
 
 @dataclass(frozen=True, slots=True)
-class NotListening:
-    """The server cannot listen; `message` is one sentence for the user."""
+class Embed(OfRequest):
+    """Make vectors of texts, or of their tokens.  Ends in `Vectors` or `Failed`.
 
-    message: str
+    Attributes:
+        dimensions: of the vectors, where the model allows fewer; None for all.
+        truncates: texts that are too long for the model are cut.
+    """
+
+    model: Path
+    texts: tuple[Any, ...]
+    dimensions: int | None
+    truncates: bool
 
 
-LinkMessage = Submit | Release | Began | ModelIs | Remark | ServeModels
-FrontMessage = Listen | Rules | FreeOthers | Listening | NotListening | Served | Beside | Wants
-Message = Command | Event | LinkMessage | FrontMessage
-_LINES = MessageLines(get_args(Message))
+@dataclass(frozen=True, slots=True)
+class Vectors(OfRequest):
+    """Terminal event of `Embed`: float32 in little-endian order, one vector behind the other, in base64.
+
+    Attributes:
+        tokens: of all texts.
+    """
+
+    packed: str
+    tokens: int
+
+
+# --- a job, the process that speaks to its Ray cluster, and the engine on each node ---------------
+
+
+@dataclass(frozen=True, slots=True)
+class OfNode:
+    """A message about the engine that was started on a node as its `life`th."""
+
+    node: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """What a cluster is to run.
+
+    Attributes:
+        models: names and paths under which nodes may have the model, the likeliest first.
+        digest: of the model, see `content_digest`; empty for that of the first node.
+        config: settings of the engine; the precision may be `auto`: the first node decides for all.
+        job: its settings; paths are of no use to nodes.
+        sample: its first rows, each with the share of the input read so far.
+    """
+
+    models: tuple[str, ...]
+    digest: str
+    config: EngineConfig
+    job: BatchJob
+    sample: tuple[tuple[float, RowRequest], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartNode(OfNode):
+    """Start an engine there, which takes these of the node's processors and cards."""
+
+    cpus: float
+    gpus: float
+    asked: ClusterJob
+
+
+@dataclass(frozen=True, slots=True)
+class GiveRows(OfNode):
+    """More rows.  The number of each is its ticket here: a row that was asked twice has two answers."""
+
+    rows: tuple[RowRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropRows(OfNode):
+    """Others have answered the rows of these tickets: those that were not begun are left out."""
+
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """A node that is in the cluster; `ident` is Ray's."""
+
+    ident: str
+    name: str
+    host: str
+    cpus: float
+    gpus: float
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNodes:
+    """All nodes, every two seconds: a sign of life, too.  A `Failed` says that the cluster cannot be used."""
+
+    nodes: tuple[ClusterNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDoes(OfNode):
+    """What it does before it can answer rows, as what follows its name in a sentence."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReady(OfNode):
+    """It answers rows from now on, `at_once` at the same time; its plan predicts `rows_per_s`, 0 if unknown."""
+
+    digest: str
+    precision: str
+    at_once: int
+    rows_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAnswers(OfNode):
+    """Answers, by their tickets, and what it has under way: rows, and the tokens generated for them."""
+
+    answers: tuple[RowAnswer, ...]
+    under_way: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone(OfNode):
+    """It has ended: `why`, as the end of a sentence.  With `refuses` another one there would do no better."""
+
+    why: str
+    refuses: bool = False
+
+
+LinkMessage = Submit | Release | Began | ModelIs | Remark | ServeModels | Embed | Vectors
+FrontMessage = Listen | Rules | FreeOthers | Listening | Served | Beside | Wants
+NodeCommand = StartNode | GiveRows | DropRows
+NodeEvent = NodeDoes | NodeReady | NodeAnswers | NodeGone
+ClusterEvent = ClusterNodes | NodeEvent | Failed
+Message = Command | Event | LinkMessage | FrontMessage | NodeCommand | ClusterEvent
+_BY_NAME: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 # --- the codec ------------------------------------------------------------------------------------
@@ -513,7 +1135,24 @@ _LINES = MessageLines(get_args(Message))
 
 def encode(message: Message) -> bytes:
     """One message as one line of JSON, newline included."""
-    return _LINES.encode(message)
+    text = _ENCODER.encode({"type": type(message).__name__, **_known(message)})
+    # A lone surrogate (half an emoji, say) is not valid UTF-8: replace it instead of breaking the stream.
+    return text.encode("utf-8", errors="replace") + b"\n"
+
+
+def _known(value: Any) -> Any:
+    """What JSON knows in the place of a value; nothing is copied, as `asdict` would."""
+    kind: type = type(value)
+    names = _names(kind)
+    return str(value) if names is None else {name: getattr(value, name) for name in names}
+
+
+@functools.cache
+def _names(cls: type) -> tuple[str, ...] | None:
+    return tuple(each.name for each in fields(cls)) if is_dataclass(cls) else None
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_known)
 
 
 def decode(line: bytes) -> Message:
@@ -522,7 +1161,15 @@ def decode(line: bytes) -> Message:
     Raises:
         EngineError: `PROTOCOL`, if the line is not a message of this version.
     """
-    return typing.cast(Message, _LINES.decode(line))
+    try:
+        raw = json.loads(line)
+        return typing.cast(Message, from_fields(_BY_NAME[raw.pop("type")], raw))
+    except EngineError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        # Neither the line nor the error's text is quoted: both can contain user text.
+        message = f"A line of {len(line)} bytes is not a message of this version ({type(error).__name__})."
+        raise EngineError(ErrorCode.PROTOCOL, message) from None
 
 
 def request_id_of(line: bytes) -> str | None:
@@ -532,6 +1179,12 @@ def request_id_of(line: bytes) -> str | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return request_id if isinstance(request_id, str) else None
+
+
+def node_of(line: bytes) -> tuple[str, int]:
+    """The node and the life that a line is about, without reading all the rows on it."""
+    raw = json.loads(line)
+    return raw["node"], raw["life"]
 
 
 class LineReader:

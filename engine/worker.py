@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.installed import missing_engine
 from engine.common.model_info import ModelInfo
@@ -57,16 +56,22 @@ from engine.protocol import (
     Phase,
     Progress,
     Ready,
+    ResizeCache,
+    SampleBatch,
     ServeOthers,
     Shutdown,
+    StartBatch,
+    StartTuning,
+    Telemetry,
     TerminalEvent,
+    TuningFinished,
+    TuningProgress,
     UnloadModel,
+    WatchTelemetry,
     decode,
     request_id_of,
 )
 from engine.serving.other_programs import ApiRequests
-from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
-from engine.tuning.messages import StartTuning, TuningFinished, TuningProgress
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

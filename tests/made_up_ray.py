@@ -5,9 +5,22 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
-from engine.remote.ray_link import Message
+from engine.batch_files.rows import RowRequest
+from engine.common.errors import ErrorCode
+from engine.jobs.rows import RowAnswer
+from engine.protocol import (
+    ClusterEvent,
+    ClusterNode,
+    ClusterNodes,
+    Failed,
+    GiveRows,
+    NodeAnswers,
+    NodeCommand,
+    NodeGone,
+    NodeReady,
+    StartNode,
+)
 
 STEP_S = 0.5
 
@@ -23,7 +36,7 @@ class MadeUpRay:
     Attributes:
         refusals: by node, why it cannot be used.
         links: how many were opened.
-        started: (node, spec) of every engine.
+        started: what every engine was to do.
         answered: (node, row's question) of every answer that was given.
         unreachable: why no link can be opened.
         foreseen: rows per second that a node's plan predicts.
@@ -35,49 +48,46 @@ class MadeUpRay:
         self.refusals: dict[str, str] = {}
         self.links = 0
         self.now = 0.0
-        self.started: list[tuple[str, dict[str, Any]]] = []
+        self.started: list[StartNode] = []
         self.answered: list[tuple[str, str]] = []
         self.unreachable = ""
         self.foreseen = 0.0
         self.on_look: Callable[[MadeUpRay], None] = lambda _cluster: None
-        self.engines: dict[str, tuple[int, deque[tuple[int, dict[str, Any]]]]] = {}
-        self.said: list[Message] = []
+        self.engines: dict[str, tuple[int, deque[RowRequest]]] = {}
+        self.said: list[ClusterEvent] = []
         self.closed = True
 
     @staticmethod
-    def node(name: str) -> dict[str, Any]:
-        return {"id": name, "name": name, "host": name, "cpus": 2.0, "gpus": 0.0, "memory": 10**9}
+    def node(name: str) -> ClusterNode:
+        return ClusterNode(name, name, name, 2.0, 0.0, 10**9)
 
     def open(self, _address: str) -> MadeUpRay:
         """See `Link`: a connection."""
         assert self.closed, "two links at once"
         self.links += 1
         self.closed = False
-        self.said = [{"said": "refused", "why": self.unreachable}] if self.unreachable else []
+        self.said = [_failed(self.unreachable)] if self.unreachable else []
         return self
 
     def clock(self) -> float:
         return self.now
 
-    def send(self, command: Message) -> None:
-        node = command["node"]
-        if command["do"] == "start":
-            self.started.append((node, command["spec"]))
-            about = {"node": node, "life": command["life"]}
+    def send(self, command: NodeCommand) -> None:
+        node, life = command.node, command.life
+        if isinstance(command, StartNode):
+            self.started.append(command)
             if node in self.refusals:
-                self.said.append({"said": "opened", **about, "about": {"refused": self.refusals[node]}})
+                self.said.append(NodeGone(node, life, self.refusals[node], refuses=True))
                 return
-            precision = command["spec"]["config"]["precision"].replace("auto", "int8")
-            digest = command["spec"]["digest"] or "d"
-            found = {"digest": digest, "precision": precision, "at_once": 8, "rows_per_s": self.foreseen}
-            self.engines[node] = (command["life"], deque())
-            self.said.append({"said": "opened", **about, "about": found})
-            return
-        life, rows = self.engines.get(node, (-1, deque()))
-        if life == command["life"] and command["do"] == "give":
-            rows.extend(command["rows"])
+            precision = command.asked.config.precision.replace("auto", "int8")
+            self.engines[node] = (life, deque())
+            self.said.append(NodeReady(node, life, command.asked.digest or "d", precision, 8, self.foreseen))
+        elif isinstance(command, GiveRows):
+            known, rows = self.engines.get(node, (-1, deque()))
+            if life == known:
+                rows.extend(command.rows)
 
-    def events(self, _wait_s: float) -> list[Message]:
+    def events(self, _wait_s: float) -> list[ClusterEvent]:
         self.now += STEP_S
         if self.closed:
             return []
@@ -87,12 +97,11 @@ class MadeUpRay:
         said, self.said = self.said, []
         if self.unreachable:
             return said
-        said.insert(0, {"said": "nodes", "nodes": list(self.nodes.values())})
+        said.insert(0, ClusterNodes(tuple(self.nodes.values())))
         for node, (life, rows) in self.engines.items():
             if node in self.nodes:
-                answers = [self._answer(node, *rows.popleft()) for _ in range(min(self.speed, len(rows)))]
-                about = {"node": node, "life": life, "under_way": [len(rows), 0]}
-                said.append({"said": "answers", **about, "answers": answers})
+                answers = tuple(self._answer(node, rows.popleft()) for _ in range(min(self.speed, len(rows))))
+                said.append(NodeAnswers(node, life, answers, (len(rows), 0)))
         return said
 
     def close(self) -> None:
@@ -104,16 +113,14 @@ class MadeUpRay:
         """An engine ends; what it had answered may still come."""
         if node in self.engines:
             life, rows = self.engines.pop(node)
-            self.said.append({"said": "gone", "node": node, "life": life, "why": why})
-            late = [self._answer(node, *row) for row in list(rows)[: self.chance.randrange(3)]]
-            if late:
-                about = {"node": node, "life": life, "under_way": [0, 0]}
-                self.said.append({"said": "answers", **about, "answers": late})
+            self.said.append(NodeGone(node, life, why))
+            if late := tuple(self._answer(node, row) for row in list(rows)[: self.chance.randrange(3)]):
+                self.said.append(NodeAnswers(node, life, late, (0, 0)))
 
     def end_link(self) -> None:
         """The program on the other side dies."""
         self.engines.clear()
-        self.said = [{"said": "ended"}]
+        self.said = [_failed("")]
 
     def _go_wrong(self) -> None:
         what = self.chance.choice(["kill", "kill", "leave", "join", "link"])
@@ -128,9 +135,11 @@ class MadeUpRay:
         elif self.engines:
             self.kill(self.chance.choice(sorted(self.engines)))
 
-    def _answer(self, node: str, ticket: int, row: dict[str, Any]) -> list[Any]:
-        question = row["messages"][-1]["content"]
+    def _answer(self, node: str, row: RowRequest) -> RowAnswer:
+        question = row.messages[-1].content
         self.answered.append((node, question))
-        text = question.upper()
-        fields = {"row": ticket, "text": text, "finish_reason": "stop", "prompt_tokens": 2, "generated_tokens": 3}
-        return [ticket, {**fields, "reasoning": "", "error": "", "is_complete": True, "by": ""}]
+        return RowAnswer(row.row, question.upper(), "stop", 2, 3)
+
+
+def _failed(why: str) -> Failed:
+    return Failed("", ErrorCode.DEVICE_UNAVAILABLE, why)

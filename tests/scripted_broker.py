@@ -10,10 +10,10 @@ from engine.serving.link import Event, State, Ticket
 
 
 class ScriptedBroker:
-    """Begins each answer with what it says; ends it if told to."""
+    """Begins each answer with what it says, each piece one token; ends it if told to."""
 
-    def __init__(self, *, ends: bool, says: str = "Hello") -> None:
-        self._ends, self._says = ends, says
+    def __init__(self, *, ends: bool, says: str | tuple[str, ...] = "Hello") -> None:
+        self._ends, self._says = ends, (says,) if isinstance(says, str) else says
         self.tickets: list[Ticket] = []
         self.released: list[tuple[Path, float]] = []
 
@@ -21,9 +21,10 @@ class ScriptedBroker:
         ticket = Ticket(ask, on_event)
         self.tickets.append(ticket)
         ticket.tell(Began("", 3, thinks=False))
-        ticket.tell(Token("", self._says, 1))
+        for number, piece in enumerate(self._says, 1):
+            ticket.tell(Token("", piece, number))
         if self._ends:
-            ticket.tell(Finished("", "stop", 3, 0, 1))
+            ticket.tell(Finished("", "stop", 3, 0, len(self._says)))
         return ticket
 
     def release(self, model: Path, after_s: float = 0) -> None:

@@ -10,8 +10,8 @@ from PySide6.QtCore import QModelIndex, QObject, Qt
 
 from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from app.services.batch_job import JobEntry
-from engine.batch_files.messages import BatchRow
 from engine.common.plain_text import few_marks
+from engine.protocol import BatchRow
 
 JOB_ROLE = ROW_ROLE
 

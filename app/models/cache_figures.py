@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.services.history.history import EXPERT_KINDS, History, experts_met, of_last_kind
-from engine.telemetry.analysis import joules_per_token, predicted_rate
+from engine.protocol import CacheReport, MemoryPart, PolicyRate, TierReport
+from engine.telemetry.analysis import joules_per_token
 from engine.telemetry.lanes import BATCH_STEP, DECODE
-from engine.telemetry.messages import CacheReport, MemoryPart, PolicyRate, TierReport
+from engine.tuning.advice import predicted_rate
 
 LAST_STEPS = 200
 

@@ -15,13 +15,14 @@ from app.services.background import LatestTask
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
-from engine.telemetry.messages import CacheReport
+from engine.protocol import CacheReport
 
 if TYPE_CHECKING:
     from app.services.history.history import History
     from engine.hardware.sensors import SensorSample
-    from engine.telemetry.analysis import Advice, PlannedSpeed, Waiting
+    from engine.telemetry.analysis import Waiting
     from engine.telemetry.records import Records
+    from engine.tuning.advice import Advice, PlannedSpeed
 
 WAITING_TOKENS = 200
 _EVERY_S, _FIRST_EVERY_S = 8.0, 1.0
@@ -173,7 +174,7 @@ def _waiting_in(stretch: Stretch) -> Waiting:
 
 def _advice(waited: Waiting, machine: Machine) -> Advice | None:
     from engine.planner.predict import running_config
-    from engine.telemetry.analysis import Running, advise
+    from engine.tuning.advice import Running, advise
 
     model, sample, asked = machine.model, machine.sample, machine.config
     if model is None:
@@ -195,7 +196,7 @@ def _planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
         name: of the model, in case its folder has been moved.
     """
     from app.services.predicted_timeline import shape_of
-    from engine.telemetry.analysis import PlannedSpeed
+    from engine.tuning.advice import PlannedSpeed
     from engine.tuning.machine_state import machine_for
 
     try:

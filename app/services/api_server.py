@@ -20,12 +20,12 @@ from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import python_module
 from engine.protocol import (
     Beside,
+    Failed,
     FreeOthers,
     LineReader,
     Listen,
     Listening,
     Message,
-    NotListening,
     Rules,
     Served,
     Wants,
@@ -269,7 +269,7 @@ class ApiServer(QObject):
             self._port, self._link = message.port, message.link
             self._client.serve_others(message.link, message.secret)
             self._become(ServerState.ON)
-        elif isinstance(message, NotListening):
+        elif isinstance(message, Failed):
             self._fail(
                 self.tr("Port {0} is in use by another program, or not allowed. Choose another one.").format(
                     self._settings.server_port

@@ -14,7 +14,6 @@ from PySide6.QtCore import QCoreApplication
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.journal import Ended, KnownJob, journal_path, known_jobs, read_answers
-from engine.batch_files.messages import BatchRow
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import HERE, BatchJob, SamplingParams
@@ -22,6 +21,7 @@ from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.paths import jobs_dir
 from engine.planner.batch_prediction import JobPrediction
+from engine.protocol import BatchRow
 
 translate = QCoreApplication.translate
 

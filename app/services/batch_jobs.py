@@ -15,11 +15,10 @@ from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import BatchRun
 from engine.batch_files.journal import discard
-from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchProgress, BatchRows
 from engine.common.config import BatchJob, BatchStart, EngineConfig
 from engine.common.errors import ErrorCode
 from engine.formats import AUTO, is_precision
-from engine.protocol import Failed
+from engine.protocol import BatchFinished, BatchPlanned, BatchProgress, BatchRows, Failed
 
 _log = logging.getLogger("switchyard.batch")
 

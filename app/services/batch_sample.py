@@ -11,10 +11,9 @@ from app.services.background import LatestTask
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
 from app.services.engine_request import BatchRun
-from engine.batch_files.messages import BatchFinished, BatchRows
 from engine.common.config import BatchJob
 from engine.common.errors import ErrorCode
-from engine.protocol import Failed
+from engine.protocol import BatchFinished, BatchRows, Failed
 from engine.tuning.batch_forecast import Forecast, ForecastQuestion, forecast_of
 
 _DEBOUNCE_MS = 250

@@ -19,7 +19,6 @@ from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 from app.services.background import LatestTask
 from app.services.engine_request import BatchRun, ChatAnswer, LoadingPace, Request, TuningRun
 from app.services.worker_process import WorkerProcess, engine_damage, is_packaged
-from engine.batch_files.messages import EndpointKey, SampleBatch, StartBatch
 from engine.common.chat import Tool
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -30,9 +29,13 @@ from engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
     WAITS,
+    CacheReport,
+    CacheTier,
     Cancel,
     ChatMessage,
     Command,
+    EndpointKey,
+    ExpertMap,
     Failed,
     Finished,
     Generate,
@@ -42,25 +45,24 @@ from engine.protocol import (
     ModelMoved,
     Progress,
     Ready,
-    ServeOthers,
-    TerminalEvent,
-    UnloadModel,
-)
-from engine.remote.endpoint import Endpoint, RemoteModel, saved_endpoints
-from engine.remote.keys import key_of_this_run
-from engine.telemetry.messages import (
-    CacheReport,
-    CacheTier,
-    ExpertMap,
     RequestPlace,
     ResizeCache,
+    SampleBatch,
+    ServeOthers,
+    StartBatch,
+    StartTuning,
     Telemetry,
     TelemetryCounters,
     TelemetryRequest,
     TelemetrySpans,
+    TerminalEvent,
+    TuningFinished,
+    UnloadModel,
+    Until,
     WatchTelemetry,
 )
-from engine.tuning.messages import StartTuning, TuningFinished, Until
+from engine.remote.endpoint import Endpoint, RemoteModel, saved_endpoints
+from engine.remote.keys import key_of_this_run
 from engine.tuning.result import TuningKind
 
 

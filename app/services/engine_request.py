@@ -7,9 +7,27 @@ from collections.abc import Callable
 
 from PySide6.QtCore import QObject, Signal
 
-from engine.batch_files.messages import BatchPlanned, BatchProgress, BatchRows, BatchSampled, SampleBatch, StartBatch
-from engine.protocol import Called, Generate, LoadModel, Message, Progress, TerminalEvent, Token, UnloadModel
-from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
+from engine.protocol import (
+    BatchPlanned,
+    BatchProgress,
+    BatchRows,
+    BatchSampled,
+    Called,
+    Generate,
+    LoadModel,
+    Message,
+    Progress,
+    SampleBatch,
+    StartBatch,
+    StartTuning,
+    TerminalEvent,
+    Token,
+    TuningMeasured,
+    TuningPlans,
+    TuningProgress,
+    TuningTimed,
+    UnloadModel,
+)
 
 _LEAST_S = 1.0
 """Of a phase, before its rate is believed."""

@@ -15,8 +15,7 @@ from app.services.history.history import MOST_SPAN_NS, History
 from engine.common.errors import EngineError
 from engine.common.files import NewFile
 from engine.common.plain_text import plain_line
-from engine.protocol import decode
-from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace
+from engine.protocol import CacheReport, ExpertMap, RequestPlace, decode
 from engine.telemetry.records import Records
 from engine.telemetry.session_file import RecordedSession, list_sessions, model_of, read_session
 from engine.telemetry.trace_export import write_spans, write_steps, write_trace

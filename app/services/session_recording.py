@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace
+from engine.protocol import CacheReport, ExpertMap, RequestPlace
 from engine.telemetry.records import Records
 from engine.telemetry.session_file import SessionWriter
 

@@ -25,7 +25,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace, TelemetryCounters, TelemetrySpans
+from engine.protocol import CacheReport, ExpertMap, RequestPlace, TelemetryCounters, TelemetrySpans
 
 if TYPE_CHECKING:
     from app.services.history.history import History

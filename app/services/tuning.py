@@ -13,9 +13,19 @@ from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from engine.common.config import SamplingParams
 from engine.hardware.measured import Measurements
-from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, TerminalEvent
+from engine.protocol import (
+    ChatMessage,
+    Failed,
+    Finished,
+    ModelLoaded,
+    Stage,
+    TerminalEvent,
+    TuningFinished,
+    TuningMeasured,
+    TuningProgress,
+    Until,
+)
 from engine.tuning.machine_state import MachineLook, look_at_machine
-from engine.tuning.messages import Stage, TuningFinished, TuningMeasured, TuningProgress, Until
 from engine.tuning.result import TuningKind, TuningResult
 from engine.tuning.saved_results import keep_anyway, model_mark, results_of, save_result
 

@@ -26,7 +26,6 @@ from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.quantities import count, file_size, memory
 from app.widgets.recommendations import RecommendationList
 from app.widgets.scaffold import (
-    STRETCH,
     Card,
     PageBody,
     add_items,
@@ -45,6 +44,7 @@ from engine.tuning.machine_state import MachineLook
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download
     from engine.checkpoint.library import LibraryEntry
+    from engine.common.model_info import ModelInfo
     from engine.parts.wheels import EngineChoice
     from engine.tuning.fit import Recommendation
 
@@ -350,14 +350,15 @@ class FirstRunPage(Page):
             column.setSpacing(GAP_PX)
             add_items(column, *cards)
         right.addWidget(self.starter_card)
-        add_items(left, Flow(*self.ways, parent=self), STRETCH)
-        right.addStretch(1)
+        for column in (left, right):
+            column.addStretch(1)
         self._columns = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._columns.setSpacing(GAP_PX)
         self._columns.addLayout(left, 5)
         self._columns.addLayout(right, 3)
         above = (greeting, self._lead, self.problem, 8)
-        body = PageBody(self, *above, self._columns, widest_px=WIDEST_PX, margins=SIDE_PX, gap=6)
+        others = Flow(*self.ways, parent=self)
+        body = PageBody(self, *above, self._columns, 4, others, widest_px=WIDEST_PX, margins=SIDE_PX, gap=6)
         self.lay_out(body=body)
         self._show_lead()
         self._fit()
@@ -366,6 +367,7 @@ class FirstRunPage(Page):
         return push_button(self, text, do, kind="quiet")
 
     def _connect(self) -> None:
+        self._client.state_changed.connect(self._on_state)
         self._client.model_loaded.connect(self._end)
         self._hub.looked.connect(self._show_machine)
         self.folder.room_changed.connect(self._hub.download_to)
@@ -491,7 +493,15 @@ class FirstRunPage(Page):
     def _use(self, entry: LibraryEntry) -> None:
         self._begin(entry.name)
 
-    def _end(self, _model: object = None) -> None:
+    def _on_state(self, state: EngineState) -> None:
+        """The chat says how far a model is that is being loaded, be it a file that was opened or dropped here."""
+        if state is EngineState.LOADING and self.isVisible():
+            self.page_wanted.emit(CHAT)
+
+    def _end(self, model: ModelInfo | None = None) -> None:
+        has_default = self._settings.default_model != STARTER or self._library.entry(STARTER) is not None
+        if model is not None and self._is_needed and not has_default:
+            self._settings.default_model = model.path  # a file that was opened: else the next start would ask again
         self._is_needed = False
         self._settings.set(WANTED_KEY, "")
 

@@ -13,7 +13,7 @@ from app.theme import themed
 from app.widgets.chart import Axis, Chart, Legend, hit_colour
 from app.widgets.quantities import memory, number
 from app.widgets.timeline.navigator import faded
-from engine.telemetry.messages import TierReport
+from engine.protocol import TierReport
 
 _GRAB_PX = 12.0
 _LEAST_SLOTS = 1

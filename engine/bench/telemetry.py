@@ -23,11 +23,11 @@ from engine.bench.report import Report, in_turn
 from engine.common.config import EngineConfig, SamplingParams
 from engine.process.streams import EventWriter
 from engine.process.telemetry import TelemetryService
+from engine.protocol import WatchTelemetry
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
-from engine.telemetry.messages import WatchTelemetry
 from engine.telemetry.recorder import RECORDER
 
 TARGET = 0.99

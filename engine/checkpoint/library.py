@@ -37,7 +37,7 @@ from engine.checkpoint.model_directories import OWN, WITHIN_S, Found, find_model
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
 from engine.checkpoint.profile import ModelProfile, read_profile
 from engine.checkpoint.same_models import content_keys, link_key, listed_once
-from engine.checkpoint.shards import is_beside_weights, named_weights, read_tensors
+from engine.checkpoint.shards import check_filled, is_beside_weights, named_weights, read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, locked_file, new_folder, remove_unlocked, write_private
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
@@ -463,7 +463,7 @@ def _read(path: Path) -> LibraryEntry:
         experts=profile.experts,
         experts_per_token=profile.experts_per_token,
         context_tokens=profile.context_tokens,
-        precision_words=_precision_words(path, profile),
+        precision_words=precision_words(path, profile),
         embeds=embeds,
         sees=profile.sees,
         calls_tools=not embeds and takes_tools(template),
@@ -472,7 +472,8 @@ def _read(path: Path) -> LibraryEntry:
     )
 
 
-def _precision_words(path: Path, profile: ModelProfile) -> str:
+def precision_words(path: Path, profile: ModelProfile) -> str:
+    """How its weights are stored, for people."""
     stored = profile.quantization or profile.dtype
     gguf = gguf_at(path)
     mix = LABEL.search(f"{gguf.name} {name_of(path)}".upper()) if gguf is not None else None
@@ -671,7 +672,9 @@ def verify(
             return Verification(entry.name, path, "sha256", len(manifest.files), damage)
         try:
             read_config(path)
-            files = {file for tensor in read_tensors(path).values() for file in tensor.files}
+            tensors = read_tensors(path)
+            files = {file for tensor in tensors.values() for file in tensor.files}
+            check_filled(tensors.values(), thorough=True)
         except EngineError as error:
             return Verification(entry.name, path, "headers", 0, {str(path): error.message})
     return Verification(entry.name, path, "headers", len(files) + (path / CONFIG_NAME).is_file(), {})

@@ -229,7 +229,7 @@ def _of_layer(text: dict[str, Any], kind: str, family: KvNumbers) -> int:
     kv_heads = number_of(text, _KV_HEADS) or heads
     keys = number_of(text, _HEAD_DIM) or (number_of(text, HIDDEN) // heads if heads else 0)
     values = number_of(text, ("v_head_dim",)) or keys
-    if family.keys_are_values:
+    if family.keys_are_values and "sliding" not in kind:
         return keys
     if "sliding" in kind:
         kv_heads = number_of(text, ("swa_num_key_value_heads",)) or kv_heads * family.window_heads

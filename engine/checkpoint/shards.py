@@ -34,7 +34,7 @@ MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000
 _LONGEST_NAME = 255
 _LARGE, _LOOKED_AT = 2**20, 2**12
-_READ_WHOLE, _SAMPLES = 2**23, 256
+_READ_WHOLE, _SAMPLES, _PLACES = 2**23, 256, 64
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -86,12 +86,15 @@ def read_tensors(
     return tensors
 
 
-def check_filled(tensors: Iterable[TensorEntry]) -> None:
+def check_filled(tensors: Iterable[TensorEntry], *, thorough: bool = False) -> None:
     """Refuses files that have their full size, but not yet their contents, as other programs' downloads do.
 
     Of the last large matrix of each file a beginning, a middle and an end are read: nothing but zeros is no matrix.
     Of 256 tensors a few blocks from the middle are looked at: a model with weights that are no numbers answers nothing.
     (Not from the end, where rows may be without meaning that no token has.)
+
+    Args:
+        thorough: looks at 64 places of every tensor instead, for who can wait some seconds.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`.
@@ -120,16 +123,16 @@ def check_filled(tensors: Iterable[TensorEntry]) -> None:
                 f"{file} has its full size, but its end is empty: another program is still downloading it, or gave up. "
                 "Wait for that program, or download the model again.",
             )
-    _check_numbers(entries)
+    _check_numbers(entries, _PLACES if thorough else 1)
 
 
-def _check_numbers(entries: list[TensorEntry]) -> None:
+def _check_numbers(entries: list[TensorEntry], places: int) -> None:
     import numpy as np
 
     from engine.formats.ggml import GGML
 
     entries = [entry for entry in entries if entry.nbytes and (entry.dtype in GGML or entry.dtype.startswith("F8_"))]
-    looked_at = entries[:: -(-len(entries) // _SAMPLES) or 1]
+    looked_at = entries[:: -(-len(entries) // _SAMPLES) or 1] if places == 1 else entries
     looked_at.sort(key=lambda each: (each.file, each.offset))
     for file, several in itertools.groupby(looked_at, lambda each: each.file):
         try:
@@ -139,8 +142,13 @@ def _check_numbers(entries: list[TensorEntry]) -> None:
                     size = kind.nbytes if kind is not None else 1
                     blocks = entry.nbytes // size
                     few = min(blocks, -(-_LOOKED_AT // size))
-                    stream.seek(entry.offset + (blocks - few) // 2 * size)
-                    raw = np.frombuffer(stream.read(few * size), np.uint8)
+                    read = b""
+                    for at in sorted({(blocks - few) * (place + 1) // (places + 1) for place in range(places)}):
+                        stream.seek(entry.offset + at * size)
+                        read += stream.read(few * size)
+                    if places > 1 and entry.nbytes >= _LARGE and len(entry.shape) > 1 and not any(read):
+                        raise _damaged(f"{file} has nothing but zeros in {quoted(entry.key)}")
+                    raw = np.frombuffer(read, np.uint8)
                     if kind is None:
                         is_broken = (raw == 0xFF).all()
                     elif kind.split is None:  # a mask beside the weights may be infinite

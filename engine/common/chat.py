@@ -52,13 +52,23 @@ def calls_text(calls: Iterable[ToolCall]) -> str:
     return "\n".join(f"{call.name}({call.arguments})" for call in calls)
 
 
-def calls_as_json(calls: Iterable[ToolCall]) -> str:
-    """Calls of tools in OpenAI's form, as JSON; empty without any."""
-    listed = [
+def calls_listed(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Calls of tools in OpenAI's form."""
+    return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
     ]
-    return json.dumps(listed, ensure_ascii=False) if listed else ""
+
+
+def calls_as_json(calls: Iterable[ToolCall]) -> str:
+    """Calls of tools in OpenAI's form, as JSON; empty without any."""
+    return json.dumps(listed, ensure_ascii=False) if (listed := calls_listed(calls)) else ""
+
+
+def tool_described(tool: Tool) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": described}
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Lane:
         gauges: of sensors that it shows; the second is drawn as a dashed line.
         both_ways: the dashed line is the opposite direction, not the total that the area is part of.
         weight: its share of the height.
-        needs: what has to be recorded for it to be shown: its own spans, or anything of a card.
+        needs: what has to be recorded for it to be shown: its own spans, anything of a card, or experts.
         in_strip: whether the strip on other pages has it.
     """
 
@@ -65,7 +65,7 @@ class Lane:
     gauges: tuple[str, ...] = ()
     both_ways: bool = False
     weight: float = 1.0
-    needs: Literal["", "copies", "spans"] = ""
+    needs: Literal["", "copies", "spans", "experts"] = ""
     in_strip: bool = False
 
 
@@ -183,6 +183,7 @@ LANES: tuple[Lane, ...] = (
         "computed on the processor instead. More hits mean less waiting; without a graphics card everything is "
         "computed on the processor.",
         "experts",
+        needs="experts",
         in_strip=True,
     ),
     Lane(

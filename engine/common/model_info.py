@@ -15,7 +15,7 @@ class ModelInfo:
         name: the name to show; `path` is the checkpoint directory.
         family: transformers' `model_type`.
         device: `cpu`, `cuda:0`, ...; `device_note` says why it is not the requested one, if so.
-        precision: of the weights in memory.
+        precision: of the weights in memory; `stored_as` is how their file has them, for people (`Q4_K_M`).
         experts, experts_per_token: 0 for dense models.
         weights_bytes, experts_bytes: bytes held by non-expert and expert weights.
         kv_bytes_per_token: bytes of KV that one more token of context costs.
@@ -50,6 +50,12 @@ class ModelInfo:
     needs_restart: bool = False
     card_is_back: bool = False
     is_hampered: bool = False
+    stored_as: str = ""
+
+    @property
+    def precision_words(self) -> str:
+        """For people: a file's own type says more than that it is used as it is stored."""
+        return self.stored_as if self.precision == "stored" and self.stored_as else self.precision
 
     @property
     def news(self) -> str:

@@ -17,7 +17,7 @@ class KvNumbers:
 
     Attributes:
         attentions: attention blocks per layer.
-        keys_are_values: a single head whose keys are also its values.
+        keys_are_values: a single head whose keys are also its values, but for layers with a window alone.
         window_heads: factor of key-value heads in sliding-window layers over the others.
     """
 
@@ -47,6 +47,7 @@ class Router:
 
     Attributes:
         scoring: function applied to the logits.
+        table: of the router: the experts of each token, which some layers take instead of choosing.
         weight: of the logits.
         bias: of the logits.
         correction: added to the scores for the choice of experts only; of the router, or else of the block.
@@ -59,7 +60,8 @@ class Router:
         scale: attribute with the factor of the routing weights; of the router, or else of the block.
     """
 
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    table: str = ""
     weight: str = "weight"
     bias: str = ""
     correction: str = ""
@@ -92,7 +94,8 @@ class FastPath:
             layers are native calls.
         layer: a norm and attention, then a norm and an MLP, each added to its input.
         attention: grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
-            2024, "DeepSeek-V2", section 2.1).
+            2024, "DeepSeek-V2", section 2.1) or `compresses` (what lies behind a window, DeepSeek-AI 2026,
+            "DeepSeek-V4", section 2.3).
         delta: the gated delta net, Mamba 2 or short convolution that some layers have in place of attention; empty if
             none has.
         block: the sparse block in place of the MLP; empty for dense families.
@@ -125,6 +128,8 @@ class FastPath:
         passes_choice: whether layers also give what their index has chosen, which the next one is given.
         experts_beside: whether a layer's router and experts are its own, beside an MLP, with norms of their own, and
             what it gives is multiplied (Gemma 4).
+        streams: of the layer: what is before and after attention and the MLP where there are several streams of hidden
+            states, and of the model what adds up the last ones; norms are in 32 bits then.
         has_multiples: whether embeddings, what layers add, and logits are multiplied (Granite).
         unless: of the configuration: if one of these is set, the model does something else besides.
     """
@@ -142,6 +147,7 @@ class FastPath:
     mlp_activation: str = "act_fn"
     router: Router = Router()
     is_latent: bool = False
+    compresses: bool = False
     angles: Literal["twice", "once", "complex", "none"] = "twice"
     angles_by_type: bool = False
     rotates_neighbours: bool = False
@@ -159,6 +165,7 @@ class FastPath:
     indexes: Literal["", "halves", "neighbours"] = ""
     passes_choice: bool = False
     experts_beside: bool = False
+    streams: tuple[str, str, str] | None = None
     has_multiples: bool = False
     unless: tuple[str, ...] = ("clip_qkv",)
 

@@ -96,7 +96,26 @@ TABLE: dict[str, Family] = {
     "deepseek_v32": Family(
         replies=DEEPSEEK, fast_path=fast_path("DeepseekV32", "MoE", GROUPED_SIGMOID, is_latent=True, indexes="halves")
     ),
-    "deepseek_v4": Family(replies=DEEPSEEK, gate=ClampedGate("halves", "limit"), kv=KvNumbers(keys_are_values=True)),
+    "deepseek_v4": Family(
+        replies=DEEPSEEK,
+        gate=ClampedGate("halves", "limit"),
+        kv=KvNumbers(keys_are_values=True),
+        fast_path=fast_path(
+            "DeepseekV4",
+            "SparseMoeBlock",
+            Router(
+                scoring="sqrtsoftplus",
+                table="tid2eid",
+                correction="e_score_correction_bias",
+                normalise=True,
+                scale="routed_scaling_factor",
+            ),
+            compresses=True,
+            angles="once",
+            angles_by_type=True,
+            streams=("attn_hc", "ffn_hc", "hc_head"),
+        ),
+    ),
     "diffusion_gemma": Family(refused=FILLS_IN),
     # Its experts mix the routing of all tokens of a forward.
     "doge": Family(takes_turns=True, exact_tokens=lambda config: 0 if config.get("is_moe") else None),

@@ -74,10 +74,12 @@ def activation_of_mlp(mlp: Any, attribute: str = "act_fn") -> Activation | None:
     Args:
         attribute: what computes it; empty: it is silu.
     """
+    own = family_at(type(mlp).__module__).gate
     if not hasattr(mlp, "gate_up_proj"):
+        if own is not None and own.pairing == "halves" and hasattr(mlp, own.limit):
+            return _clamped(mlp, own)
         kind = kind_of(getattr(mlp, attribute, None)) if attribute else ActivationKind.SILU
         return None if kind is None else Activation(kind, Pairing.HALVES)
-    own = family_at(type(mlp).__module__).gate
     activation = None if own is None else _clamped(mlp, own)
     return activation if activation is not None and activation.pairing is Pairing.HALVES else None
 

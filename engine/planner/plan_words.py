@@ -134,7 +134,8 @@ def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, wo
                 "longer than reading them from RAM."
             )
         rate = costs.cpu_bytes_per_s / 1e9
-        what = "expert weights" if lane == "cpu_experts" else "the other weights and the KV cache"
+        rest = "the other weights and the KV cache" if costs.model.experts > 1 else "the weights and the KV cache"
+        what = "expert weights" if lane == "cpu_experts" else rest
         return f"Reading {what} from RAM limits the speed: the CPU is busy {busy:.0%} of the time, at {rate:.3g} GB/s."
     if lane == "h2d":
         return (

@@ -8,23 +8,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import ComputingClock, JobEnding, JobWatcher, Pace, StoppedError, run_in_background
-from engine.batch_files.messages import (
-    BatchFinished,
-    BatchPlanned,
-    BatchProgress,
-    BatchRow,
-    BatchRows,
-    SampleBatch,
-    StartBatch,
-)
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue, RequestThreads
-from engine.protocol import Event, LoadModel, UnloadModel
+from engine.protocol import (
+    BatchFinished,
+    BatchPlanned,
+    BatchProgress,
+    BatchRow,
+    BatchRows,
+    Event,
+    LoadModel,
+    SampleBatch,
+    StartBatch,
+    StartTuning,
+    UnloadModel,
+)
 from engine.telemetry.request_log import RequestLog
-from engine.tuning.messages import StartTuning
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
@@ -114,7 +116,7 @@ class BatchService:
             with clock.stopped():
                 prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
             engine.sample_batch(prepared, request.rows, watcher)
-        return finished_event(request.request_id, not cancelled(), *events.counts, clock.now())
+        return events.finished(not cancelled(), clock.now())
 
 
 def answered_job(
@@ -135,7 +137,7 @@ def answered_job(
         if ending.pace.places:
             events.pace(ending.pace, "")  # the last rows of each
     except StoppedError:
-        return finished_event(request.request_id, False, 0, 0, 0, 0.0)
+        return BatchFinished(request.request_id)
     finally:
         events.ends()
     pace = ending.pace
@@ -152,13 +154,6 @@ def answered_job(
         errors=str(ending.errors or ""),
         cut_off=pace.cut_off,
     )
-
-
-def finished_event(
-    request_id: str, finished: bool, done: int, failed: int, tokens: int, seconds: float
-) -> BatchFinished:
-    """The end of what writes no file."""
-    return BatchFinished(request_id, finished, done, failed, 0, tokens, seconds, "")
 
 
 class JobEvents:
@@ -178,10 +173,9 @@ class JobEvents:
     def plan(self, prediction: JobPrediction) -> None:
         self._send(BatchPlanned(self._request_id, prediction))
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The answers so far, those that failed, and the tokens of all."""
-        return self._done, self._failed, self._tokens
+    def finished(self, finished: bool, seconds: float) -> BatchFinished:
+        """The end of what writes no file."""
+        return BatchFinished(self._request_id, finished, self._done, self._failed, tokens=self._tokens, seconds=seconds)
 
     def answer_now(self, answer: Answer, question: str) -> None:
         """For the few rows of a sample, each shown as soon as it comes."""

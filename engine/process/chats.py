@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.falls import FALLS
 from engine.process.failures import log_failure
 from engine.process.requests import RequestQueue, failed
-from engine.protocol import Called, Event, Finished, Generate, Progress, Token
+from engine.protocol import Called, Event, Finished, Generate, Progress, SampleBatch, StartBatch, Token
 from engine.telemetry.request_log import RequestLog
 
 if TYPE_CHECKING:

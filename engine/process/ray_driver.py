@@ -1,38 +1,33 @@
-"""Speaks to a Ray cluster for a job: `python -m engine.process.ray_driver ADDRESS`, JSON lines in and out.
+"""Speaks to a Ray cluster for a job: `python -m engine.process.ray_driver ADDRESS`, `NodeCommand`s in, `ClusterEvent`s
+out.
 
 Ray is a program in the program: it has signals, threads and an end of its own (a driver whose cluster is gone is ended
-by it after a minute).  So it runs in this process, which decides nothing: `engine.remote.ray_rows` does.
-
-Commands, one JSON object per line, `do` being the kind:
-`start` (node, life, cpus, gpus, spec): an actor on this node; `give` (node, life, rows), `drop` (node, life, tickets):
-see `RayNode`; `stop` (node, life).  When they end, so does this process, and Ray ends the actors with it.
-
-Events, `said` being the kind:
-`refused` (why): the cluster cannot be used; `nodes` (nodes: id, name, host, cpus, gpus, memory): every two seconds, as
-a sign of life too; `doing` (node, life, what): see `RayNode.doing`; `opened` (node, life, about); `answers` (node,
-life, answers, under_way); `gone` (node, life, why).
+by it after a minute).  So it runs in this process, which decides nothing: `engine.remote.ray_rows` does.  When its
+commands end, so does this process, and Ray ends the actors with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import re
 import socket
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from engine.common.channel import Channel
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over
-from engine.common.installed import bundle
-from engine.common.untrusted import parse_json
+from engine.common.installed import bundle, version
+from engine.process.ray_node import NodeActor
+from engine.process.streams import claimed_pipes
+from engine.protocol import ClusterNode, ClusterNodes, Failed, NodeGone, StartNode, decode, encode, node_of
 
 RAY = "2.60"
 """The series of versions that works with ours; a cluster has one version on all its nodes."""
@@ -44,8 +39,7 @@ _PROXY = "ray://"
 _PORTS = 2**16
 _REACH_S = 10.0
 _SIDES = 2
-
-Emit = Callable[[dict[str, Any]], None]
+_END_S = 5.0
 
 
 @dataclass(eq=False)
@@ -67,20 +61,20 @@ class _Reply:
     found: Future[Any]
 
 
+Inbox = queue.SimpleQueue["bytes | _Reply | None"]
+
+
 class RayDriver:
     """One cluster, as long as there are commands.
 
     Args:
         ray: the module.
         emit: takes events.
-
-    Attributes:
-        inbox: commands, None being their end, and what calls came to.
+        inbox: commands, None being their end; and what calls came to.
     """
 
-    def __init__(self, ray: Any, emit: Emit) -> None:
-        self._ray, self._emit = ray, emit
-        self.inbox: queue.SimpleQueue[dict[str, Any] | _Reply | None] = queue.SimpleQueue()
+    def __init__(self, ray: Any, emit: Callable[[bytes], None], inbox: Inbox) -> None:
+        self._ray, self._emit, self._inbox = ray, emit, inbox
         self._actors: dict[str, _Actor] = {}
 
     def connect(self, address: str) -> str:
@@ -105,7 +99,7 @@ class RayDriver:
         tells_at_s = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
-                if (came := self.inbox.get(timeout=max(0.0, tells_at_s - time.monotonic()))) is None:
+                if (came := self._inbox.get(timeout=max(0.0, tells_at_s - time.monotonic()))) is None:
                     return
                 if isinstance(came, _Reply):
                     self._take(came)
@@ -113,87 +107,58 @@ class RayDriver:
                     self._do(came)
             if time.monotonic() >= tells_at_s:
                 tells_at_s = time.monotonic() + _NODES_S
-                self._emit({"said": "nodes", "nodes": self._nodes()})
+                self._emit(encode(ClusterNodes(tuple(self._nodes()))))
 
-    def _nodes(self) -> list[dict[str, Any]]:
-        found = []
+    def _nodes(self) -> Iterator[ClusterNode]:
         for node in self._ray.nodes():
-            if not node["Alive"]:
-                continue
-            has = node["Resources"]
-            found.append(
-                {
-                    "id": node["NodeID"],
-                    "name": node["NodeName"] or node["NodeManagerAddress"],
-                    "host": node["NodeManagerHostname"],
-                    "cpus": has.get("CPU", 0.0),
-                    "gpus": has.get("GPU", 0.0),
-                    "memory": int(has.get("memory", 0)),
-                }
-            )
-        return found
+            if node["Alive"]:
+                has, name = node["Resources"], node["NodeName"] or node["NodeManagerAddress"]
+                parts = has.get("CPU", 0.0), has.get("GPU", 0.0), int(has.get("memory", 0))
+                yield ClusterNode(node["NodeID"], name, node["NodeManagerHostname"], *parts)
 
-    def _do(self, command: dict[str, Any]) -> None:
-        if command["do"] == "start":
-            self._start(command)
-            return
-        actor = self._actors.get(command["node"])
-        if actor is None or actor.life != command["life"]:
-            return
-        if command["do"] == "give":
-            self._call(actor, "give", command["rows"])
-        elif command["do"] == "drop":
-            self._call(actor, "drop", command["tickets"])
-        else:
-            self._end(actor)
+    def _do(self, line: bytes) -> None:
+        node, life = node_of(line)
+        actor = self._actors.get(node)
+        if actor is not None and actor.life == life:
+            self._call(actor, "tell", line)
+        elif isinstance(command := decode(line), StartNode):
+            self._start(command, line)
 
-    def _start(self, command: dict[str, Any]) -> None:
+    def _start(self, command: StartNode, line: bytes) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from engine.process.ray_node import NodeActor
-
-        there = NodeAffinitySchedulingStrategy(command["node"], soft=False)
-        options: dict[str, Any] = {"num_cpus": command["cpus"], "num_gpus": command["gpus"]}
+        there = NodeAffinitySchedulingStrategy(command.node, soft=False)
+        options: dict[str, Any] = {"num_cpus": command.cpus, "num_gpus": command.gpus}
         maker = self._ray.remote(NodeActor).options(
             scheduling_strategy=there, max_concurrency=4, max_restarts=0, max_task_retries=0, **options
         )
-        actor = _Actor(command["node"], command["life"], maker.remote())
+        actor = _Actor(command.node, command.life, maker.remote())
         self._actors[actor.node] = actor
-        self._call(actor, "open", command["spec"])
-        self._call(actor, "doing", "")
+        self._call(actor, "begin", actor.node, actor.life, version(), line)
+        self._call(actor, "events", _TAKE_S)
 
     def _call(self, actor: _Actor, kind: str, *values: Any) -> None:
         found = getattr(actor.handle, kind).remote(*values).future()
-        found.add_done_callback(lambda done: self.inbox.put(_Reply(actor, kind, done)))
+        found.add_done_callback(lambda done: self._inbox.put(_Reply(actor, kind, done)))
 
     def _take(self, reply: _Reply) -> None:
         actor = reply.actor
         if actor.has_ended:
             return
         try:
-            self._came(actor, reply.kind, reply.found.result())
+            found = reply.found.result()
         except Exception as error:
             self._end(actor)
-            self._emit({"said": "gone", "node": actor.node, "life": actor.life, "why": _end_of(error)})
-
-    def _came(self, actor: _Actor, kind: str, value: Any) -> None:
-        about = {"node": actor.node, "life": actor.life}
-        if kind == "doing" and value:
-            self._emit({"said": "doing", **about, "what": value})
-            self._call(actor, "doing", value)
-        elif kind == "open":
-            self._emit({"said": "opened", **about, "about": value})
-            if "refused" in value:
+            self._emit(encode(NodeGone(actor.node, actor.life, _end_of(error))))
+            return
+        if reply.kind == "events":
+            lines, is_over = found
+            for line in lines:
+                self._emit(line)
+            if is_over:
                 self._end(actor)
-                return
-        elif kind == "take":
-            self._emit({"said": "answers", **about, "answers": value["answers"], "under_way": value["under_way"]})
-            if value["broken"]:
-                self._end(actor)
-                self._emit({"said": "gone", **about, "why": value["broken"]})
-                return
-        if kind in ("open", "take"):
-            self._call(actor, "take", _TAKE_S)
+            else:
+                self._call(actor, "events", _TAKE_S)
 
     def _end(self, actor: _Actor) -> None:
         actor.has_ended = True
@@ -252,51 +217,43 @@ def _end_of(error: Exception) -> str:
 
 
 def main() -> int:
-    from engine.process.streams import claim_pipes
-
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    inlet, outlet = claim_pipes()
-    writing = threading.Lock()
+    inbox = Inbox()
 
-    def emit(event: dict[str, Any]) -> None:
-        with writing:
-            data = json.dumps(event).encode() + b"\n"
-            while data:
-                data = data[os.write(outlet, data) :]
+    def lost() -> None:
+        inbox.put(None)
+        time.sleep(_END_S)
+        os._exit(1)  # Ray waits for something
 
+    channel = Channel(claimed_pipes(), inbox.put, lost)
+    channel.start()
+    try:
+        _drive(sys.argv[1], channel.send, inbox)
+    except EngineError as error:
+        channel.send(encode(Failed.of(error)))
+        return 1
+    finally:
+        channel.flush()
+    return 0
+
+
+def _drive(address: str, emit: Callable[[bytes], None], inbox: Inbox) -> None:
     try:
         import ray
     except ImportError:
         lacking = f"is not installed: run {INSTALL}"
         if bundle() is not None:
             lacking = "packages to double-click do not have: use Switchyard's wheels, or a checkout"
-        emit({"said": "refused", "why": f"Jobs on a cluster need Ray, which {lacking}."})
-        return 1
-    driver = RayDriver(ray, emit)
-
-    def read() -> None:
-        with open(inlet, "rb") as lines:
-            for line in lines:
-                driver.inbox.put(parse_json(line.decode(), deepest=64))
-        driver.inbox.put(None)
-        time.sleep(_END_S)
-        os._exit(1)  # Ray waits for something
-
-    threading.Thread(target=read, name="commands", daemon=True).start()
-    why = driver.connect(sys.argv[1])
-    if why:
-        emit({"said": "refused", "why": why})
-        return 1
+        what = f"Jobs on a cluster need Ray, which {lacking}."
+        raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, what) from None
+    driver = RayDriver(ray, emit, inbox)
+    if why := driver.connect(address):
+        raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, why)
     try:
         driver.run()
-    except BrokenPipeError:
-        return 1
     finally:
         ray.shutdown()
-    return 0
 
-
-_END_S = 5.0
 
 if __name__ == "__main__":
     sys.exit(main())

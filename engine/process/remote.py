@@ -8,19 +8,27 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
-from engine.batch_files.messages import BatchFinished, BatchSampled, SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.chat import calls_text
 from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.process.batch import JobEvents, JobRunner, answered_job, finished_event
+from engine.process.batch import JobEvents, JobRunner, answered_job
 from engine.process.requests import RequestQueue, RequestThreads
-from engine.protocol import Called, Event, Finished, Generate, Token
+from engine.protocol import (
+    BatchFinished,
+    Called,
+    Event,
+    Finished,
+    Generate,
+    SampleBatch,
+    StartBatch,
+    Token,
+)
 from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
 from engine.telemetry.request_log import RequestLog
 
 if TYPE_CHECKING:
-    from engine.remote.chat_form import RemoteAnswer, RemoteDelta
+    from engine.remote.chat_form import RemoteAnswer
     from engine.remote.client import Client
     from engine.remote.job import OwnModel
 
@@ -62,10 +70,10 @@ class RemoteChats:
         name, log, pieces = request.request_id, RequestLog(is_elsewhere=True), 0
         self._is_elsewhere(log.number, remote.endpoint.name)
 
-        def on_delta(delta: RemoteDelta) -> None:
+        def on_delta(delta: Token) -> None:
             nonlocal pieces
-            pieces = delta.pieces
-            self._send(Token(name, delta.text, pieces, delta.reasoning))
+            pieces = delta.generated_tokens
+            self._send(replace(delta, request_id=name))
             log.has_written(pieces)
 
         asked = RemoteRequest(
@@ -162,10 +170,9 @@ class RemoteJobs:
         prepared = prepare(replace(request.job, endpoints=elsewhere))
         sample = run_remote_sample(prepared, request.rows, watcher, make_client=_make_client(request))
         if sample is not None:
-            each = sample.prompt_tokens, sample.generated_tokens
-            self._send(BatchSampled(request.request_id, sample.rows, *each, sample.row_s, sample.cost, sample.currency))
+            self._send(replace(sample, request_id=request.request_id))
         seconds = sample.row_s * sample.rows if sample is not None else 0.0
-        return finished_event(request.request_id, not cancelled(), *events.counts, seconds)
+        return events.finished(not cancelled(), seconds)
 
 
 def runner_at(request: StartBatch, own: OwnModel | None) -> JobRunner:

@@ -7,18 +7,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from engine.batch_files.messages import BatchFinished, SampleBatch, StartBatch
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import (
+    BatchFinished,
     Cancelled,
     Failed,
     Finished,
     Generate,
     LoadModel,
+    SampleBatch,
+    StartBatch,
+    StartTuning,
     TerminalEvent,
+    TuningFinished,
     UnloadModel,
 )
-from engine.tuning.messages import StartTuning, TuningFinished
 
 _log = logging.getLogger(__name__)
 
@@ -29,11 +32,11 @@ Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartT
 def cancelled_event(request: Request) -> TerminalEvent | None:
     """The terminal event if this request is cancelled before it starts; None if it cannot be cancelled."""
     if isinstance(request, Generate):
-        return Finished(request.request_id, "cancelled", 0, 0, 0)
+        return Finished(request.request_id, "cancelled")
     if isinstance(request, StartBatch | SampleBatch):
-        return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
+        return BatchFinished(request.request_id)
     if isinstance(request, StartTuning):
-        return TuningFinished(request.request_id, False, None, False, None)
+        return TuningFinished(request.request_id)
     return Cancelled(request.request_id) if isinstance(request, LoadModel) else None
 
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from engine.common.channel import Pipes
 from engine.protocol import DROPPABLE, HEARTBEAT_S, Droppable, Event, Heartbeat, Sample, encode
 
 _BATCH = 256
@@ -39,6 +40,12 @@ def claim_pipes() -> tuple[int, int]:
         msvcrt.setmode(commands, os.O_BINARY)
         msvcrt.setmode(events, os.O_BINARY)
     return commands, events
+
+
+def claimed_pipes() -> Pipes:
+    """See `claim_pipes`."""
+    commands, events = claim_pipes()
+    return Pipes(os.fdopen(commands, "rb"), os.fdopen(events, "wb"))
 
 
 class EventWriter:

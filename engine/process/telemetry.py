@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.common import clock
-from engine.protocol import Droppable, Sample
-from engine.telemetry.messages import (
+from engine.protocol import (
+    Droppable,
     RequestPlace,
     ResizeCache,
+    Sample,
     TelemetryCounters,
     TelemetryRequest,
     TelemetrySpans,

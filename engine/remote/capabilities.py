@@ -19,7 +19,8 @@ from engine.common.chat import ChatMessage, Picture, Tool, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, never_cancelled
 from engine.common.plain_text import plain_line
-from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
+from engine.protocol import Token
+from engine.remote.chat_form import RemoteAnswer, RemoteRequest
 from engine.remote.client import Client, lacking
 from engine.remote.endpoint import Found, Lack, Server
 from engine.remote.failures import RemoteError, Trouble
@@ -102,7 +103,7 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
     if not model:
         return About(found, "", latency_s)
     lacks: set[Lack] = set()
-    deltas: list[RemoteDelta] = []
+    deltas: list[Token] = []
     try:
         answer = _first_answer(client, model, lacks, deltas, cancelled)
     except RemoteError as error:
@@ -129,7 +130,7 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
 
 
 def _first_answer(
-    client: Client, model: str, lacks: set[Lack], deltas: list[RemoteDelta], cancelled: CancelCheck
+    client: Client, model: str, lacks: set[Lack], deltas: list[Token], cancelled: CancelCheck
 ) -> RemoteAnswer:
     """A short answer, as a stream if the server gives one."""
     request = RemoteRequest(_QUESTION, SamplingParams(max_tokens=4), model)

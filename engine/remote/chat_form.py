@@ -11,10 +11,11 @@ from typing import Any
 
 from engine.batch_files.openai_requests import NO_LIMIT
 from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
+from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall, calls_listed, tool_described
 from engine.common.config import SamplingParams
 from engine.common.untrusted import json_text
 from engine.families.replies.reader import Spoken, Thought, reply_reader
+from engine.protocol import Token
 from engine.remote.endpoint import Found, Lack, Server
 
 _TAKES_MORE: frozenset[Server] = frozenset(("switchyard", "vllm", "sglang", "llama.cpp", "llama-cpp-python"))
@@ -46,22 +47,14 @@ class RemoteRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteDelta:
-    """More of an answer; `pieces` is how many such pieces with text have come, most servers send one per token."""
-
-    text: str
-    reasoning: str
-    pieces: int
-
-
-@dataclass(frozen=True, slots=True)
 class RemoteAnswer:
     """A whole answer.
 
     Attributes:
         prompt_tokens, generated_tokens: as the server counted them; None if it did not say.
         reused_tokens: of the prompt, which it need not read again.
-        pieces: see `RemoteDelta`.
+        pieces: how many pieces with text have come, most servers send one per token: the `generated_tokens` of its
+            `Token`s.
         first_token_s, total_s: since the request was sent; `first_token_s` is None if nothing came.
         model: as the server calls it.
         left_out: settings that the server would not take, by their names in `SamplingParams`.
@@ -104,7 +97,7 @@ def request_body(
         if "usage" not in lacks:
             body["stream_options"] = {"include_usage": True}
     if request.tools and "tools" not in lacks:
-        body["tools"] = [_tool(each) for each in request.tools]
+        body["tools"] = list(map(tool_described, request.tools))
         if request.must_call:
             body["tool_choice"] = "required"
     if request.own_tools:
@@ -120,11 +113,6 @@ def request_body(
             schema = {"name": "answer", "schema": schema_of(constraint), "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
     return body, left_out
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
-    return {"type": "function", "function": described}
 
 
 def not_taken(sampling: SamplingParams, found: Found) -> tuple[str, ...]:
@@ -160,10 +148,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         found["content"] = content or None
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
+        found["tool_calls"] = calls_listed(message.tool_calls)
     if message.role == "tool":
         found["tool_call_id"] = message.answers
     return found  # what an assistant thought is its own: most servers refuse or ignore it
@@ -251,7 +236,7 @@ class Gathered:
     _calls: dict[int, list[str]] = field(default_factory=dict)
     _reader: Any = field(default_factory=lambda: reply_reader("", (), thinks=False, is_call=False))
 
-    def take(self, chunk: dict[str, Any]) -> RemoteDelta | None:
+    def take(self, chunk: dict[str, Any]) -> Token | None:
         """What a chunk of a stream, or a whole answer, adds; None if it is nothing to show.
 
         Raises:
@@ -278,7 +263,7 @@ class Gathered:
             self.finish = str(choice["finish_reason"])
         return shown
 
-    def end(self) -> RemoteDelta | None:
+    def end(self) -> Token | None:
         """Nothing comes any more: what was held back, if anything was."""
         return self._split(self._reader.end(), "")
 
@@ -294,19 +279,19 @@ class Gathered:
         """Why it ended."""
         return _FINISHES.get(self.finish, "stop")
 
-    def _shown(self, said: str, thought: str) -> RemoteDelta | None:
+    def _shown(self, said: str, thought: str) -> Token | None:
         if said or thought:
             self.pieces += 1
         return self._split(self._reader.feed(said) if said else [], thought)
 
-    def _split(self, parts: list[Any], thought: str) -> RemoteDelta | None:
+    def _split(self, parts: list[Any], thought: str) -> Token | None:
         thought += "".join(part.text for part in parts if isinstance(part, Thought))
         said = "".join(part.text for part in parts if isinstance(part, Spoken))
         if thought:
             self.reasoning.append(thought)
         if said:
             self.text.append(said)
-        return RemoteDelta(said, thought, self.pieces) if said or thought else None
+        return Token("", said, self.pieces, thought) if said or thought else None
 
     def _call(self, call: dict[str, Any], number: int) -> None:
         index = call.get("index")

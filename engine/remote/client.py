@@ -30,7 +30,8 @@ from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.http import HEADERS
 from engine.common.plain_text import plain_line
 from engine.common.untrusted import parse_json
-from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteDelta, RemoteRequest, chosen, request_body
+from engine.protocol import Token
+from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteRequest, chosen, request_body
 from engine.remote.endpoint import Endpoint, Found, Lack, Server, called
 from engine.remote.failures import (
     RemoteError,
@@ -262,7 +263,7 @@ class Client:
     def ask(
         self,
         request: RemoteRequest,
-        on_delta: Callable[[RemoteDelta], None] = lambda _delta: None,
+        on_delta: Callable[[Token], None] = lambda _delta: None,
         cancelled: CancelCheck = never_cancelled,
     ) -> RemoteAnswer:
         """The answer, of which `on_delta` is told on this thread as it comes.
@@ -324,11 +325,11 @@ class Client:
 
     def _run(
         self,
-        work: Callable[[Callable[[RemoteDelta], None]], Coroutine[Any, Any, _Result]],
-        on_delta: Callable[[RemoteDelta], None],
+        work: Callable[[Callable[[Token], None]], Coroutine[Any, Any, _Result]],
+        on_delta: Callable[[Token], None],
         cancelled: CancelCheck,
     ) -> _Result:
-        told: queue.SimpleQueue[RemoteDelta | None] = queue.SimpleQueue()
+        told: queue.SimpleQueue[Token | None] = queue.SimpleQueue()
         with self._lock:
             if self._is_closed:
                 raise unreachable(self.endpoint, "its connections are closed")
@@ -406,7 +407,7 @@ class Client:
             raise unreachable(self.endpoint, f"nothing within {self._patience.look_s:.0f} seconds") from None
         return self._document(content)
 
-    async def _ask(self, request: RemoteRequest, model: str, tell: Callable[[RemoteDelta], None]) -> RemoteAnswer:
+    async def _ask(self, request: RemoteRequest, model: str, tell: Callable[[Token], None]) -> RemoteAnswer:
         try:
             return await self._answer(request, model, tell)
         except RemoteError as error:
@@ -414,7 +415,7 @@ class Client:
                 raise pictures_not_read(self.endpoint, model, error) from None
             raise
 
-    async def _answer(self, request: RemoteRequest, model: str, tell: Callable[[RemoteDelta], None]) -> RemoteAnswer:
+    async def _answer(self, request: RemoteRequest, model: str, tell: Callable[[Token], None]) -> RemoteAnswer:
         body, left_out = request_body(request, model, self._found.server, self._found.lacks)
         url, begun, first_s = f"{self.endpoint.url}/chat/completions", time.monotonic(), None
         gathered = Gathered()

@@ -23,7 +23,8 @@ from engine.batch_files.rows import Constraint, RowRequest, grammar_of
 from engine.common.chat import calls_as_json
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowCallback
-from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
+from engine.protocol import Token
+from engine.remote.chat_form import RemoteAnswer, RemoteRequest
 from engine.remote.failures import RemoteError
 from engine.remote.spread import MOST_AT_ONCE, Place, Spread, Turn
 
@@ -69,7 +70,7 @@ class Asked(Protocol):
     """A server that answers: see `engine.remote.client.Client`."""
 
     def ask(
-        self, request: RemoteRequest, on_delta: Callable[[RemoteDelta], None], cancelled: CancelCheck
+        self, request: RemoteRequest, on_delta: Callable[[Token], None], cancelled: CancelCheck
     ) -> RemoteAnswer: ...
 
     def close(self) -> None: ...
@@ -271,8 +272,8 @@ class SpreadRows:
         """On a thread of the endpoint."""
         turn = running.turn
 
-        def came(delta: RemoteDelta) -> None:
-            running.pieces = delta.pieces
+        def came(delta: Token) -> None:
+            running.pieces = delta.generated_tokens
 
         def cancelled() -> bool:
             return running.is_unwanted

@@ -17,6 +17,7 @@ from engine.common.config import HERE
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.jobs.job import Answerer, run_first_rows, run_job
 from engine.jobs.rows import ClosingExecutor, RowAnswer
+from engine.protocol import BatchSampled
 from engine.remote.client import Client
 from engine.remote.endpoint import Endpoint, Found, parse_endpoint, remote_name
 from engine.remote.executor import Asked, Server, SpreadRows
@@ -118,7 +119,7 @@ def run_remote_sample(
     watcher: JobWatcher,
     own: OwnModel | None = None,
     make_client: MakeClient = Client,
-) -> RemoteSample | None:
+) -> BatchSampled | None:
     """Answers the first rows of a job at its endpoints and keeps nothing.
 
     Args:
@@ -136,40 +137,24 @@ def run_remote_sample(
         with closing(_executor(prepared, met, own, watcher)) as executor:
             begun_s = time.monotonic()
             tries = run_first_rows(prepared, rows, executor, watcher)
-            return RemoteSample.of(tries, time.monotonic() - begun_s, executor.places)
+            return _sampled(tries, time.monotonic() - begun_s, executor.places)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteSample:
-    """What some rows say of all: measured, since endpoints are not modelled.
-
-    Attributes:
-        row_s: for one row at one place, while few are asked.
-        cost: of a row, in `currency`; None if no place has a price.
-    """
-
-    rows: int
-    prompt_tokens: float
-    generated_tokens: float
-    row_s: float
-    cost: float | None
-    currency: str
-
-    @classmethod
-    def of(cls, tries: Sequence[RowAnswer], seconds: float, places: Sequence[PlacePace]) -> RemoteSample | None:
-        """Of tries that took so many seconds in all; None if none was answered."""
-        rows = len({answer.row for answer in tries if not answer.error})
-        if not rows:
-            return None
-        costs = [place.cost for place in places if place.cost is not None]
-        return cls(
-            rows,
-            sum(answer.prompt_tokens for answer in tries) / rows,
-            sum(answer.generated_tokens for answer in tries) / rows,
-            seconds / rows,
-            sum(costs) / rows if costs else None,
-            next((place.currency for place in places if place.cost is not None), ""),
-        )
+def _sampled(tries: Sequence[RowAnswer], seconds: float, places: Sequence[PlacePace]) -> BatchSampled | None:
+    """What tries that took so many seconds say; None if none was answered."""
+    rows = len({answer.row for answer in tries if not answer.error})
+    if not rows:
+        return None
+    costs = [place.cost for place in places if place.cost is not None]
+    return BatchSampled(
+        "",
+        rows,
+        sum(answer.prompt_tokens for answer in tries) / rows,
+        sum(answer.generated_tokens for answer in tries) / rows,
+        seconds / rows,
+        sum(costs) / rows if costs else None,
+        next((place.currency for place in places if place.cost is not None), ""),
+    )
 
 
 # --- who answers ----------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO, is_precision
 from engine.jobs.job import Answerer, run_job
-from engine.remote.ray_rows import SAMPLE_ROWS, ClusterJob, RayRows
+from engine.protocol import ClusterJob
+from engine.remote.ray_rows import SAMPLE_ROWS, RayRows
 
 
 def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWatcher) -> JobEnding:

@@ -1,41 +1,38 @@
 """The pipes to the process that speaks to a Ray cluster, and the cluster's nodes as a job sees them.
 
-`engine.process.ray_driver` says what goes over the pipes. Of the nodes a job knows who is asked to start, who answers,
-who rests, and for how long.
+Of the nodes a job knows who is asked to start, who answers, who rests, and for how long.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import queue
 import subprocess
-import threading
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 from engine.batch_files.job_watcher import PlacePace, PlaceState
+from engine.common.channel import Channel, Pipes
 from engine.common.config import EngineConfig
+from engine.common.errors import ErrorCode
 from engine.common.paths import python_module
+from engine.jobs.rows import RowAnswer
+from engine.protocol import ClusterEvent, Failed, NodeCommand, decode, encode
 
 _PROGRAM = "engine.process.ray_driver"
 _ENDS_S = 8.0
-_LINE = 1 << 26
-"""A longer line is not one of ours."""
-
-Message = dict[str, Any]
 
 
 class Link(Protocol):
     """Commands to the nodes of a cluster, and what they say."""
 
-    def send(self, command: Message) -> None:
+    def send(self, command: NodeCommand) -> None:
         """Without effect once the other side has ended."""
 
-    def events(self, wait_s: float) -> list[Message]:
-        """What was said since the last call, after waiting for something; `{"said": "ended"}` is the last thing."""
+    def events(self, wait_s: float) -> list[ClusterEvent]:
+        """What was said since the last call, after waiting for something; a `Failed` is the last thing."""
 
     def close(self) -> None:
         """Ends the other side and all that it began on nodes."""
@@ -58,20 +55,21 @@ class RayLink:
             env={**os.environ, **extra},
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
-        self._said: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._read, name="ray-events", daemon=True),
-            threading.Thread(target=self._write, name="ray-commands", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._said: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
+        self._channel = Channel(
+            Pipes(self._process.stdout, self._process.stdin),
+            lambda line: self._said.put(cast(ClusterEvent, decode(line))),
+            lambda: self._said.put(Failed("", ErrorCode.ENGINE_DIED, "")),
+        )
+        self._channel.start()
 
-    def send(self, command: Message) -> None:
-        self._told.put(json.dumps(command).encode() + b"\n")
+    def send(self, command: NodeCommand) -> None:
+        self._channel.send(encode(command))
 
-    def events(self, wait_s: float) -> list[Message]:
-        found: list[Message] = []
+    def events(self, wait_s: float) -> list[ClusterEvent]:
+        found: list[ClusterEvent] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._said.get(timeout=wait_s))
             while True:
@@ -79,36 +77,13 @@ class RayLink:
         return found
 
     def close(self) -> None:
-        self._told.put(None)
+        self._channel.hang_up()
         try:
             self._process.wait(_ENDS_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for thread in self._threads:
-            thread.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-    def _read(self) -> None:
-        pipe = self._process.stdout
-        assert pipe is not None
-        with contextlib.suppress(OSError, ValueError):
-            while line := pipe.readline(_LINE):
-                self._said.put(json.loads(line))
-        self._said.put({"said": "ended"})
-
-    def _write(self) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        with contextlib.suppress(OSError, ValueError):
-            while (line := self._told.get()) is not None:
-                pipe.write(line)
-                pipe.flush()
-        with contextlib.suppress(OSError, ValueError):
-            pipe.close()
+        self._channel.close()
 
 
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
@@ -161,10 +136,9 @@ class RayNodeState:
         self.life += 1
         self.stage, self.why, self.doing, self._since_s = "opening", "", "starts", now
 
-    def works(self, about: dict[str, Any], now: float) -> None:
+    def works(self, at_once: int, now: float) -> None:
         """It answers from now on."""
-        self.stage, self.why, self._since_s = "working", "", now
-        self.at_once = int(about["at_once"])
+        self.stage, self.why, self._since_s, self.at_once = "working", "", now, at_once
 
     def refuses(self, why: str) -> None:
         """It cannot, until something there is changed."""
@@ -185,16 +159,16 @@ class RayNodeState:
         self.stage, self.why = "gone", "it left the cluster"
         self.under_way = self.under_way_tokens = 0
 
-    def answered(self, answer: dict[str, Any], now: float) -> None:
+    def answered(self, answer: RowAnswer, now: float) -> None:
         """One answer has come."""
         self.failures = 0
         self.rows += 1
-        self.failed += bool(answer["error"])
-        self.prompt_tokens += answer["prompt_tokens"]
-        self.generated_tokens += answer["generated_tokens"]
+        self.failed += bool(answer.error)
+        self.prompt_tokens += answer.prompt_tokens
+        self.generated_tokens += answer.generated_tokens
         passed = max(0.0, now - self._since_s)
         fades = math.exp(-passed / _MEMORY_S)
-        self._recent = self._recent * fades + answer["generated_tokens"]
+        self._recent = self._recent * fades + answer.generated_tokens
         self._recent_s, self._since_s = self._recent_s * fades + passed, now
 
     @property

@@ -7,24 +7,31 @@ held that died is handed out again, and its engine is started again after a paus
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
-from engine.common.chat import ChatMessage
 from engine.common.collector import without_collector
-from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.installed import version
-from engine.common.json_fields import from_fields
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.protocol import (
+    ClusterEvent,
+    ClusterJob,
+    ClusterNode,
+    ClusterNodes,
+    DropRows,
+    Failed,
+    GiveRows,
+    NodeAnswers,
+    NodeDoes,
+    NodeReady,
+    StartNode,
+)
 from engine.remote.ray_blocks import Blocks
-from engine.remote.ray_link import Link, Message, RayLink, RayNodeState, settings_for
+from engine.remote.ray_link import Link, RayLink, RayNodeState, settings_for
 
 _WAIT_S = 0.1
 _ROUND_S = 1.0
@@ -39,25 +46,6 @@ _READS = 512
 """Rows read before messages are looked at again."""
 _COLLECT_S = 60.0
 SAMPLE_ROWS = 48
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterJob:
-    """What a cluster is to run.
-
-    Attributes:
-        models: names and paths under which nodes may have the model, the likeliest first.
-        digest: of the model, see `content_digest`; empty for that of the first node.
-        config: settings of the engine; the precision may be `auto`: the first node decides for all.
-        job: its settings; paths are of no use to nodes.
-        sample: its first rows, each with the share of the input read so far.
-    """
-
-    models: tuple[str, ...]
-    digest: str
-    config: EngineConfig
-    job: BatchJob
-    sample: tuple[tuple[float, RowRequest], ...]
 
 
 class RayRows:
@@ -97,7 +85,6 @@ class RayRows:
         self._to_give: set[str] = set()
         self._given_up: list[RowRequest] = []
         self._on_row: RowCallback = _nobody
-        self._fields = _Fields()
         self._collected_s = time.monotonic()
 
     # --- what a job asks --------------------------------------------------------------------------
@@ -203,7 +190,7 @@ class RayRows:
         events = self._link.events(_WAIT_S) if self._link is not None else self._rest()
         for event in events:
             self._heard(event, self._clock())
-        if any(event["said"] != "answers" for event in events):
+        if not all(isinstance(event, NodeAnswers) for event in events):
             self._blocks.coming = sum(node.stage == "opening" for node in self._nodes.values())
         now = self._clock()
         # Only what was waited here counts: this computer may have slept.
@@ -220,32 +207,31 @@ class RayRows:
         self._to_give.clear()
         self._give_up()
 
-    def _rest(self) -> list[Message]:
+    def _rest(self) -> list[ClusterEvent]:
         time.sleep(_WAIT_S)
         return []
 
     def _give(self, node: RayNodeState, now: float) -> None:
         if node.stage != "working" or self._link is None:
             return
-        about = {"node": node.ident, "life": node.life}
         if tickets := self._blocks.in_vain(node.ident):
-            self._link.send({"do": "drop", **about, "tickets": tickets})
+            self._link.send(DropRows(node.ident, node.life, tuple(tickets)))
         if block := self._blocks.hand_out(node.ident, now):
-            rows = [[ticket, self._fields.of(row)] for ticket, row in block]
-            self._link.send({"do": "give", **about, "rows": rows})
+            rows = tuple(replace(row, row=ticket) for ticket, row in block)
+            self._link.send(GiveRows(node.ident, node.life, rows))
 
-    def _answers(self, event: Message, now: float) -> None:
-        node = self._nodes.get(event["node"])
+    def _answers(self, event: NodeAnswers, now: float) -> None:
+        node = self._nodes.get(event.node)
         if node is None:
             return
-        if node.life == event["life"]:
-            node.under_way, node.under_way_tokens = event["under_way"]
+        if node.life == event.life:
+            node.under_way, node.under_way_tokens = event.under_way
             self._to_give.add(node.ident)
-        answers = {int(ticket): answer for ticket, answer in event["answers"]}
+        answers = {answer.row: answer for answer in event.answers}
         for ticket in self._blocks.answered(node.ident, answers, now):
             node.answered(answers[ticket], now)
-            own = {"row": self._row_of.pop(ticket), "by": ""}  # our own engine: as if it were here
-            self._on_row(from_fields(RowAnswer, {**answers[ticket], **own}))
+            # Our own engine: as if it were here.
+            self._on_row(replace(answers[ticket], row=self._row_of.pop(ticket), by=""))
 
     def _give_up(self) -> None:
         rows, self._given_up = self._given_up, []
@@ -255,35 +241,36 @@ class RayRows:
 
     # --- nodes ------------------------------------------------------------------------------------
 
-    def _heard(self, event: Message, now: float) -> None:
-        said = event["said"]
-        if said == "nodes":
+    def _heard(self, event: ClusterEvent, now: float) -> None:
+        if isinstance(event, ClusterNodes):
             self._lost, self._has_heard = 0, True
-            self._see(event["nodes"])
-        elif said == "answers":
+            self._see(event.nodes)
+        elif isinstance(event, NodeAnswers):
             self._answers(event, now)
-        elif said in ("refused", "ended"):
-            self._lose_link(event.get("why", ""), now)
+        elif isinstance(event, Failed):
+            self._lose_link(event.message, now)
         else:
-            node = self._nodes.get(event["node"])
-            if node is None or node.life != event["life"] or node.stage not in ("opening", "working"):
+            node = self._nodes.get(event.node)
+            if node is None or node.life != event.life or node.stage not in ("opening", "working"):
                 return
-            if said == "doing":
-                node.doing = event["what"]
-            elif said == "opened":
-                self._opened(node, event["about"], now)
-            elif said == "gone":
-                self._given_up += self._blocks.leave(node.ident, died=True)
-                node.fails(event["why"], now)
+            if isinstance(event, NodeDoes):
+                node.doing = event.what
+            elif isinstance(event, NodeReady):
+                self._ready(node, event, now)
+            else:
+                self._given_up += self._blocks.leave(node.ident, died=not event.refuses)
+                if event.refuses:
+                    node.refuses(event.why.removesuffix("."))
+                else:
+                    node.fails(event.why, now)
                 self._lead_no_more(node)
 
-    def _see(self, found: list[dict[str, Any]]) -> None:
+    def _see(self, found: Iterable[ClusterNode]) -> None:
         """The nodes that are in the cluster now."""
-        there = {each["id"]: each for each in found if each["cpus"] > 0}  # a head often has none, to be left alone
+        there = {each.ident: each for each in found if each.cpus > 0}  # a head often has none, to be left alone
         for ident, each in there.items():
             if ident not in self._nodes:
-                values = (each["name"], each["host"], each["cpus"], each["gpus"], each["memory"])
-                self._nodes[ident] = RayNodeState(ident, *values)
+                self._nodes[ident] = RayNodeState(ident, each.name, each.host, each.cpus, each.gpus, each.memory)
         names = Counter(node.name for node in self._nodes.values())
         for node in self._nodes.values():
             if names[node.name] > 1:  # several on one machine
@@ -313,37 +300,23 @@ class RayRows:
         if not ready:
             return
         sharing = Counter(node.host for node in self._nodes.values() if node.stage != "gone")
-        spec = {
-            "version": version(),
-            "models": list(self._asked.models),
-            "digest": self._asked.digest,
-            "job": asdict(self._asked.job),
-            "sample": [[share, asdict(row)] for share, row in self._asked.sample],
-        }
         for node in ready:
             node.begin(now)
-            self._start(node, spec, shares=sharing[node.host] > 1)
+            self._start(node, shares=sharing[node.host] > 1)
 
-    def _start(self, node: RayNodeState, spec: dict[str, Any], *, shares: bool) -> None:
+    def _start(self, node: RayNodeState, *, shares: bool) -> None:
         assert self._link is not None
         config = settings_for(node, self._asked.config, shares=shares)
-        spec = json.loads(json.dumps({**spec, "config": asdict(config)}))
         cpus = min(node.cpus, config.threads or node.cpus)
         gpus = 0.0 if config.device == "cpu" else node.gpus
-        self._link.send(
-            {"do": "start", "node": node.ident, "life": node.life, "cpus": cpus, "gpus": gpus, "spec": spec}
-        )
+        self._link.send(StartNode(node.ident, node.life, cpus, gpus, replace(self._asked, config=config)))
 
-    def _opened(self, node: RayNodeState, about: dict[str, Any], now: float) -> None:
-        if "refused" in about:
-            node.refuses(str(about["refused"]).removesuffix("."))
-            self._lead_no_more(node)
-            return
+    def _ready(self, node: RayNodeState, event: NodeReady, now: float) -> None:
         self._has_opened = True
-        config = replace(self._asked.config, precision=about["precision"])
-        self._asked = replace(self._asked, digest=about["digest"], config=config)
-        node.works(about, now)
-        self._blocks.join(node.ident, node.at_once, now, float(about["rows_per_s"]))
+        config = replace(self._asked.config, precision=event.precision)
+        self._asked = replace(self._asked, digest=event.digest, config=config)
+        node.works(event.at_once, now)
+        self._blocks.join(node.ident, node.at_once, now, event.rows_per_s)
         self._to_give.add(node.ident)
 
     def _lead_no_more(self, node: RayNodeState) -> None:
@@ -398,30 +371,3 @@ class RayRows:
 
 def _nobody(_answer: RowAnswer) -> None:
     """While no job runs nothing is kept: rows are answered for `run` alone."""
-
-
-class _Fields:
-    """`asdict` of rows, without doing again what is the same object in one row after the other."""
-
-    def __init__(self) -> None:
-        self._sampling: tuple[SamplingParams, dict[str, Any]] | None = None
-
-    def of(self, row: RowRequest) -> dict[str, Any]:
-        """Not to be changed."""
-        if self._sampling is None or self._sampling[0] is not row.sampling:
-            self._sampling = row.sampling, asdict(row.sampling)
-        return {
-            "row": row.row,
-            "messages": [_of_message(message) for message in row.messages],
-            "sampling": self._sampling[1],
-            "constraint": row.constraint and asdict(row.constraint),
-            "tools": row.tools,
-        }
-
-
-def _of_message(message: ChatMessage) -> dict[str, Any]:
-    """`asdict`, which takes longer than all the rest of a row where there is nothing to be copied."""
-    return asdict(message) if message.tool_calls else {name: getattr(message, name) for name in _OF_MESSAGE}
-
-
-_OF_MESSAGE = tuple(field.name for field in fields(ChatMessage))

@@ -64,10 +64,12 @@ class Reply:
     """What a client gets, in the form of its interface: what has come of it, and what a stream says of each event.
 
     Attributes:
+        error_body: an error, with its status of HTTP, in the form of the interface.
         beat: says in a stream that it is still there.
         closes: the end of a stream.
     """
 
+    error_body: ClassVar[staticmethod[[EngineError, int], dict[str, Any]]]
     headers: ClassVar[dict[str, str]] = {
         "Content-Type": "text/event-stream; charset=utf-8",
         "Cache-Control": "no-cache",
@@ -92,17 +94,23 @@ class Reply:
 
     def breaks(self, error: EngineError) -> str:
         """What a stream says at last when it fails in the middle."""
-        raise NotImplementedError
+        return self.wire(self.error_body(error, status_of(error)))
 
 
 class Answer(Reply):
-    """One answer, taken apart."""
+    """One answer, taken apart.
+
+    Attributes:
+        thought_tokens: those of its tokens that are reasoning, and the mark behind it.
+    """
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         self.parts: list[Part] = []
         self.ended = Finished("", "stop", 0, 0, 0)
+        self.thought_tokens = self._written = 0
         self._reader: ReplyReader | None = None
+        self._thinks = False
 
     def take(self, event: AnswerEvent, _index: int = 0) -> list[dict[str, Any]]:
         if isinstance(event, Began):
@@ -113,11 +121,15 @@ class Answer(Reply):
                 is_call=event.is_call,
                 several=self.ask.choice.several,
             )
+            self._thinks = event.thinks
             return self.begins(event)
         lines = []
         for part in self._read(event):
             self.parts.append(part)
+            self._thinks = isinstance(part, Thought)
             lines += self.says(part)
+        self.thought_tokens += self._thinks * (event.generated_tokens - self._written)
+        self._written = event.generated_tokens
         if isinstance(event, Finished):
             self.ended = event
             lines += self.ends()
@@ -143,6 +155,45 @@ class Answer(Reply):
 
     def text(self, kind: type[Spoken] | type[Thought]) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, kind))
+
+
+Kind = Literal["text", "thinking"]
+
+
+class Blocks(Answer):
+    """One answer as a list of blocks: each run of thoughts or of words is one, and each call."""
+
+    _open: Literal["", "text", "thinking", "call"] = ""
+
+    def says(self, part: Part) -> list[dict[str, Any]]:
+        if isinstance(part, ToolCall):
+            lines = [*self.closed(), *self.called(part)]
+            self._open = "call"
+            return lines
+        kind: Kind = "thinking" if isinstance(part, Thought) else "text"
+        lines = []
+        if self._open != kind:
+            if kind == "text" and not part.text.strip():
+                return []
+            lines = [*self.closed(), *self.opened(kind)]
+            self._open = kind
+        return [*lines, self.more(kind, part.text)]
+
+    def opened(self, kind: Kind) -> list[dict[str, Any]]:
+        """A block begins."""
+        raise NotImplementedError
+
+    def more(self, kind: Kind, text: str) -> dict[str, Any]:
+        """The open block goes on."""
+        raise NotImplementedError
+
+    def called(self, call: ToolCall) -> list[dict[str, Any]]:
+        """A block that is a call."""
+        raise NotImplementedError
+
+    def closed(self) -> list[dict[str, Any]]:
+        """The open block ends, if there is one."""
+        raise NotImplementedError
 
 
 class Call(NamedTuple):

@@ -17,18 +17,17 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError
-from engine.families.replies.reader import Part, Thought
 from engine.protocol import Ask, Began, Finished, Progress
 from engine.serving.answers import (
-    Answer,
+    Blocks,
     Call,
     Endpoint,
+    Kind,
     event_line,
     listed_tools,
     read_offer,
     read_tool,
     respond,
-    status_of,
 )
 from engine.serving.service import Offer
 
@@ -76,9 +75,8 @@ async def _ask(call: Call) -> tuple[str, Ask]:
 PATHS = (Endpoint("POST", "/v1/messages", messages), Endpoint("POST", "/v1/messages/count_tokens", count_tokens))
 
 
-class _Answer(Answer):
-    """One answer, as a list of blocks of which the last is open."""
-
+class _Answer(Blocks):
+    error_body = staticmethod(error_body)
     beat = event_line({"type": "ping"}, "ping")
 
     def __init__(self, name: str, ask: Ask) -> None:
@@ -101,13 +99,10 @@ class _Answer(Answer):
 
     def ends(self) -> list[dict[str, Any]]:
         delta = {"type": "message_delta", "delta": self._stop, "usage": _usage(self.ended)}
-        return [*self._closed(), delta, {"type": "message_stop"}]
+        return [*self.closed(), delta, {"type": "message_stop"}]
 
     def reads(self, _read: Progress, _index: int) -> str:
         return self.beat
-
-    def breaks(self, error: EngineError) -> str:
-        return self.wire(error_body(error, status_of(error)))
 
     @property
     def _stop(self) -> dict[str, str | None]:
@@ -119,45 +114,31 @@ class _Answer(Answer):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": ended.stopped_by if reason == "stop_sequence" else None}
 
-    def says(self, part: Part) -> list[dict[str, Any]]:
-        if isinstance(part, ToolCall):
-            return self._call(part)
-        if isinstance(part, Thought):
-            return self._more("thinking", part.text)
-        return self._more("text", part.text) if part.text.strip() or self._is_open("text") else []
+    def opened(self, kind: Kind) -> list[dict[str, Any]]:
+        return [self._started({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})]
 
-    def _more(self, kind: str, text: str) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        if not self._is_open(kind):
-            block: dict[str, Any] = {"type": kind, kind: ""}
-            if kind == "thinking":
-                block["signature"] = ""
-            lines = [*self._closed(), self._started(block)]
+    def more(self, kind: Kind, text: str) -> dict[str, Any]:
         self._blocks[-1][kind] += text
-        delta = {"type": f"{kind}_delta", kind: text}
-        return [*lines, {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}]
+        return self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, call: ToolCall) -> list[dict[str, Any]]:
-        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        lines = [*self._closed(), self._started(block)]
+    def called(self, call: ToolCall) -> list[dict[str, Any]]:
+        begun = self._started({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
         self._blocks[-1]["input"] = json.loads(call.arguments)
-        delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        return [*lines, {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}]
+        return [begun, self._delta({"type": "input_json_delta", "partial_json": call.arguments})]
 
-    def _is_open(self, kind: str) -> bool:
-        return bool(self._blocks) and self._blocks[-1]["type"] == kind
+    def closed(self) -> list[dict[str, Any]]:
+        if not self._blocks:
+            return []
+        # Clients wait for the signature of a thought, of which there is none.
+        signed = [self._delta({"type": "signature_delta", "signature": ""})] if "signature" in self._blocks[-1] else []
+        return [*signed, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _started(self, block: dict[str, Any]) -> dict[str, Any]:
         self._blocks.append(dict(block))
         return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
 
-    def _closed(self) -> list[dict[str, Any]]:
-        if not self._blocks:
-            return []
-        at, lines = {"index": len(self._blocks) - 1}, []
-        if self._is_open("thinking"):  # clients wait for its signature, of which there is none
-            lines.append({"type": "content_block_delta", **at, "delta": {"type": "signature_delta", "signature": ""}})
-        return [*lines, {"type": "content_block_stop", **at}]
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
 
 def _usage(ended: Finished) -> dict[str, int]:

@@ -253,7 +253,7 @@ class RequestBroker:
                 ready, endings = self._begin(ticket, rows)
             except RequestCancelled:
                 if rows is self._rows and not self.is_closed:  # if not, it waits for the next model, or for its refusal
-                    endings = [Finished("", "cancelled", 0, 0, 0)]
+                    endings = [Finished("", "cancelled")]
             except BaseException as error:  # what is wrong with one request harms no other; libraries may panic
                 if not isinstance(error, EngineError):
                     log_failure(error, "reading a request")
@@ -367,7 +367,7 @@ class RequestBroker:
 
 def _end(gone: list[Ticket]) -> None:
     for ticket in gone:
-        ticket.tell(Finished("", "cancelled", 0, 0, 0))
+        ticket.tell(Finished("", "cancelled"))
 
 
 class ModelBroker(RequestBroker):

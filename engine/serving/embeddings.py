@@ -1,19 +1,18 @@
 """Embeddings for programs: a process of their own computes them, so that no chat model has to make room.
 
 It is started by the first request, holds one model at a time and ends when nobody has asked for a while:
-`python -m engine.serving.embeddings` answers lines of JSON from stdin, one at a time.
+`python -m engine.serving.embeddings` answers one `Embed` after the other from stdin.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
-import json
+import contextlib
 import os
+import queue
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.checkpoint.embedding import how_it_embeds
-from engine.common.confined import Exchange, end, started
+from engine.common.channel import Channel, Pipes
+from engine.common.confined import started
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import python_module
-from engine.process.failures import as_engine_error, log_failure
 from engine.process.lifetime import log_to_file, quiet_libraries
+from engine.process.requests import failed
+from engine.process.streams import claimed_pipes
+from engine.protocol import Embed, Failed, Message, Vectors, decode, encode
 
 if TYPE_CHECKING:
     from engine.runtime.embedding import Embedder
@@ -85,7 +87,8 @@ class Embeddings:
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._exchange: Exchange | None = None
+        self._channel: Channel | None = None
+        self._said: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ending: threading.Timer | None = None
         self._is_closed = False
 
@@ -117,19 +120,15 @@ class Embeddings:
         vectors: list[bytes] = []
         tokens, rest = 0, iter(texts)
         while some := list(islice(rest, _AT_ONCE)):
-            asked = {"model": str(model), "texts": some, "dimensions": dimensions, "truncates": truncates}
             with self._turn:
                 if cancelled():
                     raise RequestCancelled
-                answer = self._asked(asked)
+                answer = self._asked(Embed("", model, tuple(some), dimensions, truncates))
                 self._stay(IDLE_S if keep_s is None else keep_s)
-            try:
-                data = base64.b64decode(answer["vectors"])
-            except (binascii.Error, KeyError):
-                raise _died() from None
+            data = base64.b64decode(answer.packed)
             size = len(data) // len(some)
             vectors += [data[size * each : size * (each + 1)] for each in range(len(some))]
-            tokens += int(answer["tokens"])
+            tokens += answer.tokens
         return Embedded(tuple(vectors), tokens)
 
     def close(self) -> None:
@@ -138,27 +137,40 @@ class Embeddings:
             self._is_closed = True
             self._end()
 
-    def _asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        line = (json.dumps(request) + "\n").encode()
+    def _asked(self, request: Embed) -> Vectors:
         with self._lock:
             if self._is_closed:
                 raise _died()
             if self._ending is not None:
                 self._ending.cancel()
                 self._ending = None
-            if self._process is None or self._process.poll() is not None:
+            if self._channel is None or self._process is None or self._process.poll() is not None:
                 self._end()
-                self._process = _started()
-            self._exchange = exchange = Exchange(self._process, line, 0.0)
-        exchange.done.wait()
-        exchange.thread.join()
+                self._channel = self._started()
+            self._channel.send(encode(request))
+            said = self._said
+        answer = said.get()
+        if isinstance(answer, Failed):
+            raise answer.error
+        if isinstance(answer, Vectors):
+            return answer
         with self._lock:
-            if exchange.answer is None:
-                self._end()
-                raise _died()
-        if "code" in exchange.answer:
-            raise EngineError(ErrorCode(exchange.answer["code"]), str(exchange.answer["message"]))
-        return exchange.answer
+            self._end()
+        raise _died()
+
+    def _started(self) -> Channel:
+        module = "engine.serving.embeddings"
+        try:
+            self._process = process = started(module, {**os.environ, **python_module(module)[1]})
+        except OSError as error:
+            raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._said = said = queue.SimpleQueue[Message | None]()
+        pipes = Pipes(process.stdout, process.stdin)
+        channel = Channel(pipes, lambda line: said.put(decode(line)), lambda: said.put(None))
+        channel.start()
+        return channel
 
     def _stay(self, seconds: float) -> None:
         with self._lock:
@@ -180,48 +192,39 @@ class Embeddings:
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
-        process, self._process = self._process, None
+        process, self._process, channel, self._channel = self._process, None, self._channel, None
         if process is not None:
-            end(process, self._exchange)
-        self._exchange = None
+            process.kill()
+            process.wait()
+        if channel is not None:
+            channel.close()
 
 
 def _died() -> EngineError:
     return EngineError(ErrorCode.ENGINE_DIED, "The embedding model's process stopped: try again in a moment.")
 
 
-def _started() -> subprocess.Popen[bytes]:
-    module = "engine.serving.embeddings"
-    try:
-        return started(module, {**os.environ, **python_module(module)[1]})
-    except OSError as error:
-        raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None
-
-
 def main() -> None:
-    answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints does not disturb the answers
+    pipes = claimed_pipes()
     quiet_libraries()
     log_to_file("engine.log", also_stderr=False)
     embedder: Embedder | None = None
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        try:
-            path = Path(request["model"])
-            if embedder is not None and embedder.path != path:
-                leaving, embedder = embedder, None
-                leaving.close()
-            embedder = embedder or _opened(path)
-            asked = {name: request[name] for name in ("dimensions", "truncates")}
-            found = embedder.embed(request["texts"], **asked)
-            data = found.rows.contiguous().numpy().astype("<f4").tobytes()
-            answer = {"vectors": base64.b64encode(data).decode("ascii"), "tokens": found.tokens}
-        except Exception as error:
-            log_failure(error, "making embeddings")
-            failure = as_engine_error(error, "making embeddings")
-            answer = {"code": failure.code, "message": failure.message}
-        with os.fdopen(os.dup(answers), "wb") as out:
-            out.write((json.dumps(answer) + "\n").encode())
+    with contextlib.suppress(EOFError):
+        while True:
+            asked = decode(pipes.recv_bytes())
+            assert isinstance(asked, Embed)
+            answer: Message
+            try:
+                if embedder is not None and embedder.path != asked.model:
+                    leaving, embedder = embedder, None
+                    leaving.close()
+                embedder = embedder or _opened(asked.model)
+                found = embedder.embed(list(asked.texts), dimensions=asked.dimensions, truncates=asked.truncates)
+                data = found.rows.contiguous().numpy().astype("<f4").tobytes()
+                answer = Vectors("", base64.b64encode(data).decode("ascii"), found.tokens)
+            except Exception as error:
+                answer = failed("", error, "making embeddings")
+            pipes.send_bytes(encode(answer))
     os._exit(0)
 
 

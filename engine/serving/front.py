@@ -8,19 +8,19 @@ an engine beside it, one at a time, within the memory that is free, so that no p
 from __future__ import annotations
 
 import logging
-import os
-import sys
+import queue
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 from engine.checkpoint.library import LibraryEntry, describe
 from engine.checkpoint.names import name_of
+from engine.common.channel import Channel
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.lifetime import log_to_file
+from engine.process.streams import claimed_pipes
 from engine.protocol import (
     Ask,
     Began,
@@ -30,7 +30,6 @@ from engine.protocol import (
     Listen,
     Listening,
     Message,
-    NotListening,
     Rules,
     Wants,
     decode,
@@ -244,26 +243,24 @@ class WindowModels(LibraryModels):
 
 
 def main() -> None:
-    commands, events = sys.stdin.buffer, os.dup(1)
-    os.dup2(2, 1)  # whatever prints does not disturb the events
-    writing = threading.Lock()
+    pipes = claimed_pipes()
     logging.captureWarnings(True)
     log_to_file("server.log", also_stderr=False)
-
-    def say(message: Message) -> None:
-        with writing:
-            os.write(events, encode(message))
-
-    order = decode(commands.readline())
+    told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    window = Channel(pipes, lambda line: told.put(decode(line)), lambda: told.put(None))
+    window.start()
+    order = told.get()
     assert isinstance(order, Listen)
     try:
-        _serve(order, commands, say)
+        _serve(order, told, lambda message: window.send(encode(message)))
     except Exception:
         _log.exception("the server failed")
         raise
+    finally:
+        window.flush()
 
 
-def _serve(order: Listen, commands: BinaryIO, say: Callable[[Message], None]) -> None:
+def _serve(order: Listen, told: queue.SimpleQueue[Message | None], say: Callable[[Message], None]) -> None:
     from engine.serving.server import Address, Server
     from engine.serving.service import Service
 
@@ -273,14 +270,13 @@ def _serve(order: Listen, commands: BinaryIO, say: Callable[[Message], None]) ->
         port = server.start()
     except EngineError as error:
         _log.warning("%s", error.message)
-        say(NotListening(error.message))
+        say(Failed.of(error))
         engines.close()
         return
     _log.info("listening at %s, port %d", order.host, port)
     engines.start()
     say(Listening(port, engines.window.address, engines.window.secret))
-    for line in commands:
-        message = decode(line)
+    while (message := told.get()) is not None:
         if isinstance(message, Rules):
             engines.follow(message)
         elif isinstance(message, FreeOthers):

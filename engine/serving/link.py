@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import queue
 import secrets
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from engine.common.channel import Channel
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import fields_of
@@ -41,7 +39,6 @@ from engine.protocol import (
 from engine.serving.link_folder import LinkFolder, forget_link
 
 _log = logging.getLogger(__name__)
-_NOTICES_S = 0.5
 MOST_WAITING = 1000
 AnswerEvent = Began | Token | Finished
 Event = AnswerEvent | Progress | Failed
@@ -112,61 +109,6 @@ TOO_MANY = Failed(
 )
 
 
-class Channel:
-    """Messages both ways, without ever waiting for the other side."""
-
-    def __init__(self, connection: Connection, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
-        self._connection, self._on_message, self._on_lost = connection, on_message, on_lost
-        self._unsent: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
-
-    def start(self) -> None:
-        for thread in reversed(self._threads):  # the reader waits for the writer in the end
-            thread.start()
-
-    def send(self, message: Message) -> None:
-        """Has it sent soon; without effect once the channel is lost."""
-        self._unsent.put(message)
-
-    def close(self) -> None:
-        self._unsent.put(None)
-        for thread in reversed(self._threads):
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError, EOFError, EngineError):
-            while self._has_come():
-                self._on_message(decode(self._connection.recv_bytes()))
-        self._hang_up()
-        self._unsent.put(None)
-        self._threads[1].join()
-        self._connection.close()
-        self._on_lost()
-
-    def _has_come(self) -> bool:
-        """Waits; a pipe of Windows does not notice that this side wants to end."""
-        while os.name == "nt" and not self._connection.poll(_NOTICES_S):
-            if not self._threads[1].is_alive():
-                return False
-        return True
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while (message := self._unsent.get()) is not None:
-                self._connection.send_bytes(encode(message))
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        """Both threads notice."""
-        if os.name != "nt":
-            with (
-                contextlib.suppress(OSError, ValueError),
-                socket.socket(fileno=os.dup(self._connection.fileno())) as end,
-            ):
-                end.shutdown(socket.SHUT_RDWR)
-
-
 class EngineLink:
     """The HTTP server's end: an `Answerer` whose engine may come and go.
 
@@ -188,7 +130,7 @@ class EngineLink:
         self._lock = threading.RLock()
         self._channel: Channel | None = None
         self._open: dict[str, Ticket] = {}
-        self._unsent: list[Any] = []
+        self._unsent: list[Message] = []
         self._model: Path | None = None
         self._knows_model = threading.Event()
         self._numbers = 0
@@ -276,10 +218,10 @@ class EngineLink:
             channel.close()
         self.refuse_all(CLOSING.error)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Message) -> None:
         with self._lock:
             if self._channel is not None:
-                self._channel.send(message)
+                self._channel.send(encode(message))
             elif not self._is_closed:
                 self._unsent.append(message)
 
@@ -305,7 +247,7 @@ class EngineLink:
         with self._lock:
             self._channel = channel
             for message in self._unsent:
-                channel.send(message)
+                channel.send(encode(message))
             self._unsent.clear()
         channel.start()
 
@@ -320,7 +262,8 @@ class EngineLink:
             words = "The engine stopped in the middle: try again in a moment."
             ticket.tell(Failed("", ErrorCode.ENGINE_DIED, words))
 
-    def _on_message(self, message: Any) -> None:
+    def _on_message(self, line: bytes) -> None:
+        message = decode(line)
         if isinstance(message, ModelIs):
             self._model = message.model
             self._knows_model.set()
@@ -358,10 +301,10 @@ class BrokerLink:
 
     def model_is(self, model: Path | None, loading: Path | None = None) -> None:
         """Tells the server what is loaded, or being loaded."""
-        self._channel.send(ModelIs(model, loading))
+        self._channel.send(encode(ModelIs(model, loading)))
 
     def remark(self, text: str) -> None:
-        self._channel.send(Remark(text))
+        self._channel.send(encode(Remark(text)))
 
     def close(self) -> None:
         self._channel.close()
@@ -371,7 +314,8 @@ class BrokerLink:
             ticket.cancel()
         self._on_lost()
 
-    def _on_message(self, message: Any) -> None:
+    def _on_message(self, line: bytes) -> None:
+        message = decode(line)
         if isinstance(message, Submit):
             self._ask(message.request_id, message.ask)
         elif isinstance(message, Cancel):
@@ -382,7 +326,7 @@ class BrokerLink:
 
     def _ask(self, name: str, ask: Ask) -> None:
         def on_event(event: Event) -> None:
-            self._channel.send(replace(event, request_id=name))
+            self._channel.send(encode(replace(event, request_id=name)))
             if isinstance(event, Finished | Failed):
                 over.set()
                 self._tickets.pop(name, None)

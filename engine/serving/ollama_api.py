@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -33,6 +34,8 @@ from engine.serving.service import NO_TOOLS, Offer, on_a_thread
 
 VERSION = "0.12.0"
 """The version of the interface that is spoken here: clients ask for it before they use what came later."""
+_NEVER = "2318-01-01T00:00:00+00:00"
+"""As Ollama's own for a model that is kept: its program takes one without a time for one that is being freed."""
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "ns": 1e-9}
 _PIECE = r"(\d+(?:\.\d*)?|\.\d+)(ms|us|\u00b5s|ns|h|m|s)"
 _DURATION = re.compile(rf"(-?)\+?(?:(\d+(?:\.\d*)?)|((?:{_PIECE})+))")
@@ -59,7 +62,8 @@ async def tags(call: Call) -> Any:
 async def running(call: Call) -> Any:
     loaded = call.service.broker.state.model
     entries = [entry for entry in await call.service.models() if entry.path == loaded]
-    return {"models": [{**_described(entry), "size_vram": 0} for entry in entries[:1]]}
+    extra = {"size_vram": 0, "expires_at": _NEVER}
+    return {"models": [{**_described(e), **extra, "context_length": e.context_tokens} for e in entries[:1]]}
 
 
 async def show(call: Call) -> Any:
@@ -181,6 +185,7 @@ PATHS = (
 
 
 class _Answer(Answer):
+    error_body = staticmethod(error_body)
     headers: ClassVar[dict[str, str]] = {"Content-Type": "application/x-ndjson"}
 
     def __init__(self, name: str, ask: Ask, *, is_chat: bool) -> None:
@@ -230,9 +235,6 @@ class _Answer(Answer):
 
     def reads(self, _read: Progress, _index: int) -> str:
         return self.beat
-
-    def breaks(self, error: EngineError) -> str:
-        return self.wire({"error": error.message})
 
     def _line(self, part: Part) -> dict[str, Any]:
         said = part.text if isinstance(part, Spoken) else ""
@@ -292,7 +294,7 @@ def _described(entry: LibraryEntry) -> dict[str, Any]:
         "model": entry.name,
         "modified_at": used,
         "size": entry.bytes_on_disk,
-        "digest": "",
+        "digest": hashlib.sha256(f"{entry.path}\0{entry.bytes_on_disk}".encode("utf-8", "replace")).hexdigest(),
         "details": details,
     }
 

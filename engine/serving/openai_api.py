@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +27,7 @@ from engine.batch_files.openai_requests import (
     refuse_what_is_not_given,
 )
 from engine.checkpoint.library import LibraryEntry
-from engine.common.chat import ChatMessage, PromptEnd, ToolCall
+from engine.common.chat import ChatMessage, PromptEnd, ToolCall, calls_listed
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.families.replies.reader import Part, Spoken, Thought
@@ -39,7 +40,6 @@ from engine.serving.answers import (
     event_line,
     openai_tools,
     respond,
-    status_of,
     versioned,
 )
 from engine.serving.embeddings import MOST_DIMENSIONS, is_tokens, read_texts
@@ -59,8 +59,10 @@ def error_body(error: EngineError, status: int) -> dict[str, Any]:
 
 
 async def models(call: Call) -> Any:
+    """OpenAI's list, and Anthropic's, which its clients ask for at the same address."""
     listed = [_described(call, entry.name, entry) for entry in await call.service.models()]
-    return {"object": "list", "data": listed, "version": version()}
+    ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+    return {"object": "list", "data": listed, "version": version(), "has_more": False, **ends}
 
 
 async def model(call: Call) -> Any:
@@ -73,6 +75,9 @@ def _described(call: Call, name: str, entry: LibraryEntry) -> dict[str, Any]:
         "object": "model",
         "created": call.service.started_s,
         "owned_by": "switchyard",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(call.service.started_s, UTC).isoformat(),
         "max_model_len": entry.context_tokens or None,
         "architecture": {"input_modalities": ["text", "image"] if entry.sees else ["text"]},
     }
@@ -212,6 +217,7 @@ PATHS = (
 class _Choices(Reply):
     """All answers to a request, those to the same prompt behind each other."""
 
+    error_body = staticmethod(error_body)
     closes = "data: [DONE]\n\n"
 
     def __init__(
@@ -252,9 +258,6 @@ class _Choices(Reply):
         progress = {"total": read.total, "cache": 0, "processed": read.done, "time_ms": ms}
         return event_line({**self._head, "choices": [{"index": index, "delta": {}}], "prompt_progress": progress})
 
-    def breaks(self, error: EngineError) -> str:
-        return event_line(error_body(error, status_of(error)))
-
     def _usage(self) -> dict[str, Any]:
         """The tokens of all answers; a prompt counts once, however often it is answered."""
         prompts = [choice.ended for choice in self._choices[:: self._to_each]]
@@ -265,6 +268,7 @@ class _Choices(Reply):
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in prompts)},
+            "completion_tokens_details": {"reasoning_tokens": sum(each.thought_tokens for each in self._choices)},
         }
         return {"usage": usage}
 
@@ -306,7 +310,7 @@ class _Choice(Answer):
 
     def says(self, part: Part) -> list[dict[str, Any]]:
         if isinstance(part, ToolCall):
-            return [_delta(self._called([part], {"index": len(self.calls) - 1}))]
+            return [_delta(self._called([part], index=len(self.calls) - 1))]
         if isinstance(part, Thought):
             return [_delta({"reasoning_content": part.text})]
         return [self._spoken(part.text)] if part.text else []
@@ -325,7 +329,7 @@ class _Choice(Answer):
         if thought := self.text(Thought):
             message["reasoning_content"] = thought
         if calls:
-            message |= {"content": said.strip() or None, **self._called(calls, {})}
+            message |= {"content": said.strip() or None, **self._called(calls)}
         return {**chosen, "message": message}
 
     @property
@@ -333,12 +337,13 @@ class _Choice(Answer):
         called = "function_call" if self._is_legacy else "tool_calls"
         return called if self.calls else FINISH[self.ended.finish_reason]
 
-    def _called(self, calls: list[ToolCall], place: dict[str, int]) -> dict[str, Any]:
-        forms = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        if self._is_legacy:
-            return {"function_call": forms[0]}
-        told = zip(calls, forms, strict=True)
-        return {"tool_calls": [{**place, "id": call.id, "type": "function", "function": form} for call, form in told]}
+    def _called(self, calls: list[ToolCall], **place: int) -> dict[str, Any]:
+        listed = calls_listed(calls)
+        return (
+            {"function_call": listed[0]["function"]}
+            if self._is_legacy
+            else {"tool_calls": [place | each for each in listed]}
+        )
 
     def _spoken(self, text: str) -> dict[str, Any]:
         return _delta({"content": text}) if self._is_chat else {"text": text, "logprobs": None, "finish_reason": None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,8 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
-from engine.families.replies.reader import Part, Thought
 from engine.protocol import Ask, Began, Finished
-from engine.serving.answers import Answer, Call, Endpoint, openai_tools, respond, versioned
+from engine.serving.answers import Blocks, Call, Endpoint, Kind, openai_tools, respond, versioned
 
 
 async def create(call: Call) -> Any:
@@ -46,13 +46,17 @@ async def _ask(call: Call) -> tuple[str, Ask]:
 PATHS = versioned((Endpoint("POST", "/responses", create), Endpoint("POST", "/responses/input_tokens", count)))
 
 
-class _Answer(Answer):
+_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+_THOUGHT: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+
+
+class _Answer(Blocks):
     """One response, as a list of items of which the last may be open."""
 
     def __init__(self, name: str, body: Mapping[str, Any], ask: Ask) -> None:
         super().__init__(ask)
         self._number = 0
-        self._open: dict[str, Any] | None = None
+        self._is_open = False
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -79,89 +83,71 @@ class _Answer(Answer):
     def ends(self) -> list[dict[str, Any]]:
         is_cut = self.ended.finish_reason in ("length", "context")
         status = self._response["status"] = "incomplete" if is_cut else "completed"
-        lines = self._closed(status)
+        lines = self.closed(status)
         if is_cut:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._response["usage"] = _usage(self.ended)
+        self._response["usage"] = _usage(self.ended, self.thought_tokens)
         return [*lines, self._line(f"response.{status}", response=self._response)]
 
     def whole(self) -> dict[str, Any]:
         return self._response
 
     def breaks(self, error: EngineError) -> str:
-        if self._open is not None:
-            self._open["status"] = "incomplete"
+        if self._is_open:
+            self._item["status"] = "incomplete"
         self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self.wire(self._line("response.failed", response=self._response))
 
-    def says(self, part: Part) -> list[dict[str, Any]]:
-        if isinstance(part, ToolCall):
-            return self._call(part)
-        if isinstance(part, Thought):
-            return self._thought(part.text)
-        return self._spoken(part.text) if part.text.strip() or self._is_open("message") else []
+    def opened(self, kind: Kind) -> list[dict[str, Any]]:
+        if kind == "thinking":
+            return self._begun({"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}, _THOUGHT)
+        head = {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant"}
+        begun = self._begun(head, _TEXT)
+        return [*begun, self._at("response.content_part.added", content_index=0, part=dict(_TEXT))]
 
-    def _spoken(self, text: str) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        if not self._is_open("message"):
-            item = {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant", "content": []}
-            lines = self._begun(item)
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            lines.append(self._at("response.content_part.added", content_index=0, part=dict(part)))
-            self._item["content"].append(part)
-        self._item["content"][0]["text"] += text
-        return [*lines, self._at("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
+    def more(self, _kind: Kind, text: str) -> dict[str, Any]:
+        (part,) = self._item["content"]
+        part["text"] += text
+        return self._of_part("delta", part, delta=text)
 
-    def _thought(self, text: str) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        if not self._is_open("reasoning"):
-            item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": [], "content": []}
-            lines = self._begun(item)
-            self._item["content"].append({"type": "reasoning_text", "text": ""})
-        self._item["content"][0]["text"] += text
-        return [*lines, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
-
-    def _call(self, call: ToolCall) -> list[dict[str, Any]]:
+    def called(self, call: ToolCall) -> list[dict[str, Any]]:
         item = {"type": "function_call", "id": _id("fc"), "call_id": call.id, "name": call.name}
         lines = self._begun({**item, "arguments": "", "status": "in_progress"})
         self._item["arguments"] = call.arguments
         lines.append(self._at("response.function_call_arguments.delta", delta=call.arguments))
         lines.append(self._at("response.function_call_arguments.done", arguments=call.arguments, name=call.name))
-        return [*lines, *self._closed()]
+        return [*lines, *self.closed()]
 
     @property
     def _item(self) -> dict[str, Any]:
-        assert self._open is not None
-        return self._open
+        item: dict[str, Any] = self._response["output"][-1]
+        return item
 
-    def _is_open(self, kind: str) -> bool:
-        return self._open is not None and self._open["type"] == kind
-
-    def _begun(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        lines = self._closed()
+    def _begun(self, item: dict[str, Any], *content: dict[str, Any]) -> list[dict[str, Any]]:
+        if content:
+            item["content"] = []
         place = len(self._response["output"])
-        lines.append(self._line("response.output_item.added", output_index=place, item={**item}))
+        begun = self._line("response.output_item.added", output_index=place, item=deepcopy(item))
+        item |= {"content": [dict(part) for part in content]} if content else {}
         self._response["output"].append(item)
-        self._open = item
-        return lines
+        self._is_open = True
+        return [begun]
 
-    def _closed(self, status: str = "completed") -> list[dict[str, Any]]:
-        item = self._open
-        if item is None:
+    def closed(self, status: str = "completed") -> list[dict[str, Any]]:
+        if not self._is_open:
             return []
-        lines = []
-        if item["type"] == "message":
-            part = item["content"][0]
-            lines.append(self._at("response.output_text.done", content_index=0, text=part["text"], logprobs=[]))
-            lines.append(self._at("response.content_part.done", content_index=0, part=part))
-        elif item["type"] == "reasoning":
-            text = item["content"][0]["text"]
-            lines.append(self._at("response.reasoning_text.done", content_index=0, text=text))
+        self._is_open, item, lines = False, self._item, []
+        for part in item.get("content", ()):
+            lines.append(self._of_part("done", part, text=part["text"]))
+            if item["type"] == "message":
+                lines.append(self._at("response.content_part.done", content_index=0, part=part))
         item["status"] = status
         place = len(self._response["output"]) - 1
-        lines.append(self._line("response.output_item.done", output_index=place, item=item))
-        self._open = None
-        return lines
+        return [*lines, self._line("response.output_item.done", output_index=place, item=item)]
+
+    def _of_part(self, what: str, part: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        more: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
+        return self._at(f"response.{part['type']}.{what}", content_index=0, **fields, **more)
 
     def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
         place = len(self._response["output"]) - 1
@@ -176,12 +162,12 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _usage(ended: Finished) -> dict[str, Any]:
+def _usage(ended: Finished, thought_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": ended.prompt_tokens,
         "input_tokens_details": {"cached_tokens": ended.reused_tokens},
         "output_tokens": ended.generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thought_tokens},
         "total_tokens": ended.prompt_tokens + ended.generated_tokens,
     }
 

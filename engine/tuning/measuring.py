@@ -11,7 +11,7 @@ from engine.common.files import new_folder
 from engine.common.paths import models_dir
 from engine.hardware.measured import CallTime, CopyTime, DiskRead, ExpertTime, Measurements, RamRead, load_measurements
 from engine.hardware.probe import Probe, is_busy
-from engine.tuning.messages import TuningNumber
+from engine.protocol import TuningNumber
 from engine.tuning.result import TUNING_KINDS, TuningKind
 
 if TYPE_CHECKING:

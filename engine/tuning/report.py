@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.tuning.messages import TuningNumber
+from engine.protocol import TuningNumber
 from engine.tuning.result import Timed, TuningResult
 from engine.tuning.saved_results import day
 

@@ -24,9 +24,7 @@ from engine.hardware.measured import Measurements, described, machine_profile, s
 from engine.hardware.probe import OtherPrograms, Probe, Share, is_busy
 from engine.hardware.probe import probe as probe_machine
 from engine.planner.plan_parts import Limits
-from engine.tuning.known_speed import corrections_from
-from engine.tuning.measuring import MeasuredMachine, measured_machine
-from engine.tuning.messages import (
+from engine.protocol import (
     Stage,
     StartTuning,
     TuningFinished,
@@ -36,6 +34,8 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
+from engine.tuning.known_speed import corrections_from
+from engine.tuning.measuring import MeasuredMachine, measured_machine
 from engine.tuning.race import (
     QUICK_PACE,
     THOROUGH_PACE,

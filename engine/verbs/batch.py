@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.batch_files.journal import KnownJob
     from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
-    from engine.remote.job import RemoteSample
+    from engine.protocol import BatchSampled
     from engine.runtime.engine import Engine
 
 _LIMITS = {
@@ -545,7 +545,7 @@ class Elsewhere:
             note(f"switchyard: {sample_words(sample)}")
 
 
-def sample_words(sample: RemoteSample) -> str:
+def sample_words(sample: BatchSampled) -> str:
     """What a sample measured, in a sentence."""
     each = f"{sample.prompt_tokens:,.0f} tokens read and {sample.generated_tokens:,.0f} written"
     cost = "" if sample.cost is None else f", at {sample.cost:,.2g} {sample.currency}".rstrip()

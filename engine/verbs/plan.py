@@ -155,7 +155,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.model} on {plan.machine}, {work.name}: {work.sequences} x {work.prompt_tokens} tokens read, "
         f"{work.generated_tokens} written" + (f", {work.beams} beams" if work.beams > 1 else ""),
         f"{plan.policy}, {plan.words(plan.precision)}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
-        f"({speed.low:.3g} to {speed.high:.3g}), first token after {speed.ttft_s:.3g} s, "
+        f"({speed.low:.3g} to {speed.high:.3g}), first token after {_seconds(speed.ttft_s)} s, "
         f"{speed.tokens_per_s:.3g} tokens/s in all",
         *filter(None, [timing_text(speed), plan.sharing_words, plan.gave_way]),
         plan.bottleneck,
@@ -196,9 +196,10 @@ def plan_text(plan: Plan) -> str:
             f"A_g = {decode.attends_on_card:d}, F_g = {not decode.experts_in_ram:d}, r_w = {batch.weights_on_card:g}, "
             f"r_c = {batch.cache_on_card:g}"
         )
-    lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]
+    if plan.alternatives:
+        lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]
     lines += [
-        f"{other.speed.tokens_per_s:>10.3g} {other.speed.decode_tokens_per_s:>9.3g} {other.speed.ttft_s:>9.3g}  "
+        f"{other.speed.tokens_per_s:>10.3g} {other.speed.decode_tokens_per_s:>9.3g} {_seconds(other.speed.ttft_s):>9}  "
         f"{other.policy}, {plan.words(other.precision)}"
         + ("" if other.runs_here else " (simulated only, to compare with)")
         + (f" (measured; {other.speed.predicted:.3g} steps/s had been predicted)" if other.speed.timed_at else "")
@@ -217,6 +218,10 @@ def _tier(name: str, tier: TierBytes) -> str:
 
     parts = ", ".join(f"{purpose.replace('_', ' ')} {_gb(nbytes)}" for purpose, nbytes in total_held(tier).items())
     return f"{name:<14}{_gb(tier.total)}: {parts}, free {_gb(tier.free)}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _gb(nbytes: int) -> str:

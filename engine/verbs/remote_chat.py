@@ -10,7 +10,8 @@ from typing import Any
 from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
+from engine.protocol import Token
+from engine.remote.chat_form import RemoteAnswer, RemoteRequest
 from engine.remote.client import Client
 from engine.remote.endpoint import called, parse_remote
 from engine.verbs.output import note
@@ -61,9 +62,9 @@ class RemoteTalk:
         thought: list[str] = []
         pieces = 0
 
-        def on_delta(delta: RemoteDelta) -> None:
+        def on_delta(delta: Token) -> None:
             nonlocal pieces
-            pieces = delta.pieces
+            pieces = delta.generated_tokens
             if delta.reasoning:
                 thought.append(delta.reasoning)
                 on_reasoning(delta.reasoning, pieces)

@@ -16,7 +16,7 @@ from engine.verbs.options import add_engine_options, engine_config
 from engine.verbs.output import clear_progress, emit, note, show_progress
 
 if TYPE_CHECKING:
-    from engine.tuning.messages import TuningFinished
+    from engine.protocol import TuningFinished
     from engine.tuning.run import TuningEvent
 
 _STAGES = {
@@ -70,8 +70,8 @@ def _tune(args: argparse.Namespace) -> int:
 
     folder = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately
     quiet_libraries()
+    from engine.protocol import StartTuning
     from engine.runtime.engine import Engine
-    from engine.tuning.messages import StartTuning
     from engine.tuning.report import report_text
     from engine.tuning.run import tune
 
@@ -130,7 +130,7 @@ class _Progress:
         self._shown = sys.stderr.isatty()
 
     def __call__(self, event: TuningEvent) -> None:
-        from engine.tuning.messages import TuningProgress
+        from engine.protocol import TuningProgress
         from engine.tuning.report import number_text
 
         if not self._shown or not isinstance(event, TuningProgress):

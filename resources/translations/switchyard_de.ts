@@ -1857,8 +1857,8 @@ negativ</translation>
             <translation>Bitte fahre fort.</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0} (Verzweigung)</translation>
+            <source>Branch: {0}</source>
+            <translation>Verzweigung: {0}</translation>
         </message>
         <message>
             <source>Picture</source>
@@ -3027,6 +3027,10 @@ negativ</translation>
         <message>
             <source>the other weights and the KV cache</source>
             <translation>die anderen Gewichte und der KV-Cache</translation>
+        </message>
+        <message>
+            <source>the weights and the KV cache</source>
+            <translation>die Gewichte und der KV-Cache</translation>
         </message>
         <message>
             <source>From now on: {0}, {1} tokens/s.</source>
@@ -8659,8 +8663,8 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Modell</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>Gesendet an</translation>
+            <source>Answered by</source>
+            <translation>Beantwortet von</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8711,8 +8715,8 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>das geladene</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>niemanden: auf diesem PC beantwortet</translation>
+            <source>this PC</source>
+            <translation>diesem PC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

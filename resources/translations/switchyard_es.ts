@@ -1857,8 +1857,8 @@ negativo</translation>
             <translation>Continúa, por favor.</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0} (rama)</translation>
+            <source>Branch: {0}</source>
+            <translation>Rama: {0}</translation>
         </message>
         <message>
             <source>Picture</source>
@@ -3027,6 +3027,10 @@ negativo</translation>
         <message>
             <source>the other weights and the KV cache</source>
             <translation>los demás pesos y la caché KV</translation>
+        </message>
+        <message>
+            <source>the weights and the KV cache</source>
+            <translation>los pesos y la caché KV</translation>
         </message>
         <message>
             <source>From now on: {0}, {1} tokens/s.</source>
@@ -8659,8 +8663,8 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Modelo</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>Enviado a</translation>
+            <source>Answered by</source>
+            <translation>Respondido por</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8711,8 +8715,8 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>el que está cargado</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>a nadie: se responde en este PC</translation>
+            <source>this PC</source>
+            <translation>este PC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

@@ -1857,8 +1857,8 @@ négatif</translation>
             <translation>Continue, s’il te plaît.</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0} (branche)</translation>
+            <source>Branch: {0}</source>
+            <translation>Branche : {0}</translation>
         </message>
         <message>
             <source>Picture</source>
@@ -3027,6 +3027,10 @@ négatif</translation>
         <message>
             <source>the other weights and the KV cache</source>
             <translation>les autres poids et le cache KV</translation>
+        </message>
+        <message>
+            <source>the weights and the KV cache</source>
+            <translation>les poids et le cache KV</translation>
         </message>
         <message>
             <source>From now on: {0}, {1} tokens/s.</source>
@@ -8659,8 +8663,8 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Modèle</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>Envoyé à</translation>
+            <source>Answered by</source>
+            <translation>Réponses de</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8711,8 +8715,8 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>celui qui est chargé</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>personne : traité sur ce PC</translation>
+            <source>this PC</source>
+            <translation>ce PC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

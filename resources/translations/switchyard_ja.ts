@@ -1839,8 +1839,8 @@ negative</source>
             <translation>続けてください。</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0}（分岐）</translation>
+            <source>Branch: {0}</source>
+            <translation>分岐：{0}</translation>
         </message>
         <message>
             <source>Picture</source>
@@ -3007,6 +3007,10 @@ negative</source>
         <message>
             <source>the other weights and the KV cache</source>
             <translation>ほかの重みとKVキャッシュ</translation>
+        </message>
+        <message>
+            <source>the weights and the KV cache</source>
+            <translation>重みとKVキャッシュ</translation>
         </message>
         <message>
             <source>From now on: {0}, {1} tokens/s.</source>
@@ -8623,8 +8627,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>モデル</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>送信先</translation>
+            <source>Answered by</source>
+            <translation>回答元</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8675,8 +8679,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>読み込み済みのもの</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>なし（このPCで回答）</translation>
+            <source>this PC</source>
+            <translation>このPC</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

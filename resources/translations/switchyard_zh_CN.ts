@@ -1839,8 +1839,8 @@ negative</source>
             <translation>请继续。</translation>
         </message>
         <message>
-            <source>{0} (branch)</source>
-            <translation>{0}（分支）</translation>
+            <source>Branch: {0}</source>
+            <translation>分支：{0}</translation>
         </message>
         <message>
             <source>Picture</source>
@@ -3007,6 +3007,10 @@ negative</source>
         <message>
             <source>the other weights and the KV cache</source>
             <translation>其他权重和 KV 缓存</translation>
+        </message>
+        <message>
+            <source>the weights and the KV cache</source>
+            <translation>权重和 KV 缓存</translation>
         </message>
         <message>
             <source>From now on: {0}, {1} tokens/s.</source>
@@ -8623,8 +8627,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>模型</translation>
         </message>
         <message>
-            <source>Sent to</source>
-            <translation>发送到</translation>
+            <source>Answered by</source>
+            <translation>回答方</translation>
         </message>
         <message>
             <source>Max tokens</source>
@@ -8675,8 +8679,8 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>已加载的模型</translation>
         </message>
         <message>
-            <source>nobody: answered on this PC</source>
-            <translation>无：在这台电脑上回答</translation>
+            <source>this PC</source>
+            <translation>这台电脑</translation>
         </message>
         <message>
             <source>the Ray cluster at {0}</source>

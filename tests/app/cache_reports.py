@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.telemetry.messages import CacheReport, CacheTier, MemoryPart, PolicyRate, PredictorRate, TierReport
+from engine.protocol import CacheReport, CacheTier, MemoryPart, PolicyRate, PredictorRate, TierReport
 
 MIB = 2**20
 

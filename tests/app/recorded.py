@@ -7,8 +7,8 @@ import numpy as np
 from app.services.device_monitor import DeviceMonitor
 from engine.hardware.probe import GpuInfo, Probe
 from engine.hardware.sensors import SensorSample
+from engine.protocol import IN_RAM, IN_VRAM, ON_DISK, ExpertMap
 from engine.telemetry.lanes import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, FETCH, GPU, H2D
-from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK, ExpertMap
 from engine.telemetry.records import SPAN, STEP, Records, pack
 
 STEP_NS = 20_000_000

@@ -13,19 +13,19 @@ from app.services.batch_sample import BatchSample
 from app.services.engine_request import BatchRun
 from app.views.batch.page import BatchPage
 from engine.batch_files.job_watcher import Pace, PlacePace
-from engine.batch_files.messages import (
+from engine.common.config import BatchJob
+from engine.common.errors import ErrorCode
+from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
+from engine.protocol import (
     BatchFinished,
     BatchPlanned,
     BatchProgress,
     BatchRow,
     BatchRows,
+    Failed,
     SampleBatch,
     StartBatch,
 )
-from engine.common.config import BatchJob
-from engine.common.errors import ErrorCode
-from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
-from engine.protocol import Failed
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 PLAN = JobPrediction(JobRows(300, 0, 48.0), 24, 1, "", 300.0, 200.0, 400.0, 60.0, 120.0, Bottleneck.WEIGHTS)

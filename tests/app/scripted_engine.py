@@ -25,11 +25,12 @@ from engine.protocol import (
     Generate,
     LoadModel,
     Progress,
+    StartTuning,
     Token,
     UnloadModel,
+    Until,
 )
 from engine.remote.endpoint import RemoteModel
-from engine.tuning.messages import StartTuning, Until
 from engine.tuning.result import TuningKind
 
 STARTER = ModelInfo(

@@ -71,17 +71,15 @@ from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.parts.updates import Update
-from engine.protocol import Outcome, Served
+from engine.protocol import Outcome, Served, Telemetry, TelemetryCounters, TelemetrySpans, TuningFinished
 from engine.remote.capabilities import About
 from engine.remote.endpoint import Endpoint, Found, endpoint_at, remote_name, save_endpoint
 from engine.telemetry.lanes import ELSEWHERE as ELSEWHERE_WAITS
 from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING, WRITTEN_ELSEWHERE
-from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
 from engine.tools.servers import ToolServer
 from engine.tuning.fit import offers
-from engine.tuning.messages import TuningFinished
 from tests.app import model_parts
 from tests.app import tuning_results as made
 from tests.app.cache_reports import report

@@ -31,12 +31,12 @@ from app.views.batch.page import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.widgets.asking import before_loading
 from app.widgets.page import BatchDraft
-from engine.batch_files.messages import BatchFinished
 from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, failed
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
+from engine.protocol import BatchFinished
 from tests.app.scripted_batches import ScriptedBatches, row, shown_page
 from tests.app.scripted_engine import STARTER
 
@@ -309,6 +309,7 @@ def test_progress_is_shown_and_rows_come_in(
     model = page.job_view.rows.model
     assert [model.index(n, Column.ROW).data() for n in range(3)] == ["2", "1", "3"]
     assert page.job_view.rows.filters.button(2).text() == "Failed 1"
+    assert "this PC" in words(page.job_view.settings).split("\n")  # whole, in the narrow column
     engine.tell(3, ROWS, failed=1, blocked="Waiting: the disk is full.")
     assert "Waiting: the disk is full." in words(page.job_view.progress)
 

@@ -17,8 +17,8 @@ from app.views.batch.page import BatchPage
 from app.views.batch.phrases import pace_text, place_text, status_text
 from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.messages import BatchSampled, EndpointKey
 from engine.common.config import HERE, BatchJob, EngineConfig
+from engine.protocol import BatchSampled, EndpointKey
 from engine.remote import keys
 from engine.remote.endpoint import Endpoint, save_endpoint
 from tests.app.scripted_batches import ScriptedBatches, row, shown_page

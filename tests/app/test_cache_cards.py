@@ -19,8 +19,8 @@ from app.views.monitor.engine_cards import MemoryCard, TokenCard
 from app.views.monitor.prediction_card import PoliciesCard, PredictionCard
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import memory, number
+from engine.protocol import MemoryPart, PolicyRate
 from engine.telemetry.lanes import DECODE, PREFILL
-from engine.telemetry.messages import MemoryPart, PolicyRate
 from engine.telemetry.records import STEP
 from tests.app.cache_reports import MIB, report, tier, without_cache
 

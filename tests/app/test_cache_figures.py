@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.models.cache_figures import FREE, forecast, memory_places, policies, room_slots, sound
-from engine.telemetry.messages import CacheReport, MemoryPart, PolicyRate, PredictorRate, TierReport
+from engine.protocol import CacheReport, MemoryPart, PolicyRate, PredictorRate, TierReport
 from tests.app.cache_reports import MIB, report, tier
 
 ANY_INT = st.integers(-(2**70), 2**70)

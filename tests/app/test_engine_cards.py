@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor.engine_cards import EngineCards, ExpertCard
-from engine.telemetry.messages import IN_RAM, IN_VRAM, ExpertMap
+from app.widgets.timeline.lanes import lanes_of
+from engine.protocol import IN_RAM, IN_VRAM, ExpertMap
 from engine.telemetry.records import pack
 from engine.telemetry.session_file import RecordedSession
 from tests.app.cache_reports import report, tier, without_cache
 from tests.app.recorded import STEP_NS, decoded, steady_devices
+from tests.app.scripted_engine import STARTER
 
 
 @pytest.fixture
@@ -73,6 +76,25 @@ def _session() -> OpenedSession:
 
 def _rates(cards: EngineCards) -> list[float]:
     return list(cards.cache.rows["vram"].line.values)
+
+
+def test_of_a_dense_model_nothing_is_said_about_experts(
+    cards: EngineCards, hub: TelemetryHub, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History()
+    spans, steps = decoded(5, 0)
+    steps["on_cpu"] = 0
+    history.add_spans(spans)
+    history.add_steps(steps)
+    hub.history = history
+    about_experts = (cards._experts, cards.cache, cards.token.bar, cards.token.values["hit"])
+    cards.refresh()
+    assert all(widget.isVisible() for widget in about_experts)  # nobody knows yet what will be loaded
+    monkeypatch.setattr(EngineClient, "model", property(lambda _client: replace(STARTER, experts=0)))
+    cards.refresh()
+    assert not any(widget.isVisible() for widget in about_experts)
+    assert cards.token.values["took"].isVisible()
+    assert "experts" not in [lane.key for lane in lanes_of(history, machine=False)]
 
 
 def test_what_the_hub_has_heard_is_shown(cards: EngineCards, hub: TelemetryHub) -> None:

@@ -16,7 +16,7 @@ from pytestqt.qtbot import QtBot
 from app.views.monitor.engine_cards import ExpertCard
 from app.widgets.expert_map.data import map_data
 from app.widgets.expert_map.view import EXPERT, HITS, LAYER, PLACE, USES, ExpertTable, MapLegend
-from engine.telemetry.messages import ExpertMap
+from engine.protocol import ExpertMap
 from engine.telemetry.records import pack
 from tests.app.recorded import expert_map
 

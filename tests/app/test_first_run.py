@@ -248,6 +248,18 @@ def test_the_other_ways(page: FirstRunPage, settings: Settings) -> None:
     assert (settings.default_model, loads.count()) == ("other", 1)
 
 
+def test_a_file_that_is_opened_here_is_the_default_model_from_then_on(
+    page: FirstRunPage, engine: ScriptedEngine, settings: Settings
+) -> None:
+    pages = QSignalSpy(page.page_wanted)
+    engine.start_loading()
+    assert [pages.at(at)[0] for at in range(pages.count())] == [CHAT]  # which says how far it is
+    engine.end_loading(replace(STARTER_INFO, path="/files/coder.gguf", precision="stored", stored_as="Q4_K_M"))
+    assert settings.default_model == "/files/coder.gguf"
+    engine.end_loading(replace(STARTER_INFO, path="/files/other.gguf"))
+    assert settings.default_model == "/files/coder.gguf"
+
+
 def test_the_machine_in_plain_words(page: FirstRunPage) -> None:
     with_card, without = made.look(made.gpu()), made.look()
     assert "NVIDIA GeForce RTX 4060" in parts_words(with_card)

@@ -19,7 +19,7 @@ from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.probe import GpuInfo
 from engine.hardware.sensors import GpuSample
-from engine.telemetry.messages import Telemetry
+from engine.protocol import Telemetry
 from tests.app.recorded import machine, sample, steady_devices
 
 GIB = 2**30

@@ -21,7 +21,7 @@ from app.views.chat.conversation_panel import ConversationDelegate, Conversation
 from app.views.models import search_card
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.search_card import FoundList
-from engine.batch_files.messages import BatchRow
+from engine.protocol import BatchRow
 from tests.app.model_parts import FOUND, MODELS
 from tests.app.test_models_page import Scene, scene
 

@@ -29,10 +29,11 @@ from app.widgets.expert_map.view import ExpertMapView
 from app.widgets.timeline.strip import TimelineStrip
 from engine.common.errors import EngineError
 from engine.common.paths import sessions_dir
-from engine.telemetry.analysis import OTHER, Advice, Waiting
-from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
+from engine.protocol import TelemetryCounters, TelemetrySpans
+from engine.telemetry.analysis import OTHER, Waiting
 from engine.telemetry.records import Records, pack
 from engine.telemetry.session_file import SessionWriter
+from engine.tuning.advice import Advice
 from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices
 from tests.app.scripted_engine import STARTER
 from tests.app.scripted_engine import ScriptedEngine as ChatEngine

@@ -17,7 +17,7 @@ from pytestqt.qtbot import QtBot
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.views.monitor.page import MonitorPage
-from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
+from engine.protocol import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
 from tests.app.cache_reports import report, tier
 from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices

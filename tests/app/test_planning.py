@@ -14,8 +14,8 @@ from app.views.tune.phrases import disk_warning, speed_range
 from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
 from engine.hardware.measured import machine_profile
+from engine.protocol import StartTuning
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.messages import StartTuning
 from engine.tuning.race import Situation, choose_contestants
 from engine.tuning.result import Contestant, Correction, Timed, TuningResult
 from engine.tuning.run import tune

@@ -20,9 +20,9 @@ from app.services.telemetry_hub import Recorded, TelemetryHub
 from app.views.monitor.page import session_words
 from app.widgets.timeline.picture import request_label
 from engine.common.paths import sessions_dir
+from engine.protocol import RequestPlace, TelemetryCounters, TelemetrySpans
 from engine.telemetry.analysis import Waiting
 from engine.telemetry.lanes import WRITTEN_ELSEWHERE
-from engine.telemetry.messages import RequestPlace, TelemetryCounters, TelemetrySpans
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
 from tests.app.cache_reports import report

@@ -25,9 +25,8 @@ from app.views.tune.page import TunePage
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.hardware.measured import load_measurements
-from engine.protocol import Failed
-from engine.tuning.machine_state import MachineLook, look_at_machine
-from engine.tuning.messages import (
+from engine.protocol import (
+    Failed,
     TuningFinished,
     TuningMeasured,
     TuningNumber,
@@ -35,6 +34,7 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
+from engine.tuning.machine_state import MachineLook, look_at_machine
 from engine.tuning.result import Fact, TuningResult, busy_note
 from engine.tuning.saved_results import results_of, save_result
 from tests.app import tuning_results as made

@@ -22,8 +22,8 @@ from app.widgets.plan_bars import PlanBars, adding_up
 from app.widgets.roofline_plot import RooflinePlot
 from engine.hardware.machine import Origin
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
+from engine.protocol import TuningNumber
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.messages import TuningNumber
 from tests.app import tuning_results as made
 
 GIB = 2**30

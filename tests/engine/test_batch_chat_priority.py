@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchRows, SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.process.batch import BatchService
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue
-from engine.protocol import ChatMessage, Event, Finished, Generate, Token
+from engine.protocol import (
+    BatchFinished,
+    BatchPlanned,
+    BatchRows,
+    ChatMessage,
+    Event,
+    Finished,
+    Generate,
+    SampleBatch,
+    StartBatch,
+    Token,
+)
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.engine import Engine
 from tests.engine.tiny_families import tiny_checkpoint

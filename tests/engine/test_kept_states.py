@@ -25,7 +25,7 @@ from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import random_prompt, tiny_loaded
 from tests.engine.test_kept_prefixes import CHAT, ROOT, A, B, ask, files_in, fresh, further
 
-FAMILIES = ("deepseek_v4", *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("inkling_text", "zaya")))
+FAMILIES = ("zaya", pytest.param("inkling_text", marks=pytest.mark.exhaustive))
 """Those that do not have all of that in pages."""
 
 

@@ -60,6 +60,8 @@ def test_what_a_cache_is_expected_to_take_is_never_less_than_it_takes(family: st
 
 def test_a_card_that_cannot_hold_the_caches_state_is_not_used(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"hidden_size": 72, "head_dim": 64, "max_position_embeddings": 1024, "sliding_window": 128}
+    shape |= {"num_hidden_layers": 2, "layer_types": ["heavily_compressed_attention"] * 2, "o_lora_rank": 1024}
+    shape |= {"o_groups": 8, "mlp_layer_types": ["hash_moe"] * 2, "compress_rates": None, "partial_rotary_factor": None}
     tiny_checkpoint("deepseek_v4", tmp_path, **shape)
     for budget in (3_961_000, 4_060_000):  # once it was loaded with the first, and long prompts were refused
         with loaded(tmp_path, "bf16", device="emulated:laptop-4gb", vram_bytes=budget) as model:

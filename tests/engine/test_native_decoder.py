@@ -236,7 +236,9 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 
 def test_every_family_with_native_steps_is_tried() -> None:
     tried = {PACKAGES.get(family, family) for family in (*FAMILIES, *(family for family, _ in WHOLE))}
-    assert {package for package, row in TABLE.items() if row.fast_path is not None} <= tried | {"qwen3_vl"}
+    over_pages_alone = {"deepseek_v4"}  # see test_token_step.py
+    native = {package for package, row in TABLE.items() if row.fast_path is not None}
+    assert native <= tried | {"qwen3_vl"} | over_pages_alone
 
 
 @pytest.mark.takes_turns(3)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,48 @@ from engine.checkpoint.shards import content_digest
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.installed import version
+from engine.jobs.rows import RowAnswer
 from engine.process.ray_node import RayNode
+from engine.protocol import (
+    ClusterJob,
+    DropRows,
+    GiveRows,
+    NodeAnswers,
+    NodeDoes,
+    NodeGone,
+    NodeReady,
+    StartNode,
+    decode,
+    encode,
+)
 from tests.engine.tiny_families import tiny_checkpoint
 
 
-def asked(row: int, constraint: Constraint | None = None) -> dict[str, Any]:
-    request = RowRequest(row, (ChatMessage("user", f"Row {row}?"),), SamplingParams(max_tokens=6), constraint)
-    fields: dict[str, Any] = json.loads(json.dumps(asdict(request)))  # as it comes over the pipe
-    return fields
+def asked(row: int, constraint: Constraint | None = None) -> RowRequest:
+    return RowRequest(row, (ChatMessage("user", f"Row {row}?"),), SamplingParams(max_tokens=6), constraint)
 
 
-def spec(model: Path | str, **other: Any) -> dict[str, Any]:
-    config = asdict(EngineConfig("m", device="cpu", threads=1, precision="bf16"))
-    job = json.loads(json.dumps(asdict(BatchJob("a", "b"))))
-    first = {"version": version(), "models": [str(model)], "digest": "", "config": config, "job": job}
-    return {**first, "sample": [[1.0, asked(0)]], **other}
+def begun(node: RayNode, model: Path | str, asked_by: str = "", digest: str = "", **other: Any) -> NodeReady | NodeGone:
+    """What it says once it can answer rows, or cannot."""
+    config = EngineConfig("m", **{"device": "cpu", "threads": 1, "precision": "bf16", **other})
+    job = ClusterJob((str(model),), digest, config, BatchJob("a", "b"), ((1.0, asked(0)),))
+    start = StartNode("n", 1, 1.0, 0.0, job)
+    node.begin("n", 1, asked_by or version(), encode(start))
+    while True:
+        for event in said_by(node):
+            if isinstance(event, NodeReady | NodeGone):
+                return event
+
+
+def said_by(node: RayNode) -> list[Any]:
+    lines, is_over = node.events(20.0)
+    said = [decode(line) for line in lines]
+    assert is_over == any(isinstance(event, NodeGone) for event in said)
+    return said
+
+
+def give(node: RayNode, *rows: RowRequest) -> None:
+    node.tell(encode(GiveRows("n", 1, rows)))
 
 
 @pytest.fixture(scope="module")
@@ -52,65 +78,61 @@ def node() -> Iterator[RayNode]:
 
 
 def test_rows_are_answered_while_others_come(node: RayNode, model: Path) -> None:
-    about = node.open(spec(model, digest=content_digest(model)))
-    assert (about["precision"], about["device"], about["digest"]) == ("bf16", "cpu", content_digest(model))
-    given, found = 0, dict[int, dict[str, Any]]()
+    ready = begun(node, model, digest=content_digest(model))
+    assert isinstance(ready, NodeReady)
+    assert (ready.precision, ready.digest) == ("bf16", content_digest(model))
+    assert ready.rows_per_s > 0
+    given, found = 0, dict[int, RowAnswer]()
     while len(found) < 40:
         if given < 40:
-            node.give([[100 + given + more, asked(given + more)] for more in range(4)])
+            give(node, *(asked(100 + given + more) for more in range(4)))
             given += 4
-        taken = node.take(20.0)
-        assert taken["broken"] == ""
-        for ticket, answer in taken["answers"]:
-            assert ticket not in found
-            found[ticket] = answer
+        for event in said_by(node):
+            assert isinstance(event, NodeAnswers)
+            for answer in event.answers:
+                assert answer.row not in found
+                found[answer.row] = answer
     assert sorted(found) == list(range(100, 140))
-    assert json.loads(json.dumps(found[100]))["finish_reason"] in ("length", "stop")
+    assert found[100].finish_reason in ("length", "stop")
 
 
-def test_a_node_says_what_it_does_and_what_its_plan_predicts(
-    node: RayNode, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said, may_go_on = list[str](), threading.Event()
+def test_a_node_says_what_it_does(node: RayNode, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
 
     def measured(config: EngineConfig, on_begin: Callable[[], None], _cancelled: object) -> bool:
         assert (config.model, config.threads) == (str(model), 1)
         on_begin()
         return may_go_on.wait(20)
 
-    def listen() -> None:
-        while not said or said[-1]:
-            said.append(node.doing(said[-1] if said else ""))
-            if said[-1] == "measures itself":
-                may_go_on.set()
-
     monkeypatch.setattr("engine.tuning.untuned.measure_untuned", measured)
-    listener = threading.Thread(target=listen)
-    listener.start()
-    about = node.open(spec(model))
-    listener.join(20)
-    assert about["measured"]
-    assert about["rows_per_s"] > 0
-    assert [each for each in said if each != "starts"] in (
-        ["measures itself", "loads the model", ""],
-        ["measures itself", ""],
-    )
+    said = list[NodeDoes]()
+    heard = node.events
+
+    def hear(wait_s: float) -> tuple[list[bytes], bool]:
+        lines, is_over = heard(wait_s)
+        said.extend(event for event in map(decode, lines) if isinstance(event, NodeDoes))
+        may_go_on.set()
+        return lines, is_over
+
+    monkeypatch.setattr(node, "events", hear)
+    assert isinstance(begun(node, model), NodeReady)
+    assert [event.what for event in said] == ["measures itself", "loads the model"]
 
 
 def test_an_answer_keeps_to_its_choices_and_a_bad_row_fails_alone(node: RayNode, model: Path) -> None:
-    assert "refused" not in node.open(spec(model))
-    node.give([[1, asked(1, Constraint(choices=("yes", "no")))], [2, {**asked(2), "messages": []}]])
-    found = dict[int, dict[str, Any]]()
+    assert isinstance(begun(node, model), NodeReady)
+    give(node, asked(1, Constraint(choices=("yes", "no"))), replace(asked(2), messages=()))
+    found = dict[int, RowAnswer]()
     while len(found) < 2:
-        found |= dict(node.take(20.0)["answers"])
-    assert found[1]["text"] in ("yes", "no")
-    assert found[2]["error"]
+        found |= {answer.row: answer for event in said_by(node) for answer in event.answers}
+    assert found[1].text in ("yes", "no")
+    assert found[2].error
 
 
-def test_rows_that_others_have_answered_are_left_out(model: Path) -> None:
+def test_rows_that_others_have_answered_are_left_out() -> None:
     node = RayNode()
-    node.give([[ticket, asked(ticket)] for ticket in range(9)])
-    node.drop([0, 3, 8])
+    give(node, *map(asked, range(9)))
+    node.tell(encode(DropRows("n", 1, (0, 3, 8))))
     assert [row.row for row in node._waiting_rows()] == [1, 2, 4, 5, 6, 7]
 
 
@@ -123,22 +145,26 @@ def test_rows_that_come_in_the_middle_of_a_sweep_do_not_stop_it() -> None:
             asked_to_yield.append(should_yield())
             assert next(rows, None) is not None
             assert next(rows, None) is None
-            node.give([[9, asked(9)]])
+            give(node, asked(9))
             asked_to_yield.append(should_yield())
 
-    node.give([[1, asked(1)]])
+    give(node, asked(1))
     for _ in range(2):
         node._answer_rows(InTheMiddle())  # type: ignore[arg-type]
     assert asked_to_yield == [False, True, False, True]
 
 
-def test_a_node_with_other_files_or_another_version_says_so(model: Path, tmp_path: Path) -> None:
-    assert "are not those of the computer that asks" in RayNode().open(spec(model, digest="other"))["refused"]
-    assert RayNode().open(spec(model, version="0.0.1"))["refused"].startswith("it has Switchyard ")
-    nowhere = RayNode().open(spec(tmp_path / "nowhere"))["refused"]
-    assert nowhere.startswith("it does not have the model: ")
-
-
-def test_a_node_without_room_says_so(model: Path) -> None:
-    config = asdict(replace(EngineConfig("m", device="cpu", precision="bf16"), ram_bytes=1000))
-    assert "RAM" in RayNode().open(spec(model, config=config))["refused"]
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"digest": "other"}, "are not those of the computer that asks"),
+        ({"asked_by": "0.0.1"}, "it has Switchyard "),
+        ({"model": "nowhere"}, "it does not have the model: "),
+        ({"ram_bytes": 1000}, "RAM"),
+    ],
+)
+def test_a_node_that_cannot_says_why(node: RayNode, model: Path, given: dict[str, Any], why: str) -> None:
+    gone = begun(node, **{"model": model, **given})
+    assert isinstance(gone, NodeGone)
+    assert gone.refuses
+    assert why in gone.why

@@ -14,8 +14,9 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import ErrorCode, RequestCancelled
+from engine.protocol import Token
 from engine.remote.capabilities import about
-from engine.remote.chat_form import RemoteDelta, RemoteRequest
+from engine.remote.chat_form import RemoteRequest
 from engine.remote.client import Client
 from engine.remote.endpoint import Endpoint, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
@@ -35,7 +36,7 @@ CAPITAL = (ChatMessage("user", "What is the capital of France?"),)
 
 def check(endpoint: Endpoint, key: str) -> None:
     """What every server must give."""
-    told: list[RemoteDelta] = []
+    told: list[Token] = []
     with Client(endpoint, key) as client:
         answer = client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=30)), told.append)
         assert "Paris" in answer.text
@@ -57,7 +58,7 @@ def check_refusals(endpoint: Endpoint) -> None:
         assert (failed.value.kind, failed.value.code) == (Trouble.REFUSED, ErrorCode.PROMPT_TOO_LONG)
         # More than there is room for is no reason to refuse.
         assert "Paris" in client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=5000, stop=(".",)))).text
-        told: list[RemoteDelta] = []
+        told: list[Token] = []
         with pytest.raises(RequestCancelled):
             client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=1500)), told.append, lambda: len(told) > 3)
         assert client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=5))).text

@@ -162,7 +162,8 @@ def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) ->
     executor.run(iter([second]), answers.append)
     executor.close()
     # The last token of an answer is never read, and the last page of a row only shared with its state.
-    has_only_pages = loaded.model.config.model_type in ("llama4_text", "gemma4_text", "deepseek_v32", "glm_moe_dsa")
+    pages = ("llama4_text", "gemma4_text", "deepseek_v32", "glm_moe_dsa", "deepseek_v4")
+    has_only_pages = loaded.model.config.model_type in pages
     assert answers[1].reused_tokens == (32 if has_only_pages else 57)
     assert answers[1].token_ids == _alone(loaded, second)
 

@@ -231,11 +231,11 @@ def test_beams_wait_for_their_turn_and_others_do_not_wait_for_them(mixtral: Load
     assert ended == ["plain", "beams", "more beams"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["mixtral", "zaya"])
 def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over pages, and the first one over a cache of its own."""
     loaded = tiny_loaded(family)
-    scheduler, ends, has_own = Scheduler(loaded), dict[str, Outcome](), family == "deepseek_v4"
+    scheduler, ends, has_own = Scheduler(loaded), dict[str, Outcome](), family == "zaya"
 
     def ask(name: str, ids: tuple[int, ...]) -> None:
         request = BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=3), end_ids=NO_END)

@@ -191,6 +191,8 @@ def test_the_openai_package(running: Running) -> None:
             events = list(stream)
         assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")  # 8 tokens are few
         assert events[-1].response.output_text == response.output_text
+        assert next(event.item.content for event in events if event.type == "response.output_item.added") == []
+        assert [event for event in events if event.type.endswith("text.delta")][-1].snapshot == response.output_text
         with pytest.raises(openai.NotFoundError, match="no model named"):
             client.chat.completions.create(**{**asked, "model": "nothing"})
         with pytest.raises(openai.BadRequestError, match="embeddings"):
@@ -249,6 +251,7 @@ def test_the_anthropic_package(running: Running) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0) as client:
         asked: dict[str, Any] = {"model": "mixtral", "messages": HELLO, "max_tokens": 8}
+        assert "mixtral" in [model.display_name for model in client.models.list()]
         answer = client.messages.create(**asked)
         assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 8)
         with client.messages.stream(**asked) as stream:
@@ -276,7 +279,9 @@ def test_the_ollama_package(running: Running, request: pytest.FixtureRequest) ->
     assert (streamed, whole.done_reason, whole.eval_count) == (whole.message.content, "length", 8)
     assert client.generate("mixtral:latest", "Hello", options=options).response == streamed
     assert client.show("mixtral").modelinfo
-    assert [model.model for model in client.ps().models] == ["mixtral"]
+    (loaded,) = client.ps().models
+    # Its program shows the beginning of a digest, and takes a model that has expired for one that is going.
+    assert (loaded.model, len(loaded.digest), loaded.expires_at.year > 2100) == ("mixtral", 64, True)
     with pytest.raises(ollama.ResponseError, match="no model named"):
         client.chat("nothing", HELLO)
 

@@ -63,7 +63,7 @@ NATIVE = (
     *("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "kimi_linear"),
     *("lfm2_moe", "granitemoehybrid", "nemotron_h", "gpt_oss", "gemma3_text"),
 )
-WINDOWED = ("gpt_oss", "gemma3_text", "gemma4_text")
+WINDOWED = ("gpt_oss", "gemma3_text", "gemma4_text", "deepseek_v4")
 FAMILIES = [
     "qwen3_next",
     "qwen3_5_moe_text",
@@ -75,6 +75,7 @@ FAMILIES = [
     "gpt_oss",  # every other layer has a window
     pytest.param("gemma3_text", marks=pytest.mark.exhaustive),
     "gemma4_text",  # from here on by the library: another one with windows
+    "deepseek_v4",  # and one that compresses what lies behind them
     "minimax",  # linear attention without convolutions
     *(
         pytest.param(family, marks=pytest.mark.exhaustive)
@@ -88,7 +89,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     lengths = {"max_position_embeddings": 2048}
     lengths |= {"sliding_window": 40} if request.param in WINDOWED else {}
     if request.param not in NATIVE:  # in 32 bits: the library rounds prompts that are read in other pieces otherwise
-        index = {"index_topk": 32, "index_n_heads": 32} if request.param == "glm5_next_text" else {}
+        chooses = request.param in ("glm5_next_text", "deepseek_v4")
+        index = {"index_topk": 32, "index_n_heads": 32} if chooses else {}
         model = tiny_loaded(request.param, context_tokens=2048, **lengths, **index)
         model.kernels = load_kernels(threads=1)
         yield model

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from engine.experts.prompt_choice import PromptChoice, PromptWay
+from engine.protocol import IN_RAM, IN_VRAM, ON_DISK
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.analysis import waiting
@@ -29,7 +30,6 @@ from engine.telemetry.lanes import (
     SAMPLE,
     SMALL_COPY,
 )
-from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK
 from engine.telemetry.records import unpack
 from engine.telemetry.trace_export import collected, trace_events
 from tests.engine.loaded_tiny import random_prompt

@@ -63,6 +63,23 @@ def test_other_words_are_refused(server: tuple[str, ScriptedBroker], path: str, 
     assert server[1].tickets == []
 
 
+@pytest.mark.parametrize(
+    ("path", "details"),
+    [("/v1/chat/completions", "completion_tokens_details"), ("/v1/responses", "output_tokens_details")],
+)
+def test_tokens_of_reasoning_are_counted_apart(path: str, details: str) -> None:
+    broker = ScriptedBroker(ends=True, says=("<think>", "hm, ", "hm.", "</think>", "Fo", "ur"))
+    models = LibraryModels(Path("mixtral"), "mixtral")
+    models.listed = list  # type: ignore[method-assign,assignment]
+    made = Server(Service(broker, models), Address(port=0))
+    try:
+        asked = {**ASKED, "input": "2 + 2?"}
+        usage = plain_http.post(f"http://127.0.0.1:{made.start()}{path}", json=asked, timeout=30).json()["usage"]
+    finally:
+        made.stop()
+    assert usage[details] == {"reasoning_tokens": 3}
+
+
 def _ask(server: tuple[str, ScriptedBroker], path: str, fields: dict[str, Any]) -> int:
     url, broker = server
     broker.tickets.clear()

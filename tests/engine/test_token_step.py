@@ -10,10 +10,12 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig
+from engine.common.errors import never_cancelled
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces, StatePages
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.kv.layers import new_cache
@@ -45,7 +47,7 @@ PROMPT, END = 250, 262
 """The angles of 256 positions are computed together: some of either side of that."""
 
 
-def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
+def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16") -> LoadedModel:
     config = EngineConfig(str(path), precision=precision, threads=2)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
@@ -204,6 +206,66 @@ def test_rows_over_pages_are_as_each_alone(
     finally:
         packed.close()
         loaded.close()
+
+
+_COMPRESSED = {"hidden_size": 256, "head_dim": 64, "q_lora_rank": 72, "o_lora_rank": 40, "index_head_dim": 48}
+_COMPRESSED |= {"index_topk": 9, "sliding_window": 24}
+
+
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("options", [{}, {"index_topk": 70, "hc_mult": 2}])
+def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
+    options: dict[str, Any], precision: Literal["bf16", "int8", "int4"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of DeepSeek-V4: in company, tried with others and alone they are the same, and its prompts are the library's."""
+    path = tiny_checkpoint("deepseek_v4", tmp_path, **{**_COMPRESSED, **options})
+    torch.manual_seed(9)
+    lengths, more = [3, 170, 61], 20
+    ids = [torch.randint(3, 300, (length + more,)) for length in lengths]
+    loaded = _load(path, precision)
+    packed = PackedModel(loaded, BatchPolicy(kv_bytes=2**24))
+    try:
+        packed.allocate(60, 0, 60)
+        steps = packed.exact_steps()
+        assert steps is not None
+        assert steps.is_native
+        assert steps.most_rows == 8
+        full, windows = (torch.randperm(60, dtype=torch.int32).view(6, 10) for _ in range(2))
+
+        def piece(row: int, held: int, tokens: int) -> Piece:
+            return Piece(full[row], held, tokens, windows=windows[row])
+
+        with torch.inference_mode():
+            for row in range(6):
+                own, length = ids[row % 3], lengths[row % 3]
+                for begin in range(0, length, 50):  # in pieces that end in the midst of what is compressed
+                    part = own[begin : min(begin + 50, length)].tolist()
+                    steps.read(part, piece(row, begin, len(part)), length, ignore_progress, never_cancelled)
+            alone = []
+            for row, (own, length) in enumerate(zip(ids, lengths, strict=True)):
+                at = range(length, length + more)
+                alone.append(torch.cat([steps.write([int(own[held])], [piece(row, held, 1)], [held]) for held in at]))
+            for step in range(0, more, 2):  # two tokens of each
+                held = [length + step for length in lengths]
+                given = [int(own[at + place]) for own, at in zip(ids, held, strict=True) for place in range(2)]
+                pieces = [piece(row, at, 2) for row, at in zip((3, 4, 5), held, strict=True)]
+                assert torch.equal(steps.write(given, pieces, held), torch.cat([one[step : step + 2] for one in alone]))
+    finally:
+        packed.close()
+        loaded.close()
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
+    library = _load(path, "fp32")
+    try:
+        for own, length, got in zip(ids, lengths, alone, strict=True):
+            with torch.inference_mode():
+                wanted = library.model(input_ids=own[None]).logits[0, length:]
+            far = (got.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+            assert (
+                float(far.median()) < {"bf16": 0.05, "int8": 0.07, "int4": 0.4}[precision]
+            )  # the library in bf16: 0.05
+    finally:
+        library.close()
 
 
 def test_a_cache_that_is_not_written_into_is_the_librarys_to_fill(tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ from engine.hardware.measured import Measurements, described, load_measurements,
 from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
-from engine.protocol import Event, decode, encode
+from engine.protocol import Event, StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed, decode, encode
 from engine.runtime.engine import Engine
 from engine.runtime.load.model import load_model
 from engine.runtime.schedule.timed_decode import time_decode
 from engine.tuning import measuring
 from engine.tuning.measuring import MeasuredMachine
-from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.race import RacePace
 from engine.tuning.result import Contestant, Timed, TuningResult
 from engine.tuning.run import TuningEvent, TuningSurroundings, tune

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.messages import SampleBatch
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue
-from engine.protocol import Ask, Failed, Finished, Generate, LoadModel, ServeOthers, Token
+from engine.protocol import Ask, Failed, Finished, Generate, LoadModel, SampleBatch, ServeOthers, Token
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler

@@ -75,6 +75,19 @@ _THREE_AXES = {
 }
 _SPARSE_SECOND = {"mlp_layer_types": ["dense", "sparse"]}
 _INDEXED = {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8}
+_COMPRESSED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "num_key_value_heads": 1,
+    "partial_rotary_factor": 0.5,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 32,
+    "index_head_dim": 8,
+    "index_topk": 8,
+}
 _BLOCKS_CHOSEN = {
     "layer_types": ["full_attention", "minimax_m3_sparse"],
     "mlp_layer_types": ["dense", "sparse"],
@@ -145,7 +158,7 @@ MOE: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 2},
     "deepseek_v32": _INDEXED,
-    "deepseek_v4": {},
+    "deepseek_v4": _COMPRESSED,
     "dots1": {},
     "dots3_note_text": _INDEXED_AND_SLIDING,
     "ernie4_5_moe": {},

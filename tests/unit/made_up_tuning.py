@@ -13,8 +13,8 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead, described
 from engine.hardware.probe import Probe, Share
+from engine.protocol import TuningNumber
 from engine.tuning.measuring import MeasuredMachine
-from engine.tuning.messages import TuningNumber
 from engine.tuning.race import RacePace
 from engine.tuning.result import DecodeRate
 from engine.tuning.run import TuningSurroundings

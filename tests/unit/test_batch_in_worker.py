@@ -11,14 +11,6 @@ from typing import Any
 import pytest
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
-from engine.batch_files.messages import (
-    BatchFinished,
-    BatchPlanned,
-    BatchProgress,
-    BatchRows,
-    SampleBatch,
-    StartBatch,
-)
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, failed
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
@@ -26,7 +18,22 @@ from engine.common.errors import ErrorCode
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
-from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, LoadModel, decode, encode
+from engine.protocol import (
+    BatchFinished,
+    BatchPlanned,
+    BatchProgress,
+    BatchRows,
+    ChatMessage,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    LoadModel,
+    SampleBatch,
+    StartBatch,
+    decode,
+    encode,
+)
 from engine.remote.job import OwnModel
 
 _PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)

@@ -448,6 +448,23 @@ def test_blocks_that_are_no_numbers_are_named(tmp_path: Path, kind: str) -> None
             check_filled(entries)
 
 
+def test_who_can_wait_finds_what_a_short_look_does_not(tmp_path: Path) -> None:
+    """A stretch of a tensor that is none of the 256 looked at, and a matrix that nobody has filled."""
+    names = [f"blk.{index}.attn_q.weight" for index in range(300)]
+    tensors = {name: np.ones((8, 256), np.float32) for name in names} | {"a.weight": np.zeros((1024, 512), np.float32)}
+    file = write_gguf(tmp_path / "a.gguf", tensors | {"b.weight": np.ones((1024, 512), np.float32)})
+    entries = list(read_gguf(file).tensors.values())
+    check_filled(entries)
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, str(file), "nothing but zeros in", "a.weight"):
+        check_filled(entries, thorough=True)
+    content, one = bytearray(file.read_bytes()), entries[1]
+    content[one.offset : one.offset + 4096] = b"\xff" * 4096
+    file.write_bytes(content)
+    check_filled(entries)
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, str(file), one.key):
+        check_filled(entries, thorough=True)
+
+
 @pytest.mark.parametrize(
     ("dtype", "weight", "is_whole"),
     [

@@ -118,14 +118,24 @@ def test_tests_that_are_named_exist(document: Path) -> None:
     assert _missing_tests("`tests/unit/test_documents.py::test_nothing`")
 
 
-def test_each_paragraph_about_how_it_works_names_the_tests_that_hold_it() -> None:
-    title, aim, *paragraphs = (CHECKOUT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split("\n\n")
+def test_each_claim_about_how_it_works_is_short_and_names_the_tests_that_hold_it() -> None:
+    title, aim, *blocks = (CHECKOUT / "docs" / "how-it-works.md").read_text(encoding="utf-8").rstrip().split("\n\n")
     assert title.startswith("#")
     assert not aim.startswith("**")
-    assert len(paragraphs) % 2 == 0
-    for claim, held in zip(paragraphs[::2], paragraphs[1::2], strict=True):
-        assert not claim.startswith(">")
-        assert re.match(r"> Held by `tests/[\w/]+\.py", held), claim.splitlines()[0]
+    claim: list[str] = []
+    for block in blocks:
+        if block.startswith("> "):
+            assert claim, f"nothing stands before {block.splitlines()[0]}"
+            assert re.match(r"> Held by `tests/[\w/]+\.py", block), claim[0]
+            assert sum(len(each.split()) for each in claim if not each.startswith("Code: ")) <= 240, claim[0]
+            claim = []
+        elif not block.startswith("## "):
+            # What begins in bold, or under a heading, is another claim: the one before it is held by then.
+            assert not (claim and block.startswith("**")), claim[0]
+            claim.append(block)
+        else:
+            assert not claim, claim[0]
+    assert not claim, claim[0]
 
 
 def test_what_does_not_exist_is_seen() -> None:

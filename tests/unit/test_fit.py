@@ -20,6 +20,7 @@ from engine.common.paths import models_dir
 from engine.formats import AUTO
 from engine.hardware.measured import machine_profile
 from engine.planner.plan_parts import Limits, Plan
+from engine.protocol import StartTuning
 from engine.tuning import fit
 from engine.tuning.fit import (
     FAST_TOKENS_PER_S,
@@ -31,7 +32,6 @@ from engine.tuning.fit import (
     verdict_of,
 )
 from engine.tuning.machine_state import MachineLook, plan_here
-from engine.tuning.messages import StartTuning
 from engine.tuning.run import tune
 from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, measurements
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import engine.tuning.messages as messages
+import engine.protocol as messages
 from engine.planner.plan_parts import Plan
 
 _PROGRAM = """

@@ -10,7 +10,7 @@ import pytest
 from engine.checkpoint.library import note_use
 from engine.cli import main
 from engine.common.config import EngineConfig
-from engine.tuning.messages import StartTuning
+from engine.protocol import StartTuning
 from engine.tuning.run import tune
 from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, others_take, tiny_model
 

@@ -21,13 +21,9 @@ from engine.protocol import (
     MAX_LINE_BYTES,
     TERMINAL,
     ChatMessage,
-    Command,
-    Event,
-    FrontMessage,
     Generate,
     Heartbeat,
     LineReader,
-    LinkMessage,
     LoadModel,
     Message,
     Shutdown,
@@ -38,7 +34,7 @@ from engine.protocol import (
 )
 from engine.remote.endpoint import Endpoint
 
-TYPES: tuple[type, ...] = (*get_args(Command), *get_args(Event), *get_args(LinkMessage), *get_args(FrontMessage))
+TYPES: tuple[type, ...] = get_args(Message)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SAMPLING = st.builds(
     SamplingParams,
@@ -103,7 +99,10 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(hint) is dict:
         return st.dictionaries(*map(values, get_args(hint)), max_size=3)
     if get_origin(hint) is tuple:
-        return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
+        kinds = get_args(hint)
+        if kinds[-1] is not Ellipsis:
+            return st.tuples(*map(values, kinds))
+        return st.lists(values(kinds[0]), max_size=3).map(tuple)
     if get_origin(hint) in (types.UnionType, typing.Union):
         return st.one_of(*(values(option) for option in get_args(hint)))
     if isinstance(hint, type) and issubclass(hint, StrEnum):

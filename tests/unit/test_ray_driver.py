@@ -13,8 +13,24 @@ from typing import Any
 
 import pytest
 
+from engine.common.config import BatchJob, EngineConfig
+from engine.common.errors import ErrorCode
 from engine.jobs.rows import never
-from engine.process.ray_driver import RayDriver
+from engine.process.ray_driver import Inbox, RayDriver
+from engine.protocol import (
+    ClusterJob,
+    ClusterNodes,
+    DropRows,
+    Failed,
+    GiveRows,
+    Message,
+    NodeAnswers,
+    NodeDoes,
+    NodeGone,
+    StartNode,
+    decode,
+    encode,
+)
 from engine.remote.ray_link import RayLink
 
 
@@ -28,7 +44,7 @@ def _reachable(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 def connecting(init: Callable[..., Any], version: str = "2.60.3", address: str = "10.0.0.5:6379") -> str:
     ray = SimpleNamespace(__version__=version, init=init)
-    return RayDriver(ray, lambda _event: None).connect(address)
+    return RayDriver(ray, lambda _line: None, Inbox()).connect(address)
 
 
 def failing(error: Exception) -> Callable[..., Any]:
@@ -102,7 +118,7 @@ class MadeUpActors:
         self.killed.append(actor)
 
     def remote(self, _class: type) -> Any:
-        methods = {kind: SimpleNamespace(remote=self._call(kind)) for kind in ("open", "doing", "take", "give", "drop")}
+        methods = {kind: SimpleNamespace(remote=self._call(kind)) for kind in ("begin", "tell", "events")}
         return SimpleNamespace(options=lambda **_options: SimpleNamespace(remote=lambda: SimpleNamespace(**methods)))
 
     def reply(self, kind: str) -> Future[Any]:
@@ -118,50 +134,55 @@ class MadeUpActors:
         return call
 
 
-def _said(driver: RayDriver, said: list[dict[str, Any]], *commands: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the driver says of all that is in its inbox, and of these commands."""
-    said.clear()
-    for command in (*commands, None):
-        driver.inbox.put(command)
-    driver.run()
-    return [event for event in said if event["said"] != "nodes"]
+START = StartNode("n", 1, 1.0, 0.0, ClusterJob(("m",), "", EngineConfig("m"), BatchJob("a", "b"), ()))
+
+
+class Driven:
+    """A driver over such a Ray."""
+
+    def __init__(self, ray: MadeUpActors) -> None:
+        self.inbox, self.lines = Inbox(), list[bytes]()
+        self.driver = RayDriver(ray, self.lines.append, self.inbox)
+
+    def said(self, *commands: Message) -> list[Message]:
+        """What the driver says of all that is in its inbox, and of these commands."""
+        self.lines.clear()
+        for command in commands:
+            self.inbox.put(encode(command))
+        self.inbox.put(None)
+        self.driver.run()
+        return [event for event in map(decode, self.lines) if not isinstance(event, ClusterNodes)]
 
 
 def test_replies_are_taken_as_they_come_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray, said = MadeUpActors(monkeypatch), list[dict[str, Any]]()
-    driver = RayDriver(ray, said.append)
-    node = {"node": "n", "life": 1}
-    assert _said(driver, said, {"do": "start", **node, "cpus": 1, "gpus": 0, "spec": {}}) == []
-    ray.reply("doing").set_result("loads the model")
-    ray.reply("open").set_result({"at_once": 8})
-    doing, opened = {"said": "doing", **node, "what": "loads the model"}, {"said": "opened", **node}
-    assert _said(driver, said) == [doing, {**opened, "about": {"at_once": 8}}]
-    ray.reply("take").set_result({"answers": [[1, {}]], "under_way": [2, 3], "broken": ""})
-    assert _said(driver, said, {"do": "give", **node, "rows": []}) == [
-        {"said": "answers", **node, "answers": [[1, {}]], "under_way": [2, 3]}
-    ]
+    ray = MadeUpActors(monkeypatch)
+    driven = Driven(ray)
+    assert driven.said(START) == []
+    ray.reply("begin").set_result(None)
+    does, answers = NodeDoes("n", 1, "loads the model"), NodeAnswers("n", 1, (), (2, 3))
+    ray.reply("events").set_result(([encode(does)], False))
+    assert driven.said() == [does]
+    ray.reply("events").set_result(([encode(answers)], False))
+    assert driven.said(GiveRows("n", 1, ())) == [answers]
     assert not ray.killed
     # Its process dies: each open call says so, and one of them is heard.
-    ray.reply("give").set_exception(type("ActorDiedError", (Exception,), {})("The actor is dead."))
-    ray.reply("take").set_exception(type("ActorDiedError", (Exception,), {})("The actor is dead."))
-    assert _said(driver, said, {"do": "drop", **node, "tickets": []}) == [
-        {"said": "gone", **node, "why": "its process ended"}
-    ]
+    ray.reply("tell").set_exception(type("ActorDiedError", (Exception,), {})("The actor is dead."))
+    ray.reply("events").set_exception(type("ActorDiedError", (Exception,), {})("The actor is dead."))
+    assert driven.said(DropRows("n", 1, ())) == [NodeGone("n", 1, "its process ended")]
     assert len(ray.killed) == 1
 
 
 def test_a_node_that_refuses_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray, said = MadeUpActors(monkeypatch), list[dict[str, Any]]()
-    driver = RayDriver(ray, said.append)
-    node = {"node": "n", "life": 1}
-    _said(driver, said, {"do": "start", **node, "cpus": 1, "gpus": 0, "spec": {}})
-    replying = threading.Thread(target=lambda: ray.reply("open").set_result({"refused": "it has no room"}))
-    replying.start()  # Ray answers on a thread of its own
+    ray, gone = MadeUpActors(monkeypatch), NodeGone("n", 1, "it has no room", refuses=True)
+    driven = Driven(ray)
+    driven.said(START)
+    # Ray answers on a thread of its own.
+    replying = threading.Thread(target=lambda: ray.reply("events").set_result(([encode(gone)], True)))
+    replying.start()
     replying.join()
-    assert _said(driver, said) == [{"said": "opened", **node, "about": {"refused": "it has no room"}}]
-    ray.reply("doing").set_result("")
-    assert _said(driver, said) == []
-    assert [kind for kind, _reply in ray.asked] == ["open", "doing"]
+    assert driven.said(GiveRows("n", 1, ())) == [gone]
+    assert driven.said(GiveRows("n", 1, ())) == []
+    assert [kind for kind, _reply in ray.asked] == ["begin", "events"]
     assert len(ray.killed) == 1
 
 
@@ -172,14 +193,9 @@ def test_without_ray_the_command_to_install_it_is_said(tmp_path: Path, monkeypat
     link = RayLink("auto")
     said = [event for _ in range(2) for event in link.events(30.0)]
     link.close()
-    assert said == [
-        {
-            "said": "refused",
-            "why": "Jobs on a cluster need Ray, which is not installed: "
-            'run pip install "ray==2.60.*" in Switchyard\'s environment.',
-        },
-        {"said": "ended"},
-    ]
+    how = 'run pip install "ray==2.60.*" in Switchyard\'s environment.'
+    why = f"Jobs on a cluster need Ray, which is not installed: {how}"
+    assert said == [Failed("", ErrorCode.DEVICE_UNAVAILABLE, why), Failed("", ErrorCode.ENGINE_DIED, "")]
 
 
 def _behind(folder: Path) -> Callable[[str], tuple[list[str], dict[str, str]]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,15 +13,15 @@ from hypothesis import strategies as st
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.rows import Constraint, RowRequest
-from engine.common.chat import ChatMessage, ToolCall
+from engine.batch_files.rows import RowRequest
+from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.json_fields import from_fields
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.protocol import ClusterJob, ClusterNode, NodeDoes
 from engine.remote import ray_job
 from engine.remote.ray_link import MOST_FAILURES
-from engine.remote.ray_rows import ClusterJob, RayRows
+from engine.remote.ray_rows import RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
 from tests.made_up_ray import MadeUpRay
 
@@ -114,7 +112,7 @@ def test_an_engine_that_died_is_started_again_after_a_pause() -> None:
 
     cluster.on_look = look
     assert len(answered(opened(cluster), 20, cluster)) == 20
-    assert [node for node, _spec in cluster.started] == ["a", "a"]
+    assert [each.node for each in cluster.started] == ["a", "a"]
 
 
 def test_a_node_whose_engine_always_dies_is_left_alone() -> None:
@@ -122,11 +120,11 @@ def test_a_node_whose_engine_always_dies_is_left_alone() -> None:
     cluster.on_look = lambda it: it.kill("b", "its process ended")
     rows = opened(cluster)
     assert rows.open(never)
-    while sum(node == "b" for node, _spec in cluster.started) <= MOST_FAILURES:
+    while sum(each.node == "b" for each in cluster.started) <= MOST_FAILURES:
         rows._step()
     for _ in range(50):
         rows._step()
-    assert sum(node == "b" for node, _spec in cluster.started) == MOST_FAILURES + 1
+    assert sum(each.node == "b" for each in cluster.started) == MOST_FAILURES + 1
     assert rows.note == "b was not used: its process ended, 7 times in a row."
     rows.close()
 
@@ -152,13 +150,13 @@ def test_a_cluster_where_no_node_can_answer_is_one_sentence() -> None:
 
 def test_the_first_node_decides_the_precision_of_all() -> None:
     cluster = MadeUpRay(["a", "b"])
-    cluster.nodes["b"]["memory"] = 10**11
+    cluster.nodes["b"] = replace(cluster.node("b"), memory=10**11)
     rows = opened(cluster, precision="auto", digest="")
     assert rows.open(never)
     assert rows.model == ("d", "int8")
     rows._round_s = 0.0
     rows._step()
-    assert [(node, spec["config"]["precision"]) for node, spec in cluster.started] == [("b", "auto"), ("a", "int8")]
+    assert [(each.node, each.asked.config.precision) for each in cluster.started] == [("b", "auto"), ("a", "int8")]
     rows.close()
 
 
@@ -168,7 +166,7 @@ def test_what_a_node_does_before_it_answers_is_said() -> None:
     while not cluster.started:
         rows._step()
     assert rows.waits == "No node answers yet. a starts."
-    cluster.said.insert(0, {"said": "doing", "node": "a", "life": 1, "what": "measures itself"})
+    cluster.said.insert(0, NodeDoes("a", 1, "measures itself"))
     opening = cluster.said.pop()
     rows._step()
     assert rows.waits == "No node answers yet. a measures itself."
@@ -182,11 +180,11 @@ def test_what_a_node_does_before_it_answers_is_said() -> None:
 def test_nodes_on_one_machine_share_it() -> None:
     cluster = MadeUpRay([])
     for name in ("a", "b"):
-        cluster.nodes[name] = cluster.node(name) | {"host": "one", "name": "one", "memory": 3 * 10**9}
+        cluster.nodes[name] = ClusterNode(name, "one", "one", 2.0, 0.0, 3 * 10**9)
     cluster.nodes["c"] = cluster.node("c")
     rows = opened(cluster)
     assert rows.open(never)
-    may = {node: (spec["config"]["ram_bytes"], spec["config"]["threads"]) for node, spec in cluster.started}
+    may = {each.node: (each.asked.config.ram_bytes, each.asked.config.threads) for each in cluster.started}
     assert may == {"a": (3 * 10**9, 2), "b": (3 * 10**9, 2), "c": (None, None)}
     assert {place.name for place in rows.places} == {"one (a)", "one (b)", "c"}
     rows.close()
@@ -272,31 +270,3 @@ def test_a_job_stopped_before_a_node_answers_has_no_result(home: Path, monkeypat
     assert not run_job(home, cluster, monkeypatch, lambda _done: True).finished
     assert cluster.closed
     assert not (home / "out.jsonl").exists()
-
-
-def test_rows_travel_as_their_fields() -> None:
-    """The same as `asdict` makes, for rows of all kinds in any order."""
-    cluster = MadeUpRay(["a"])
-    call = ToolCall("c1", "look", "{}")
-    plain, hot = SamplingParams(), SamplingParams(temperature=1.0, stop=("x",))
-    said = ChatMessage("user", "a"), ChatMessage("assistant", "", "thought", (call,)), ChatMessage("tool", "b")
-    sent = [
-        RowRequest(number, said[: number + 1], sampling, constraint, "[]" if number == 2 else "")
-        for number, (sampling, constraint) in enumerate(
-            [(plain, None), (plain, Constraint(choices=("x", "y"))), (hot, Constraint(schema="{}")), (plain, None)]
-        )
-    ]
-    given = list[dict[str, Any]]()
-    send = cluster.send
-
-    def note(command: dict[str, Any]) -> None:
-        given.extend(fields for _ticket, fields in command.get("rows", []))
-        send(command)
-
-    cluster.send = note  # type: ignore[method-assign]
-    rows = opened(cluster)
-    assert rows.open(never)
-    assert rows.run(iter(sent), lambda _answer: None, never, never) is BatchOutcome.FINISHED
-    rows.close()
-    assert [json.loads(json.dumps(fields)) for fields in given] == [json.loads(json.dumps(asdict(row))) for row in sent]
-    assert [from_fields(RowRequest, json.loads(json.dumps(fields))) for fields in given] == sent

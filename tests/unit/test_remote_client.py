@@ -20,9 +20,10 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.protocol import Token
 from engine.remote import client as module
 from engine.remote.capabilities import about
-from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
+from engine.remote.chat_form import RemoteAnswer, RemoteRequest
 from engine.remote.client import Client, Patience
 from engine.remote.endpoint import Endpoint, Found, endpoint_at
 from engine.remote.failures import RemoteError, Trouble, connection_error
@@ -108,9 +109,9 @@ def test_an_answer_is_told_as_it_comes(server: BadEndpoint) -> None:
         asked.raw(b"data:" + json.dumps({"choices": [], "usage": usage}).encode() + b"\r\n\r\ndata: [DONE]\r\n\r\n")
 
     server.answer = slowly
-    told: list[RemoteDelta] = []
+    told: list[Token] = []
 
-    def on_delta(delta: RemoteDelta) -> None:
+    def on_delta(delta: Token) -> None:
         told.append(delta)
         if delta.text == "Hel":
             may_go_on.set()

@@ -11,20 +11,23 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.messages import (
+from engine.common.config import HERE, BatchJob, EngineConfig
+from engine.common.errors import ErrorCode
+from engine.process.remote import RemoteJobs, needs_no_model
+from engine.process.requests import RequestQueue
+from engine.protocol import (
     BatchFinished,
     BatchProgress,
     BatchRows,
     BatchSampled,
     EndpointKey,
+    Event,
+    Failed,
     SampleBatch,
     StartBatch,
+    decode,
+    encode,
 )
-from engine.common.config import HERE, BatchJob, EngineConfig
-from engine.common.errors import ErrorCode
-from engine.process.remote import RemoteJobs, needs_no_model
-from engine.process.requests import RequestQueue
-from engine.protocol import Event, Failed, decode, encode
 from engine.remote import spread
 from engine.remote.endpoint import Endpoint, save_endpoint
 from engine.remote.ray_rows import RayRows

@@ -15,10 +15,11 @@ from engine.checkpoint.model_shape import read_model
 from engine.common.config import EngineConfig
 from engine.hardware.machine import read_machine
 from engine.planner.simulator.sweeps import LANES
-from engine.telemetry.analysis import OTHER, Advice, PlannedSpeed, Running, Waiting, advise, predicted_rate, waiting
+from engine.protocol import CacheReport, TierReport
+from engine.telemetry.analysis import OTHER, Waiting, waiting
 from engine.telemetry.lanes import CPU_EXPERTS
-from engine.telemetry.messages import CacheReport, TierReport
 from engine.telemetry.records import no_spans
+from engine.tuning.advice import Advice, PlannedSpeed, Running, advise, predicted_rate
 from tests.unit.recorded import span, steps
 
 

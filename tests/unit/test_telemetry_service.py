@@ -12,10 +12,9 @@ import pytest
 from engine.process import telemetry
 from engine.process.streams import MOST_OFFERED, EventWriter
 from engine.process.telemetry import TelemetryService
-from engine.protocol import Event
-from engine.telemetry.lanes import DECODE, EXPERTS, GPU
-from engine.telemetry.messages import (
+from engine.protocol import (
     CacheReport,
+    Event,
     ExpertMap,
     ResizeCache,
     TelemetryCounters,
@@ -23,6 +22,7 @@ from engine.telemetry.messages import (
     TelemetrySpans,
     WatchTelemetry,
 )
+from engine.telemetry.lanes import DECODE, EXPERTS, GPU
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import SPAN, STEP, Records, unpack
 

@@ -13,8 +13,8 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
+from engine.protocol import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.measuring import _good_enough
-from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.report import report_text
 from engine.tuning.result import TuningResult
 from engine.tuning.run import TuningEvent, tune

@@ -29,13 +29,13 @@ from engine.protocol import (
     LoadModel,
     ModelUnloaded,
     Shutdown,
+    Telemetry,
     TerminalEvent,
     Token,
     UnloadModel,
     decode,
     encode,
 )
-from engine.telemetry.messages import Telemetry
 from engine.telemetry.recorder import Recorder
 from engine.worker import read_commands
 

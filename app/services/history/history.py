@@ -325,7 +325,9 @@ class History:
         self._add_sum("tokens", decoded, decoded["tokens"].astype(np.float64))
         self._add_sum("decoding", decoded, (decoded["end_ns"] - decoded["start_ns"]).astype(np.float64))
         for kind in EXPERT_KINDS:
-            self._add_sum(kind, steps, experts_met(steps, kind))
+            met = experts_met(steps, kind)
+            if met.any():
+                self._add_sum(kind, steps, met)
         self._reach(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
 
     def add_sample(self, at_ns: int, sample: SensorSample) -> None:
@@ -350,6 +352,11 @@ class History:
     def has_copies(self) -> bool:
         """Whether anything was ever copied to or from a device, or computed on one."""
         return any(lane in _PER_DEVICE for lane, _ in self._busy)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any expert was ever used: dense models have none."""
+        return any(kind in self._sums for kind in EXPERT_KINDS)
 
     def devices(self, lane: int) -> list[int]:
         return sorted(device for mine, device in self._busy if mine == lane)

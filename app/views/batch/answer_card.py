@@ -27,11 +27,11 @@ from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
 from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, text_label, vbox, warning_label
-from engine.batch_files.messages import BatchRow
 from engine.batch_files.prompts import parse_template
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.common.untrusted import DEEPEST, parse_json
+from engine.protocol import BatchRow
 
 _PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 LINES = 4

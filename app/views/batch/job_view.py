@@ -27,8 +27,8 @@ from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count, number, percent, translate
 from app.widgets.scaffold import STRETCH, Card, PageBody, WrappedLabel, add_items, hbox, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.messages import BatchRow
 from engine.common.config import HERE
+from engine.protocol import BatchRow
 from engine.remote.endpoint import named_at
 
 _PLACE = re.compile(r"\{\{.+?\}\}")
@@ -57,7 +57,7 @@ class SharedSettingsCard(Card):
                 self.tr("Input"),
                 self.tr("Result"),
                 self.tr("Model"),
-                self.tr("Sent to"),
+                self.tr("Answered by"),
                 self.tr("Max tokens"),
                 self.tr("Temperature"),
                 self.tr("Answer must be"),
@@ -97,7 +97,7 @@ class SharedSettingsCard(Card):
             job.input,
             job.output,
             self._model_text(entry),
-            self._sent_text(entry),
+            self._answered_by(entry),
             count(job.sampling.max_tokens),
             self.tr("0 (the likeliest token)") if temperature == 0 else number(temperature, 2),
             must_be,
@@ -113,13 +113,14 @@ class SharedSettingsCard(Card):
             return self.tr("the servers' own")
         return _name(entry.model) or self.tr("the loaded one")
 
-    def _sent_text(self, entry: JobEntry) -> str:
+    def _answered_by(self, entry: JobEntry) -> str:
         if not entry.job.is_remote:
-            return self.tr("nobody: answered on this PC")
+            return self.tr("this PC")
         if entry.job.ray:
             return self.tr("the Ray cluster at {0}").format(entry.job.ray)
         hosts = [named_at(place.name, place.host) for place in entry.places if place.host]
-        return ", ".join(hosts or (name for name in entry.job.endpoints if name != HERE))
+        here = [self.tr("this PC")] if HERE in entry.job.endpoints else []
+        return ", ".join([*here, *(hosts or (name for name in entry.job.endpoints if name != HERE))])
 
 
 def _name(path: str) -> str:

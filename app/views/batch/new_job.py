@@ -20,13 +20,13 @@ from app.views.batch.input_card import InputCard, OutputCard, PlacesCard
 from app.views.batch.phrases import plan_text, sample_text, sampled_text
 from app.widgets.page import BatchDraft
 from app.widgets.scaffold import Card, PageBody, hbox, muted_label, push_button, set_message, vbox, warning_label
-from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
 from engine.planner.batch_prediction import JobPrediction
+from engine.protocol import BatchPlanned, BatchRow, BatchSampled
 from engine.remote.endpoint import Endpoint
 from engine.tuning.batch_forecast import Forecast, ForecastQuestion
 

@@ -13,9 +13,9 @@ from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
 from app.widgets.quantities import SEPARATOR, count, number, percent
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.messages import BatchRow, BatchSampled
 from engine.common.config import HERE
 from engine.planner.batch_prediction import Bottleneck, JobPrediction
+from engine.protocol import BatchRow, BatchSampled
 from engine.remote.endpoint import Endpoint, called, is_host_here, named_at
 
 translate = QCoreApplication.translate

@@ -19,8 +19,8 @@ from app.widgets.quantities import SEPARATOR, count, translate
 from app.widgets.scaffold import RIGHT, Card, add_items, muted_label, push_button, text_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.journal import Ended
-from engine.batch_files.messages import BatchRow
 from engine.common.plain_text import few_marks
+from engine.protocol import BatchRow
 
 BOX_PX = 96
 

@@ -19,9 +19,8 @@ from app.services.engine_request import BatchRun
 from app.widgets.chip import Dot, ElidedLabel
 from app.widgets.quantities import percent
 from app.widgets.scaffold import CENTRE, PageBody, hbox, push_button, text_label, vbox
-from engine.batch_files.messages import BatchFinished, BatchProgress
 from engine.common.errors import ErrorCode
-from engine.protocol import Failed
+from engine.protocol import BatchFinished, BatchProgress, Failed
 
 
 class BatchHint(QWidget):

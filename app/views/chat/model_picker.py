@@ -287,7 +287,7 @@ class ModelPicker(Popover):
         if is_one and not any(str(entry.path) == given for entry in entries):  # opened from elsewhere
             from engine.checkpoint.library import LibraryEntry  # imported late: it is slow to load
 
-            name, precision = (model.name, model.precision) if model is not None else (Path(given).stem, "")
+            name, precision = (model.name, model.precision_words) if model is not None else (Path(given).stem, "")
             entries = (LibraryEntry(name, Path(given), precision_words=precision, origin="folder"), *entries)
         self._models.show(
             entries,

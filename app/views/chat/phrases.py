@@ -145,7 +145,7 @@ def _ran_out(message: Message) -> str:
 
 
 def model_text(model: ModelInfo) -> str:
-    return f"{model.name} · {model.precision}"
+    return f"{model.name} · {model.precision_words}"
 
 
 def about_text(row: ModelRow) -> str:

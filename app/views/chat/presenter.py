@@ -407,7 +407,7 @@ class ChatPresenter(QObject):
         source = self.conversation
         lineage = without_deleted(self.model.tree.nodes_to(message_id))
         now = self._now()
-        title = translate("Chat", "{0} (branch)").format(source.title or translate("Chat", "Chat"))
+        title = translate("Chat", "Branch: {0}").format(source.title or translate("Chat", "Chat"))
         conversation = replace(source, id=new_id(), title=title, pinned=False, created_at=now, updated_at=now, draft="")
         copies: list[Message] = []
         for message in lineage:

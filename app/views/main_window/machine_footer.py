@@ -14,7 +14,7 @@ from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.probe import GpuInfo, Probe
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.messages import Telemetry
+from engine.protocol import Telemetry
 
 SPACING_PX = 6
 _NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)
@@ -183,9 +183,11 @@ class MachineFooter(QWidget):
         self._vram_bar.show_parts(parts, used, total, source=source)
 
     def _parts(self, weights: int, experts: int, kv: int, program: int, other: int) -> tuple[BarPart, ...]:
+        model = self._client.model
+        has_experts = model is None or model.experts > 0
         return (
             BarPart(self.tr("Model"), weights, "gpu"),
-            BarPart(self.tr("Its experts"), experts, "hit"),
+            *([BarPart(self.tr("Its experts"), experts, "hit")] if has_experts else ()),
             BarPart(self.tr("Chat memory"), kv, "disk"),
             BarPart(self.tr("Switchyard"), max(0, program), "faint"),
             BarPart(self.tr("Other programs"), max(0, other), "idle", hatched=True),
@@ -230,7 +232,7 @@ class MachineFooter(QWidget):
                 else self.tr("{0} threads", "", model.threads).format(model.threads)
             )
             tuned = " · " + self.tr("tuned") if model.is_tuned else ""
-            text = f"{model.name}\n{device}, {threads} · {model.precision}{tuned}"
+            text = f"{model.name}\n{device}, {threads} · {model.precision_words}{tuned}"
             self._where.setToolTip(model.device_note or self.tr("Where the model runs, as reported by the engine."))
         elif self._client.state is EngineState.LOADING:
             read = self._client.loading

@@ -19,7 +19,7 @@ from app.widgets.flow_layout import Flow
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
 from app.widgets.scaffold import Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
-from engine.telemetry.messages import CacheReport, CacheTier, TierReport
+from engine.protocol import CacheReport, CacheTier, TierReport
 
 translate = QCoreApplication.translate
 

@@ -31,7 +31,7 @@ from app.widgets.quantities import number, translate
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, push_button, text_label, vbox
 from engine.common.errors import EngineError
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.messages import CacheReport, ExpertMap
+from engine.protocol import CacheReport, ExpertMap
 
 _COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
 """Column widths in digits; a wider table scrolls."""
@@ -178,6 +178,7 @@ class TokenCard(Card):
         self._grid.setVerticalSpacing(6)
         self._grid.setColumnStretch(1, 1)
         self._names: dict[str, str] = {}
+        self._rows: dict[str, list[QWidget]] = {}
         self.values: dict[str, QLabel] = {}
         self._add_row("used", self.tr("Experts used"))
         self._grid.addWidget(self.bar, 1, 0, 1, 3)
@@ -191,6 +192,12 @@ class TokenCard(Card):
         self._note = muted_label(self)
         add_items(self.body, self._grid, STRETCH, self._note)
         self.show_figures(None, None)
+
+    def show_experts(self, has_experts: bool) -> None:
+        for key in ("used", *_KINDS):
+            for widget in self._rows[key]:
+                widget.setVisible(has_experts)
+        self.bar.setVisible(has_experts)
 
     def show_figures(self, figures: TokenFigures | None, watts: float | None) -> None:
         texts = dict.fromkeys(self.values, _NOTHING)
@@ -231,10 +238,12 @@ class TokenCard(Card):
             label.setProperty("role", "secondary")
         use_tabular_figures(value)
         row = self._grid.rowCount() + 1  # the bar is below the first
+        self._rows[key] = [name, value]
         if key in _KINDS:
             swatch = MemoryBar(self)
             swatch.setFixedSize(_SWATCH)
             swatch.show_parts(_parts(*(float(kind == key) for kind in _KINDS)), _PARTS)
+            self._rows[key].append(swatch)
             self._grid.addWidget(swatch, row, 0)
             self._grid.addWidget(name, row, 1)
         else:
@@ -361,7 +370,7 @@ class EngineCards(QWidget):
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
-        self._hub, self._experts = hub, experts
+        self._client, self._hub, self._experts = client, hub, experts
         self._session: OpenedSession | None = None
         self.cache = CacheCard(self)
         self.token = TokenCard(self)
@@ -389,6 +398,7 @@ class EngineCards(QWidget):
         hub = self._hub
         if self._session is not None:
             return
+        self._show_experts(self._client.model is None or self._client.model.experts > 0)
         sample = hub.sample
         used, total = (sample.ram_used, sample.ram_total) if sample is not None else (None, None)
         free = max(0, total - used) if used is not None and total is not None else None
@@ -403,6 +413,7 @@ class EngineCards(QWidget):
         """Shows an opened session instead of live data; the map's slider chooses the moment."""
         self._session = session
         self.machine.hide()  # sessions have sensor data in the timeline only
+        self._show_experts(bool(session.maps) or session.history.has_experts)
         self._show_moment()
 
     def show_live(self) -> None:
@@ -412,6 +423,12 @@ class EngineCards(QWidget):
         self.cache.show_report(None)
         self._revision = -1
         self.refresh()
+
+    def _show_experts(self, has_experts: bool) -> None:
+        """What is about experts only; a dense model has none."""
+        self._experts.setVisible(has_experts)
+        self.cache.setVisible(has_experts)
+        self.token.show_experts(has_experts)
 
     def _show_moment(self, *_place: int) -> None:
         session = self._session

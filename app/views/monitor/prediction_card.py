@@ -11,7 +11,7 @@ from app.views.monitor.cache_card import policy_name, policy_tip, predictor_name
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number, translate
 from app.widgets.scaffold import STRETCH, Card, add_items, muted_label
-from engine.telemetry.messages import CacheReport, TierReport
+from engine.protocol import CacheReport, TierReport
 
 _PARTS = 1000
 

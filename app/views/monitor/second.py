@@ -25,8 +25,8 @@ from app.widgets.timeline.navigator import Navigator, duration
 from app.widgets.timeline.view import TimelineView
 from engine.common.config import EngineConfig
 from engine.planner.predict import recorded_config, running_config
+from engine.protocol import CacheReport
 from engine.telemetry.lanes import DECODE
-from engine.telemetry.messages import CacheReport
 
 
 class PredictButton(QPushButton):

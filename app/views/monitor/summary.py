@@ -15,7 +15,8 @@ from app.widgets.scaffold import hbox, muted_label, push_button, set_message, te
 from app.widgets.timeline.lanes import doing_words
 from engine.common.lanes import LANES
 from engine.hardware.probe import is_busy
-from engine.telemetry.analysis import Advice, Waiting
+from engine.telemetry.analysis import Waiting
+from engine.tuning.advice import Advice
 
 translate = QCoreApplication.translate
 

@@ -38,8 +38,8 @@ from engine.hardware.measured import Measurements
 from engine.hardware.probe import is_busy
 from engine.planner.plan_parts import Plan
 from engine.planner.plan_words import Change
+from engine.protocol import Measured, TuningNumber
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.messages import Measured, TuningNumber
 from engine.tuning.result import busy_note
 from engine.tuning.saved_results import day
 

@@ -11,8 +11,8 @@ from app.widgets.quantities import arithmetic, memory, rate
 from engine.hardware.disk import DiskKind
 from engine.hardware.gpu_info import GpuInfo
 from engine.hardware.machine import Origin
+from engine.protocol import Measured, TuningNumber
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.messages import Measured, TuningNumber
 
 translate = QCoreApplication.translate
 Found = Mapping[Measured, TuningNumber]

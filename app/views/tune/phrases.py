@@ -8,8 +8,8 @@ from app.engine_words import said
 from app.widgets.memory_bar import BarPart, TierBar, memory_parts
 from app.widgets.quantities import arithmetic, figures, memory, number, rate, rough
 from engine.planner.plan_parts import Plan, Speed
+from engine.protocol import Measured, TuningNumber, TuningProgress
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.messages import Measured, TuningNumber, TuningProgress
 from engine.tuning.saved_results import day
 
 translate = QCoreApplication.translate

@@ -20,9 +20,8 @@ from app.widgets.asking import ask, before_loading
 from app.widgets.quantities import number
 from engine.hardware.probe import is_busy
 from engine.planner.plan_parts import Plan
-from engine.protocol import Failed
-from engine.tuning.known_speed import with_timed
-from engine.tuning.messages import (
+from engine.protocol import (
+    Failed,
     Measured,
     TuningFinished,
     TuningMeasured,
@@ -32,6 +31,7 @@ from engine.tuning.messages import (
     TuningTimed,
     Until,
 )
+from engine.tuning.known_speed import with_timed
 from engine.tuning.result import TuningResult
 
 

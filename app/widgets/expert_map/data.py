@@ -11,7 +11,7 @@ from PySide6.QtCore import QCoreApplication
 from PySide6.QtGui import QColor, QImage
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.telemetry.messages import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap
+from engine.protocol import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap
 from engine.telemetry.records import unpack
 
 translate = QCoreApplication.translate
@@ -95,7 +95,7 @@ class MapData:
 
     Attributes:
         layers: each row's layer number.
-        heat: 0 to 255, decayed use; places: bits, see `engine.telemetry.messages`.
+        heat: 0 to 255, decayed use; places: bits, see `engine.protocol`.
         hottest: uses that a heat of 255 stands for.
         exists: False where a layer has fewer experts than the widest one.
     """

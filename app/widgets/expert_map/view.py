@@ -35,7 +35,7 @@ from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 from app.theme import scaled, tabular, themed
 from app.widgets.expert_map.data import MapData, cividis, draw_map, place_bits, place_text
 from app.widgets.quantities import figures, memory, nearest_percent, number
-from engine.telemetry.messages import IN_VRAM, ON_DISK
+from engine.protocol import IN_VRAM, ON_DISK
 
 Index = QModelIndex | QPersistentModelIndex
 LAYER, EXPERT, USES, HITS, LAST, BYTES, PLACE = range(7)

@@ -67,12 +67,13 @@ def tracks_of(lane: Lane) -> tuple[int, ...]:
 def lanes_of(history: History, *, machine: bool) -> list[Lane]:
     if not history.has_engine:
         return machine_lanes(history)
-    found = [
-        lane
-        for lane in LANES
-        if not lane.needs
-        or (history.has_copies if lane.needs == "copies" else any(map(history.devices, tracks_of(lane))))
-    ]
+
+    def is_there(lane: Lane) -> bool:
+        if lane.needs == "spans":
+            return any(map(history.devices, tracks_of(lane)))
+        return {"": True, "copies": history.has_copies, "experts": history.has_experts}[lane.needs]
+
+    found = list(filter(is_there, LANES))
     return found + (machine_lanes(history) if machine else [])
 
 

@@ -313,10 +313,11 @@ class _Header:
                 raise self._broken(f"the tensor {name!r} twice")
             if offset % alignment:
                 raise self._broken(f"the tensor {name!r} at an offset that is not aligned")
-            if start + offset + nbytes > self.size:
-                raise self._cut_short(start + offset + nbytes)
             tensors[name] = TensorEntry(self.path, name, dtype, shape, start + offset, nbytes)
         self._check_overlaps(tensors)
+        end = max((entry.offset + entry.nbytes for entry in tensors.values()), default=0)
+        if end > self.size:
+            raise self._cut_short(f"{end:,}")
         return tensors
 
     def _form(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str, tuple[int, ...], int]:
@@ -405,21 +406,21 @@ class _Header:
         if end <= len(self._buffer):
             return len(self._buffer)
         if end > self.size:
-            raise self._cut_short(end)
+            raise self._cut_short(f"at least {end:,}")
         if end > MAX_HEADER:
             raise self._broken(f"a header of more than {MAX_HEADER // 2**20} MiB")
         self._buffer += self._stream.read(max(end - len(self._buffer), _PIECE_BYTES))
         if len(self._buffer) < end:
-            raise self._cut_short(end)
+            raise self._cut_short(f"at least {end:,}")
         return len(self._buffer)
 
     def _broken(self, what: str) -> EngineError:
         return _damaged(self.path, f"has a broken header ({what})")
 
-    def _cut_short(self, end: int) -> EngineError:
+    def _cut_short(self, whole: str) -> EngineError:
         return EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"{self.path} is cut short, or still being written: it has {self.size:,} bytes of at least {end:,}. "
+            f"{self.path} is cut short, or still being written: it has {self.size:,} of {whole} bytes. "
             "Wait until it is complete, or download or copy it again.",
         )
 

@@ -179,7 +179,7 @@ class PagedLayer:
             window,
             kept,
             self.index.data_ptr() if self.index is not None else None,
-            self.keys.shape[0] if self.by_head else 0,
+            run=self.keys.shape[0] if self.by_head else 0,
         )
 
     @property
@@ -202,6 +202,86 @@ class PagedLayer:
             shape.key_dim,
             shape.value_dim,
         )
+
+
+class CompressedPages:
+    """Those of one layer that compresses what lies behind its window (DeepSeek-V4): a run of `rate` tokens is an entry.
+
+    Entries lie in the page that has the last token of their run, so whoever holds a sequence's pages has all of them.
+    A run that is not full is computed from what `recent` has of its tokens, and so are those that reach into the run
+    before: nothing is summed up beside the pages.
+
+    Attributes:
+        recent: of each token the key, which is its value, too; as values what the compressor makes of it; as index what
+            that of the index does.
+        entries: as keys those of attention, as index those that it looks up; `rows_of` says where each is.
+        reach: tokens of which an entry is made.
+
+    Args:
+        key_dim: width of keys and entries; `index_dim`: of what the index looks up, 0 without one.
+        raw, index_raw: width of what compressors make of a token.
+        windows: pages of what is recent; 0 if these are the same.
+    """
+
+    def __init__(
+        self,
+        kv_type: KvType,
+        rate: int,
+        key_dim: int,
+        raw: int,
+        pages: int,
+        *,
+        index_dim: int = 0,
+        index_raw: int = 0,
+        overlaps: bool = False,
+        windows: int = 0,
+        by_head: bool = False,
+    ) -> None:
+        self.rate, self.key_dim, self.index_dim = rate, key_dim, index_dim
+        self.reach = 2 * rate if overlaps else rate
+        self.of_page = -(-PAGE_TOKENS // rate)
+
+        def width(dim: int) -> int:
+            return -(-self.of_page * dim // PAGE_TOKENS)
+
+        self.recent = PagedLayer(
+            KvShape(1, 1, key_dim, raw), kv_type, windows or pages, by_head=by_head, index_dim=index_raw
+        )
+        self.entries = PagedLayer(
+            KvShape(1, 1, width(key_dim), 0), kv_type, pages, by_head=by_head, index_dim=width(index_dim)
+        )
+
+    def held(self, window: int) -> PagesStruct:
+        """See `PagedLayer.held`."""
+        struct, entries = self.recent.held(window), self.entries
+        struct.entries, struct.entry_step = entries.keys.data_ptr(), entries.keys.stride(0)
+        if entries.index is not None:
+            struct.entry_keys, struct.entry_key_step = entries.index.data_ptr(), entries.index.stride(0)
+        return struct
+
+    def rows_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """Keys or index of the entries as [pages, most in a page, dim]."""
+        return part[:, 0].flatten(1)[:, : self.of_page * dim].view(-1, self.of_page, dim)
+
+    def place_of(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of entries: the place of their page among the sequence's, and their row there."""
+        places = ((numbers + 1) * self.rate - 1) // PAGE_TOKENS
+        return places, numbers - places * PAGE_TOKENS // self.rate
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of both."""
+        return self.recent.page_bytes + self.entries.page_bytes
+
+    def resize(self, pages: int) -> None:
+        """See `PagedLayer.resize`."""
+        self.recent.resize(pages)
+        self.entries.resize(pages)
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """See `PagedLayer.discard`."""
+        self.recent.discard(pages)
+        self.entries.discard(pages)
 
 
 class StatePages:
@@ -257,6 +337,10 @@ class StatePages:
     def held(self) -> PagesStruct:
         """The struct of the pages; it points into them."""
         return PagesStruct(self.recent.data_ptr(), self.states.data_ptr())
+
+
+LayerPages = PagedLayer | CompressedPages | StatePages
+"""Whatever one layer keeps of sequences."""
 
 
 def _resized(part: torch.Tensor, pages: int, place: torch.device | None) -> torch.Tensor:
@@ -323,9 +407,10 @@ class Pieces:
         self._windows = (PieceStruct * len(pieces))() if has_windows else self.struct
         for place, piece in enumerate(pieces):
             rest = (piece.held, piece.tokens, self.tokens, piece.state, piece.next_state)
-            self.struct[place] = PieceStruct(piece.pages.data_ptr(), *rest)
+            pages = piece.pages.data_ptr()
+            self.struct[place] = PieceStruct(pages, *rest, pages)
             if has_windows:
-                self._windows[place] = PieceStruct(pages_seen(piece, has_window=True).data_ptr(), *rest)
+                self._windows[place] = PieceStruct(pages_seen(piece, has_window=True).data_ptr(), *rest, pages)
             self.tokens += piece.tokens
 
     def address_for(self, held: PagesStruct) -> int:

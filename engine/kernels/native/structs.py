@@ -70,7 +70,7 @@ class RouterStruct(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("is_exact", ctypes.c_int32),
         ("least", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("norm", "multiples")),
+        *((name, ctypes.c_void_p) for name in ("norm", "multiples", "table", "ids")),
     )
 
 
@@ -108,7 +108,7 @@ class SparseBlockStruct(ctypes.Structure):
         ("norm_offset", ctypes.c_float),
         ("shared_activation", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("shared_limit", "shared_alpha", "multiple", "whole_multiple")),
-        *((name, ctypes.c_void_p) for name in ("experts_norm", "experts_after", "shared_after")),
+        *((name, ctypes.c_void_p) for name in ("experts_norm", "experts_after", "shared_after", "wide_norm")),
     )
 
 
@@ -180,6 +180,40 @@ class DeltaStruct(ctypes.Structure):
     )
 
 
+class CompressorStruct(ctypes.Structure):
+    """`SwitchyardCompressor`."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("kv", "gate")),
+        *((name, ctypes.c_void_p) for name in ("bias", "norm")),
+        ("dim", ctypes.c_int32),
+    )
+
+
+class CompressedAttentionStruct(ctypes.Structure):
+    """`SwitchyardCompressedAttention`."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("q_a", "q_b", "kv", "o_a", "o_b", "index_q", "index_weights")),
+        *((name, ctypes.c_void_p) for name in ("norm", "q_a_norm", "kv_norm", "sinks", "frequencies")),
+        *((name, ctypes.c_void_p) for name in ("compressor", "index")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale", "index_scale", "angle_scale")),
+        *((name, ctypes.c_int32) for name in ("hidden", "heads", "head_dim", "rope", "groups", "rate")),
+        *((name, ctypes.c_int32) for name in ("index_heads", "most")),
+    )
+
+
+class StreamsStruct(ctypes.Structure):
+    """`SwitchyardStreams`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mix", "base")),
+        ("scale", ctypes.c_float * 3),
+        *((name, ctypes.c_float) for name in ("norm_epsilon", "epsilon")),
+        *((name, ctypes.c_int32) for name in ("streams", "rounds")),
+    )
+
+
 class PagesStruct(ctypes.Structure):
     """`SwitchyardPages`."""
 
@@ -187,8 +221,8 @@ class PagesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("page_tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("type", "window", "kept")),
-        ("index_keys", ctypes.c_void_p),
-        ("run", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("index_keys", "entries", "entry_keys")),
+        *((name, ctypes.c_int64) for name in ("entry_step", "entry_key_step", "run")),
     )
 
 
@@ -199,6 +233,7 @@ class PieceStruct(ctypes.Structure):
         ("pages", ctypes.c_void_p),
         ("held", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("tokens", "first", "state", "next_state")),
+        ("entry_pages", ctypes.c_void_p),
     )
 
 
@@ -210,6 +245,8 @@ class LayerStruct(ctypes.Structure):
         ("held", PagesStruct),
         *((name, ctypes.c_void_p) for name in ("pieces", "chosen", "shares")),
         ("angles", ctypes.c_int32),
+        ("compressed", ctypes.c_void_p),
+        ("streams", ctypes.c_void_p * 2),
     )
 
 
@@ -232,6 +269,7 @@ class ModelStruct(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("count", ctypes.c_int32),
         ("norm_offset", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("wide_norm", "streams")),
     )
 
 

@@ -303,7 +303,7 @@ class RowMixers(DecoderLayers):
             for mixer in self._mixers[index]
         ]
         if isinstance(fast, SingleTokenLayer):
-            hidden = hidden.float() if hidden.dtype == torch.bfloat16 else hidden
+            hidden = hidden.float() if hidden.dtype == torch.bfloat16 and fast.streams is None else hidden
             forwards.append((layer, fast.in_library))
         with replaced(forwards):
             out = layer(hidden, *args, **kwargs)

@@ -21,13 +21,14 @@ from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layer
 from engine.runtime.decode.tabled_attention import attention_over_pages
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
+from engine.runtime.fast_path.compressed_attention import CompressedAttention
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.kv.layers import StateLayer, library_cache
-from engine.runtime.kv.paged_cache import PagedCaches, index_of
+from engine.runtime.kv.paged_cache import PagedCaches, compresses, has_compressing, index_of
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
@@ -61,6 +62,8 @@ def has_pages(loaded: LoadedModel) -> bool:
         and loaded.device.type != "mps"  # which shares the memory of the CPU, and has no kernel that attends over pages
         and not getattr(loaded.model.config, "is_encoder_decoder", False)
         and exact_tokens(loaded.model) >= loaded.context_tokens
+        # On cards windows have no pages of their own: all that is to be compressed would stay.
+        and (loaded.devices is None or not has_compressing(loaded.model))
     )
 
 
@@ -110,7 +113,8 @@ class PagedSteps:
             return False
         cache = library_cache(loaded.model)
         return _are_native(loaded) or (
-            cache is not None and all(type(each) in _IN_PAGES or index_of(each) is not None for each in cache.layers)
+            cache is not None
+            and all(type(each) in _IN_PAGES or index_of(each) is not None or compresses(each) for each in cache.layers)
         )
 
     @classmethod
@@ -272,8 +276,13 @@ def _can_attend(layer: Any, kv_type: KvType | None) -> bool:
         _has_state(layer.__dict__.get("forward"))
         or NoAttention.can_step(layer)
         or GroupedAttention.can_step(layer)
-        or (kv_type is None and LatentAttention.can_step(layer))
+        or (kv_type is None and (LatentAttention.can_step(layer) or _is_compressed(layer.__dict__.get("forward"))))
     )
+
+
+def _is_compressed(step: Any) -> bool:
+    """Whether a layer is one of those that are computed whole or not at all."""
+    return isinstance(step, SingleTokenLayer) and isinstance(step.attention, CompressedAttention) and step.is_native
 
 
 def _has_state(step: Any) -> bool:

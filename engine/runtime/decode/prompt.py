@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.common.chat import ChatMessage, PromptEnd, Tool
+from engine.common.chat import ChatMessage, PromptEnd, Tool, tool_described
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.pictures import pictures_of
@@ -221,7 +221,7 @@ def _render(
 ) -> Rendered:
     """What the template writes; with the beginning of an answer if `answers`."""
     template = _template(tokenizer, tools)
-    values = {"messages": turns, "tools": [_described(tool) for tool in tools] or None, "documents": None}
+    values = {"messages": turns, "tools": list(map(tool_described, tools)) or None, "documents": None}
     own = {
         **thinking_values(template, thinking),
         "add_generation_prompt": answers,
@@ -256,11 +256,6 @@ def _untrusted(prompt: Rendered) -> str:
         pieces += [prompt.text[at:begin], "\ud800" * (end - begin)]
         at = end
     return "".join([*pieces, prompt.text[at:]])
-
-
-def _described(tool: Tool) -> dict[str, Any]:
-    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
-    return {"type": "function", "function": described}
 
 
 def _template(tokenizer: Any, tools: Sequence[Tool] = ()) -> str:

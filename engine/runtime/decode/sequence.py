@@ -275,8 +275,9 @@ def check_finite(highest: torch.Tensor, tokens: int) -> None:
     if not bool(highest.isfinite().all()):
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"Token {tokens + 1:,} of the answer could not be chosen, as what the model computes for it are no numbers "
-            "(NaN or infinite logits): check its file with switchyard models verify, or use another --precision.",
+            f"Token {tokens + 1:,} of the answer could not be chosen: the scores that the model gives are no numbers "
+            "(NaN or infinite); its file may be damaged: check it with `switchyard models verify`, or try another "
+            "--precision.",
         )
 
 

@@ -28,6 +28,7 @@ from engine.runtime.fast_path.angles import Rotations
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.fast_path.dense_rows import one_by_one, product
 from engine.runtime.fast_path.native_attention import NativeAttention
+from engine.runtime.fast_path.sparse_block import STEP_IDS
 from engine.runtime.fast_path.whole_model import WholeModel
 from engine.runtime.kv.reuse import kinds_by_length
 
@@ -250,7 +251,9 @@ class TokenStep:
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         rotary = getattr(inner, "rotary_emb", getattr(inner, "pos_emb", None))
         self._angles = Rotations(rotary, {layer.attention.type for layer in self._layers})
-        self._whole = WholeModel.of(self._layers, self._norm, self._head)
+        streams = getattr(inner, path.streams[2]) if path.streams is not None else None
+        self._has_streams = streams is not None
+        self._whole = WholeModel.of(self._layers, self._norm, self._head, streams)
 
     @classmethod
     def of(cls, model: Any, *, has_card: bool = False) -> TokenStep | None:
@@ -308,7 +311,14 @@ class TokenStep:
             and self._angles.is_fixed
             and not any(self._hooks)
             and (self._has_card or tokens == 1 or all(layer.is_native for layer in self._layers))
+            and (not self._has_streams or self._computes_streams)
         )
+
+    @property
+    def _computes_streams(self) -> bool:
+        """Whether whole steps are computed now: between streams there are no others."""
+        is_native = self._whole is not None and all(layer.is_native for layer in self._layers)
+        return is_native and not self._norm._forward_hooks
 
     def rows(self, ids: list[int], positions: list[int], held: Sequence[PagesStruct], pieces: Pieces) -> torch.Tensor:
         """The next tokens of several sequences, if it `takes_rows`; logits [R, V].
@@ -323,7 +333,10 @@ class TokenStep:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         embedded = self._embed(torch.tensor([ids]))
-        hidden, angles = self._begun(embedded), self._angles.at_each(positions, embedded)
+        hidden = self._begun(embedded)
+        angles = self._angles.at_each(positions, hidden if self._has_streams else embedded)
+        if self._has_streams:
+            STEP_IDS[: len(ids)] = torch.tensor(ids)
         with self._by_card(len(ids)):
             whole = None if self._norm._forward_hooks else self._whole
             logits = whole.rows(hidden, held, pieces, angles) if whole is not None else None

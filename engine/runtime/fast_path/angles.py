@@ -53,7 +53,8 @@ def type_of(attention: Any) -> str:
     path = fast_path_of(attention, "attention")
     if path is None or not path.angles_by_type:
         return ""
-    name: str = attention.config.layer_types[attention.layer_idx]
+    own: str | None = getattr(attention, "rope_layer_type", None)
+    name: str = own or attention.config.layer_types[attention.layer_idx]
     return name
 
 

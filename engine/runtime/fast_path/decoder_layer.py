@@ -17,6 +17,7 @@ from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
+from engine.runtime.fast_path.compressed_attention import CompressedAttention
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
@@ -28,7 +29,7 @@ from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
-Attention = GroupedAttention | LatentAttention | DeltaNet | NoAttention
+Attention = GroupedAttention | LatentAttention | CompressedAttention | DeltaNet | NoAttention
 
 
 def knows_layer(layer: Any) -> bool:
@@ -62,7 +63,7 @@ def route_in_library(model: Any) -> None:
 
 
 def _attention_of(layer: Any) -> type[Attention] | None:
-    for kind in (GroupedAttention, LatentAttention, DeltaNet, NoAttention):
+    for kind in (GroupedAttention, LatentAttention, CompressedAttention, DeltaNet, NoAttention):
         if kind.can_step(layer):
             return kind
     return None
@@ -99,7 +100,10 @@ class SingleTokenLayer:
         self._routes_apart = False
         path = fast_path_of(layer, "layer")
         assert path is not None
-        self._passes_choice, self._is_given_angles = path.passes_choice, path.angles != "none" and attention.rotated > 0
+        self.streams = None if path.streams is None else tuple(getattr(layer, name) for name in path.streams[:2])
+        """What is before and after its two parts if there are several streams of hidden states."""
+        self._is_whole = path.passes_choice or self.streams is not None
+        self._is_given_angles = path.angles != "none" and attention.rotated > 0
         RECORDER.layers.name(attention.address, number, lanes.ATTENTION)
         if sparse is not None and sparse.tokens is None:
             RECORDER.layers.name(sparse.address, number, lanes.EXPERTS if sparse.has_experts else lanes.DENSE)
@@ -111,7 +115,7 @@ class SingleTokenLayer:
             self.sparse = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._passes_choice:  # the next layer may be the library's: only whole steps are native
+        if self._is_whole:  # the next layer may be the library's: only whole steps are native
             return self.in_library(hidden_states, *args, **kwargs)
         out = None
         cache: Any = kwargs.get("cache")
@@ -140,11 +144,14 @@ class SingleTokenLayer:
         Returns:
             `None`, and nothing was done, if these are not for the fast path.
         """
+        if isinstance(self.attention, CompressedAttention):
+            return None
         out = self.attention.step(hidden_states, cache, positions)
         return None if out is None else self._add_mlp(out)
 
     def rows(self, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:
         """The same of several sequences over pages."""
+        assert not isinstance(self.attention, CompressedAttention)  # which is a part of whole steps alone
         return self._add_mlp(self.attention.rows(hidden, held, pieces, positions))
 
     def _add_mlp(self, out: torch.Tensor) -> torch.Tensor:
@@ -170,7 +177,7 @@ class SingleTokenLayer:
     @property
     def reads_narrow(self) -> bool:
         """Whether its attention, if it has any, reads keys and values in other types than the model's."""
-        return not isinstance(self.attention, LatentAttention)
+        return not isinstance(self.attention, LatentAttention | CompressedAttention)
 
     @property
     def is_native(self) -> bool:

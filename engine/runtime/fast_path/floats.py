@@ -38,18 +38,17 @@ def keep_in_floats(model: Any, layers: Sequence[Any], *, all_native: bool) -> No
             norm.forward = _NormOfSums(norm)
     for layer in filter(has_experts_beside, layers):  # a router with a norm that has no weight
         layer.router.proj.register_forward_pre_hook(lambda proj, inputs: (inputs[0].to(proj.weight.dtype),))
-    if not all_native or fast_path_of(model, "model") is None:
+    path = fast_path_of(model, "model")
+    if not all_native or path is None or path.streams is not None:
         return  # something else may read the embedding's rows; layers widen what they are given
     attentions = [
-        part for part in map(mixer_of, layers) if (path := fast_path_of(part, "attention")) and path.angles != "none"
+        part for part in map(mixer_of, layers) if (own := fast_path_of(part, "attention")) and own.angles != "none"
     ]
     rotating = [_rotating_in_floats(attention) for attention in attentions]
     if not all(rotating):
         return  # keys would be in float32 as well
     for attention, forward in zip(attentions, rotating, strict=True):
         attention.forward = forward
-    path = fast_path_of(model, "model")
-    assert path is not None
     table = getattr(model.model, path.embedding)
     rows = table.__dict__.get("forward")
     if isinstance(rows, BlockEmbedding):

@@ -50,6 +50,7 @@ class GroupedAttention(NativeAttention):
         if (
             path is None
             or path.is_latent
+            or path.compresses
             or any(getattr(attention.config, name, None) for name in path.unless)
             or not getattr(attention, "is_causal", True)
         ):

@@ -16,14 +16,17 @@ class LayerNorms(NamedTuple):
     before_mlp: Any
     after_attention: Any
     after_mlp: Any
+    has_streams: bool = False
+    """Whether the layer has several streams of hidden states: its norms may be in 32 bits."""
 
     @classmethod
     def of(cls, layer: Any) -> LayerNorms:
         """Those of `layer`."""
         path = fast_path_of(layer, "layer")
         assert path is not None
+        before = [getattr(layer, name) for name in path.norms]
         after = [getattr(layer, name) for name in path.after_norms] if path.after_norms else [None, None]
-        return cls(*(getattr(layer, name) for name in path.norms), *after)
+        return cls(before[0], before[1], after[0], after[1], path.streams is not None)
 
 
 def epsilon_of(norm: Any) -> float:

@@ -46,8 +46,12 @@ from engine.runtime.fast_path.norms import (
 )
 
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
-_SCORING = {"softmax": 0, "sigmoid": 1}
+_SCORING = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 """As switchyard_kernels.h numbers them."""
+_SQRT_SOFTPLUS = "SqrtSoftplusActivation"
+"""What the library calls it."""
+STEP_IDS = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+"""The tokens of a step, for routers that look their experts up."""
 
 
 class SparseBlock:
@@ -88,16 +92,19 @@ class SparseBlock:
         router = block.router if hasattr(block, "router") else block.gate
         bound = getattr(block.experts, BANK_LAYER, None)
         shared = beside if beside is not None else shared_expert_of(block)
+        is_wide = norms.before_mlp.weight.dtype == torch.float32
         if (
             not (
                 _are_plain(norms)
                 and (apart is None or apart.are_plain)
-                and _is_readable_router(attrgetter(path.router.weight)(router))
+                and _is_readable_weight(attrgetter(path.router.weight)(router))
             )
             or not (shared is None or _is_plain_mlp(shared, path))
             or bound is None
             or not isinstance(getattr(block, "fc1_latent_proj", None), torch.nn.Identity | None)
             or (experts := _experts(bound[1])) is None
+            or (is_wide and experts[1] is not None)
+            or (path.router.scoring == "sqrtsoftplus" and type(router.score_fn).__name__ != _SQRT_SOFTPLUS)
         ):
             return None
         of_experts, card = experts
@@ -105,8 +112,10 @@ class SparseBlock:
         if gate is not None and not is_plain(gate.weight):
             return None
         correction = _correction(router, block, path.router)
+        table = getattr(router, path.router.table, None) if path.router.table else None
+        table = None if table is None else table.to(torch.int32).contiguous()
         struct = SparseBlockStruct(
-            norms.before_mlp.weight.data_ptr(),
+            None if is_wide else norms.before_mlp.weight.data_ptr(),
             _router(router, block, path.router, correction, apart),
             of_experts,
             *(_matrices(shared, path) if shared is not None else (MatrixStruct(),) * 3),
@@ -116,7 +125,11 @@ class SparseBlock:
             *_multiples(layer),
             *(apart.addresses if apart is not None else ()),
         )
-        return cls(struct, kernels, block.experts, (correction, apart))
+        if is_wide:
+            struct.wide_norm = norms.before_mlp.weight.data_ptr()
+        if table is not None:
+            struct.router.table, struct.router.ids = table.data_ptr(), STEP_IDS.data_ptr()
+        return cls(struct, kernels, block.experts, (correction, apart, table))
 
     @classmethod
     def _of_dense(cls, layer: Any, mlp: Any, norms: LayerNorms, kernels: NativeKernels) -> SparseBlock | None:
@@ -139,7 +152,7 @@ class SparseBlock:
     @property
     def is_there(self) -> bool:
         """Whether the layer has one at all."""
-        return bool(self.struct.norm)
+        return bool(self.struct.norm or self.struct.wide_norm)
 
     @property
     def has_experts(self) -> bool:
@@ -176,7 +189,7 @@ def shared_expert_of(block: Any) -> Any:
 def _are_plain(norms: LayerNorms) -> bool:
     before, after = norms.before_mlp, norms.after_mlp
     if not is_plain(before.weight):
-        return False
+        return norms.has_streams and _is_readable_weight(before.weight)
     return after is None or (is_plain(after.weight) and epsilon_of(after) == epsilon_of(before))
 
 
@@ -301,6 +314,6 @@ def _router(
     )
 
 
-def _is_readable_router(weight: torch.Tensor) -> bool:
+def _is_readable_weight(weight: torch.Tensor) -> bool:
     exact = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
     return exact or is_plain(weight)

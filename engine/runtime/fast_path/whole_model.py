@@ -22,8 +22,16 @@ from engine.kernels.native.linear import (
     out_of_memory,
 )
 from engine.kernels.native.paged_attention import Pieces
-from engine.kernels.native.structs import AnglesStruct, LayerStruct, ModelStruct, PagesStruct, PieceStruct
+from engine.kernels.native.structs import (
+    AnglesStruct,
+    LayerStruct,
+    ModelStruct,
+    PagesStruct,
+    PieceStruct,
+    StreamsStruct,
+)
 from engine.runtime.fast_path.angles import Angles
+from engine.runtime.fast_path.compressed_attention import CompressedAttention
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
@@ -38,10 +46,15 @@ class WholeModel:
     """All layers of a model and its head.
 
     A sequence of its own has a cache, which is a page for each layer; sequences that share memory have pages of it.
+
+    Args:
+        streams: what adds up the last streams of hidden states, if there are several.
     """
 
-    def __init__(self, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> None:
+    def __init__(self, layers: Sequence[SingleTokenLayer], norm: Any, head: Any, streams: Any = None) -> None:
         self._layers = layers
+        self._streams = list[tuple[StreamsStruct, tuple[torch.Tensor, ...]]]()
+        self._wide_norm = norm.weight.detach().float()
         self._attentions = [layer.attention for layer in layers]
         self._kernels = self._attentions[0].kernels
         self._structs = (LayerStruct * len(layers))()
@@ -60,19 +73,24 @@ class WholeModel:
                 struct.latent = layer.attention.address
             elif isinstance(layer.attention, DeltaNet):
                 struct.delta = layer.attention.address
+            elif isinstance(layer.attention, CompressedAttention):
+                struct.compressed = layer.attention.address
             elif isinstance(layer.attention, GroupedAttention):
                 struct.attention = layer.attention.address
+            for place, module in enumerate(layer.streams or ()):
+                struct.streams[place] = self._around(module)
             struct.block = layer.sparse.address if layer.sparse.is_there else None
             struct.chosen, struct.shares = layer.sparse.routing
             struct.angles = types.index(layer.attention.type)
         self._model = ModelStruct(
             ctypes.addressof(self._structs),
-            norm.weight.data_ptr(),
+            norm.weight.data_ptr() if streams is None else None,
             address_of(head.bias),
             linear_struct(head),
             epsilon_of(norm),
             len(layers),
             offset_of(norm),
+            *((self._wide_norm.data_ptr(), self._around(streams)) if streams is not None else ()),
         )
         # What a cache's layers claim stays told: rows over pages have structs of their own.
         self._row_structs = type(self._structs).from_buffer_copy(self._structs)
@@ -82,16 +100,33 @@ class WholeModel:
         self._logits = torch.bfloat16 if self._model.head.format == BF16.native else torch.float32
 
     @classmethod
-    def of(cls, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> WholeModel | None:
+    def of(cls, layers: Sequence[SingleTokenLayer], norm: Any, head: Any, streams: Any = None) -> WholeModel | None:
         """That of a model, or `None` if some part of it is of another kind."""
         if (
             any(layer.sparse is None for layer in layers)
             or type(norm) is not type(layers[0].norm)
-            or not is_plain(norm.weight)
+            or not (is_plain(norm.weight) or streams is not None)
             or not (keeps_rows_apart(head) and is_readable(head))
         ):
             return None
-        return cls(layers, norm, head)
+        return cls(layers, norm, head, streams)
+
+    def _around(self, module: Any) -> int:
+        """The struct of what is round a part of a layer, or of what adds up the last streams."""
+        rounds: int = getattr(module, "hc_sinkhorn_iters", 0)
+        own = (module.fn, module.base, module.scale) if rounds else (module.hc_fn, module.hc_base, module.hc_scale)
+        mix, base, scale = (each.detach().float().contiguous() for each in own)
+        struct = StreamsStruct(
+            mix.data_ptr(),
+            base.data_ptr(),
+            (ctypes.c_float * 3)(*scale.tolist()),
+            module.input_norm.eps,
+            module.hc_eps if rounds else module.eps,
+            module.hc_mult,
+            rounds,
+        )
+        self._streams.append((struct, (mix, base)))
+        return ctypes.addressof(struct)
 
     def step(self, hidden: torch.Tensor, cache: Any, positions: dict[str, Any]) -> torch.Tensor | None:
         """Hidden states [1, q, hidden] of the next tokens, float32, contiguous -> logits [q, V] after each.

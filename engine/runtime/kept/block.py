@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, StatePages
+from engine.kernels.native.paged_attention import PAGE_TOKENS, LayerPages
 from engine.runtime.kept.files import Key
 from engine.runtime.kv.parts import has_parts, held_parts, keeps_rows, parts_of_pages
 
@@ -94,7 +94,7 @@ class BlockLayout:
         )
 
     @classmethod
-    def of_pages(cls, layers: Sequence[PagedLayer | StatePages | None]) -> BlockLayout:
+    def of_pages(cls, layers: Sequence[LayerPages | None]) -> BlockLayout:
         """That of pages."""
         return cls(tuple(tuple(_of_page(part) for part in parts_of_pages(each)) for each in layers))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
+from engine.kernels.native.paged_attention import PAGE_TOKENS, LayerPages, Piece
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, PartShape
 from engine.runtime.kept.prefixes import CopyBlock, Found
 from engine.runtime.kept.state import restore, restore_pages, restore_window
@@ -87,7 +87,7 @@ def _rows(
 
 
 def from_pages(
-    layers: Sequence[PagedLayer | StatePages | None], places: Sequence[int] | Mapping[int, int], layout: BlockLayout
+    layers: Sequence[LayerPages | None], places: Sequence[int] | Mapping[int, int], layout: BlockLayout
 ) -> CopyBlock:
     """Copies blocks of the sequence that these pages hold."""
 
@@ -101,7 +101,7 @@ def from_pages(
     return copy
 
 
-def state_into_pages(found: Found, layers: Sequence[PagedLayer | StatePages], piece: Piece) -> bool:
+def state_into_pages(found: Found, layers: Sequence[LayerPages], piece: Piece) -> bool:
     """Writes what was found, of which a sequence holds some, to its pages and to the state that it goes on to.
 
     Returns:
@@ -118,7 +118,7 @@ def state_into_pages(found: Found, layers: Sequence[PagedLayer | StatePages], pi
         return False
 
 
-def into_pages(found: Found, layers: Sequence[PagedLayer | StatePages | None], pages: torch.Tensor, held: int) -> int:
+def into_pages(found: Found, layers: Sequence[LayerPages | None], pages: torch.Tensor, held: int) -> int:
     """Writes what was found behind the first `held` tokens, which end a page; returns the tokens that are there now."""
     places, begun = pages.tolist(), held // PAGE_TOKENS
 
@@ -134,7 +134,7 @@ def page_from_block(
     data: torch.Tensor,
     number: int,
     layout: BlockLayout,
-    layers: Sequence[PagedLayer | StatePages | None],
+    layers: Sequence[LayerPages | None],
     page: int,
 ) -> None:
     """Writes a page of a block to this one, the block's first being number 0."""

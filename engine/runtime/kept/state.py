@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
 from engine.families.library import COMPRESSING
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
+from engine.kernels.native.paged_attention import PAGE_TOKENS, LayerPages, Piece, StatePages
 from engine.runtime.kept.block import BLOCK_TOKENS, DTYPES, dtype_name
 from engine.runtime.kept.files import Key
 from engine.runtime.kv.growing import GrowingWindowLayer
@@ -242,9 +242,7 @@ class PagedState(HeldState):
             yield [(f"rows {index}", part[:, : self._rest]) for index, part in enumerate(parts)], {}
 
 
-def restore_pages(
-    layers: Sequence[PagedLayer | StatePages], piece: Piece, layout: StateLayout, data: torch.Tensor
-) -> None:
+def restore_pages(layers: Sequence[LayerPages], piece: Piece, layout: StateLayout, data: torch.Tensor) -> None:
     """Writes what was kept to the page of the state that a piece goes on to, and the last rows to its pages.
 
     Raises:

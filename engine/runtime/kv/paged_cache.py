@@ -15,11 +15,13 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from engine.families.library import BLOCK_INDEX
+from engine.families.library import BLOCK_INDEX, COMPRESSING
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
+    CompressedPages,
     KvShape,
     KvType,
+    LayerPages,
     PagedLayer,
     Piece,
     Pieces,
@@ -153,6 +155,94 @@ class PagedIndexedLayer(PagedCacheLayer):
         return self.update_indexer(states[:, 0])[:, None]
 
 
+class PagedCompressedLayer(PagedCacheLayer):
+    """Those of a layer that compresses what lies behind its window, as DeepSeek-V4's are called by its modules.
+
+    Args:
+        recent, pages: those of the sequence that have its window, and its entries.
+    """
+
+    def __init__(
+        self,
+        compressed: CompressedPages,
+        struct: PagesStruct,
+        window: int,
+        piece: Piece,
+        recent: torch.Tensor,
+        pages: torch.Tensor,
+    ) -> None:
+        super().__init__(compressed.recent, struct, window, piece, recent)
+        self._compressed, self._entry_pages = compressed, pages
+        self._begun: dict[str, int] = {}
+        """By what compresses, the first run that these tokens may have filled."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,  # noqa: ARG002 - the same
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, which are also values, as there."""
+        held = self.cumulative_length
+        after = self.cumulative_length = held + key_states.shape[-2]
+        paged = self._compressed.recent
+        self._write(paged.keys, held, key_states[0, 0])
+        found = self._read(paged.keys, None, max(0, held - self.window + 1), after, key_states.dtype)
+        return found, found
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Those [1, q, D] of the next tokens are kept; those of all runs that are full now, and the first's place."""
+        held, rate, raw = self._piece.held, self._compressed.rate, self._raw(name)
+        self._write(raw, held, torch.cat([kv, gate], dim=-1)[0])
+        begun = self._begun[name] = held // rate
+        end = (held + kv.shape[1]) // rate * rate
+        if end <= begun * rate:
+            return kv[:, :0], gate[:, :0], begun * rate
+        kept = self._read(raw, None, begun * rate, end, kv.dtype)[0]
+        return kept[..., : kv.shape[-1]], kept[..., kv.shape[-1] :], begun * rate
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the run before these [1, runs, rate, D], what is part of the first of them; None if there is none."""
+        begun, rate = self._begun[name], self._compressed.rate
+        if not begun:
+            return None, None
+        first = (begun - 1) * rate
+        kv, gate = self._read(self._raw(name), None, first, first + 2 * rate, chunk_kv.dtype)[0].chunk(2, dim=-1)
+        # Gates are kept without what the module adds to them by their place in a run.
+        before, own = (each[..., :head_dim].to(chunk_gate.dtype) for each in gate.chunk(2, dim=1))
+        return kv[:, :rate, :head_dim], before + (chunk_gate[:, 0, :, :head_dim] - own)
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """New entries [1, n, D] are kept; all of them."""
+        dim, begun = compressed.shape[-1], self._begun[name]
+        entries = self._compressed.entries
+        part = entries.keys if name == _COMPRESSOR else entries.index
+        assert part is not None
+        places, rows = self._compressed.place_of(torch.arange(begun + compressed.shape[1]))
+        where, kept = (self._entry_pages[places], rows), self._compressed.rows_of(part, dim)
+        kept[where[0][begun:], where[1][begun:]] = compressed[0].to(part.dtype)
+        return kept[where][None].to(compressed.dtype)
+
+    def _raw(self, name: str) -> torch.Tensor:
+        recent = self._compressed.recent
+        raw = recent.values if name == _COMPRESSOR else recent.index
+        assert raw is not None
+        return raw
+
+    def _write(self, part: torch.Tensor, first: int, states: torch.Tensor) -> None:
+        numbers = torch.arange(first, first + len(states))
+        part[self._pages[numbers // PAGE_TOKENS], 0, numbers % PAGE_TOKENS] = states.to(part.dtype)
+
+
+_COMPRESSOR, _INDEXER = "compressor", "indexer"
+"""As the library calls what compresses keys, and what does so for an index."""
+
+
 class PagedStateLayer(StateLayer):
     """A page of states of one layer, which is brought up to date in place.
 
@@ -201,12 +291,12 @@ class PagedCaches:
         slides: whether layers with windows have pages of their own.
     """
 
-    def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int], *, slides: bool = False) -> None:
+    def __init__(self, layers: Sequence[LayerPages], windows: list[int], *, slides: bool = False) -> None:
         self.layers, self.windows, self.slides = layers, windows, slides
-        kinds = [slides and window > 0 for window in windows]
-        self.in_full = [None if slid else paged for paged, slid in zip(layers, kinds, strict=True)]
+        kinds = [_kinds(paged, slides=slides and window > 0) for paged, window in zip(layers, windows, strict=True)]
+        self.in_full = [full for full, _window in kinds]
         """By layer, the pages of all tokens of a sequence."""
-        self.in_windows = [paged if slid else None for paged, slid in zip(layers, kinds, strict=True)]
+        self.in_windows = [window for _full, window in kinds]
         """By layer, those of a window."""
         self.generation = 0
         """Another one whenever they get other memory."""
@@ -226,10 +316,11 @@ class PagedCaches:
             kv_type: of keys and values.
             windows: pages of layers with a sliding window; 0 if theirs are those of the others.
         """
-        made, slides = list[PagedLayer | StatePages](), list[int]()
+        made, slides = list[LayerPages](), list[int]()
         is_narrow = kv_type in (KvType.INT8, KvType.FP16)
         for layer in cache.layers if type(cache) is DynamicCache else [cache]:
-            slides.append(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0)
+            has_window = type(layer) is DynamicSlidingWindowLayer or compresses(layer)
+            slides.append(layer.sliding_window if has_window else 0)
             index, own_pages = index_of(layer), windows or pages if slides[-1] else pages
             if type(layer) is DummyLayer:
                 made.append(StatePages.like(None, None, states))
@@ -244,6 +335,8 @@ class PagedCaches:
             elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
                 made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
+            elif compresses(layer) and layer.keys.device.type == "cpu":
+                made.append(_compressed_like(layer, pages, windows, by_head=by_head))
             else:
                 return None
         return cls(made, slides, slides=windows > 0)
@@ -265,7 +358,7 @@ class PagedCaches:
         """So many pages and states from now on; the first ones hold what they held."""
         try:
             for paged in self.layers:
-                paged.resize(pages if isinstance(paged, PagedLayer) else states)
+                paged.resize(states if isinstance(paged, StatePages) else pages)
         finally:  # also where the memory for some of them was refused
             self.generation += 1
             self._point()
@@ -274,7 +367,11 @@ class PagedCaches:
         """Of the keys and values of a page, of all layers that have the same window; 0 stands for none."""
         found = dict[int, int]()
         for paged, window in zip(self.layers, self.windows, strict=True):
-            if isinstance(paged, PagedLayer):
+            if isinstance(paged, CompressedPages):
+                seen = max(window, paged.reach)
+                found[seen] = found.get(seen, 0) + paged.recent.page_bytes
+                found[0] = found.get(0, 0) + paged.entries.page_bytes
+            elif isinstance(paged, PagedLayer):
                 found[window] = found.get(window, 0) + paged.page_bytes
         return found
 
@@ -293,9 +390,11 @@ class PagedCaches:
         cache = library_cache(model)
         its = cache.layers if cache is not None and type(cache) is DynamicCache else []
 
-        def is_alike(layer: Any, paged: PagedLayer | StatePages, window: int) -> bool:
+        def is_alike(layer: Any, paged: LayerPages, window: int) -> bool:
             if isinstance(paged, StatePages):
                 return type(layer) is DummyLayer or (type(layer) is StateLayer and layer.number_of_states == 1)
+            if isinstance(paged, CompressedPages):
+                return compresses(layer) and bool(layer.sliding_window == window)
             if not window:
                 return type(layer) is DynamicLayer or index_of(layer) is not None
             return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == window
@@ -306,21 +405,26 @@ class PagedCaches:
         """A sequence's, for a forward of its next tokens; see `PagedCacheLayer`."""
         if piece.state != piece.next_state:
             self.copy_state(piece.state, piece.next_state)
-        kinds = {
-            (paged.keys.device, window > 0)
-            for paged, window in zip(self.layers, self.windows, strict=True)
-            if isinstance(paged, PagedLayer)
-        }
-        pages = {kind: pages_seen(piece, has_window=kind[1]).to(kind[0], torch.int64) for kind in kinds}
+        pages = dict[tuple[torch.device, bool], torch.Tensor]()
+
+        def seen(place: torch.device, *, has_window: bool) -> torch.Tensor:
+            if (place, has_window) not in pages:
+                pages[place, has_window] = pages_seen(piece, has_window=has_window).to(place, torch.int64)
+            return pages[place, has_window]
+
+        def layer_of(paged: LayerPages, struct: PagesStruct, window: int) -> Any:
+            if isinstance(paged, StatePages):
+                return _state_layer(paged, piece)
+            place = _by_token(paged).keys.device
+            own = seen(place, has_window=window > 0)
+            if isinstance(paged, CompressedPages):
+                return PagedCompressedLayer(paged, struct, window, piece, own, seen(place, has_window=False))
+            if paged.index is not None:
+                return PagedIndexedLayer(paged, struct, piece, own)
+            return PagedCacheLayer(paged, struct, window, piece, own, passes=passes)
+
         cache = DynamicCache()
-        cache.layers = [
-            _state_layer(paged, piece)
-            if isinstance(paged, StatePages)
-            else PagedCacheLayer(paged, struct, window, piece, pages[paged.keys.device, window > 0], passes=passes)
-            if paged.index is None
-            else PagedIndexedLayer(paged, struct, piece, pages[paged.keys.device, window > 0])
-            for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
-        ]
+        cache.layers = list(map(layer_of, self.layers, self.structs, self.windows))
         return cache
 
     def copy_page(self, source: int, target: int) -> None:
@@ -355,15 +459,26 @@ class PagedCaches:
             paged.discard(pages)
 
 
-def _copy(layers: Sequence[PagedLayer | StatePages | None], source: int, target: int) -> None:
+def _kinds(paged: LayerPages, *, slides: bool) -> tuple[LayerPages | None, LayerPages | None]:
+    """What a layer has in pages of all tokens, and in those of a window."""
+    if not slides:
+        return paged, None
+    return (paged.entries, paged.recent) if isinstance(paged, CompressedPages) else (None, paged)
+
+
+def _by_token(paged: PagedLayer | CompressedPages) -> PagedLayer:
+    return paged.recent if isinstance(paged, CompressedPages) else paged
+
+
+def _copy(layers: Sequence[LayerPages | None], source: int, target: int) -> None:
     for paged in layers:
         for part in parts_of_pages(paged):
             part[target] = part[source]
 
 
-def _discard(layers: Sequence[PagedLayer | StatePages | None], pages: Sequence[int]) -> None:
+def _discard(layers: Sequence[LayerPages | None], pages: Sequence[int]) -> None:
     for paged in layers:
-        if isinstance(paged, PagedLayer):
+        if paged is not None and not isinstance(paged, StatePages):
             paged.discard(pages)
 
 
@@ -375,6 +490,17 @@ def index_of(layer: Any) -> int | None:
     if type(layer).__name__ == BLOCK_INDEX:
         return 0 if layer.idx_keys is None else int(layer.idx_keys.shape[-1])
     return None
+
+
+def compresses(layer: Any) -> bool:
+    """Whether a layer of the library's cache has a window, and entries of what lies before it."""
+    return type(layer).__name__ in COMPRESSING
+
+
+def has_compressing(model: Any) -> bool:
+    """Whether some of a model's layers compress what lies behind a window."""
+    cache = library_cache(model)
+    return cache is not None and any(map(compresses, cache.layers))
 
 
 def has_index(model: Any) -> bool:
@@ -398,6 +524,23 @@ def _pages_like(layer: Any, kv_type: KvType, pages: int, *, by_head: bool, index
     if place.type == "cpu":
         return PagedLayer(_shape_of(layer), kv_type, pages, by_head=by_head, index_dim=index_dim)
     return PagedLayer(_shape_of(layer), kv_type, 0, index_dim=index_dim, place=place)
+
+
+def _compressed_like(layer: Any, pages: int, windows: int, *, by_head: bool) -> CompressedPages:
+    raw = {name: 2 * int(of_tokens.shape[-1]) for name, of_tokens in layer.buffer_kv.items()}
+    own = {name: int(entries.shape[-1]) for name, entries in layer.compressed_kv.items()}
+    return CompressedPages(
+        KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32,
+        layer.compress_rate,
+        own[_COMPRESSOR],
+        raw[_COMPRESSOR],
+        pages,
+        index_dim=own.get(_INDEXER, 0),
+        index_raw=raw.get(_INDEXER, 0),
+        overlaps=hasattr(layer, "overlap_kv"),
+        windows=windows,
+        by_head=by_head,
+    )
 
 
 def _state_layer(paged: StatePages, piece: Piece) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DummyLayer
 
-from engine.kernels.native.paged_attention import PagedLayer, StatePages
+from engine.kernels.native.paged_attention import CompressedPages, LayerPages, PagedLayer
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
@@ -44,12 +44,14 @@ def held_parts(states: Any) -> list[torch.Tensor]:
     return parts
 
 
-def parts_of_pages(paged: PagedLayer | StatePages | None) -> list[torch.Tensor]:
+def parts_of_pages(paged: LayerPages | None) -> list[torch.Tensor]:
     """The same of pages: [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]; states have none of each token."""
+    if isinstance(paged, CompressedPages):
+        return [*parts_of_pages(paged.recent), *parts_of_pages(paged.entries)]
     if not isinstance(paged, PagedLayer):
         return []
     parts = (paged.keys, paged.values, paged.key_scales, paged.value_scales, paged.index)
-    return [part for part in parts if part is not None]
+    return [part for part in parts if part is not None and part.shape[-1]]
 
 
 def make_rows(states: Any, tokens: int, first: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -322,7 +322,8 @@ def _open_tokens(plan: Plan, layers: Sequence[HybridExperts], parts: LoadingPart
     if not wanted or parts.kernels is None:
         return None
     if card is None:
-        is_known = fast_path_of(plan.file.model, "model") is not None and CardTokens.can_run(layers, per_token)
+        path = fast_path_of(plan.file.model, "model")
+        is_known = path is not None and path.streams is None and CardTokens.can_run(layers, per_token)
         return CardTokens(layers, parts.kernels, per_token) if is_known else None
     captures = plan.config.graphs != "off" and device.new_capture is not None and len(parts.devices.devices) == 1
     if not captures or not CardTokens.can_run(layers, per_token, card):

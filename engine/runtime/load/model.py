@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.library import precision_words
 from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
@@ -280,6 +281,7 @@ def _hand_over(
         kv_bytes_per_token=kv_bytes,
         device_note=_joined(*notes),
         is_hampered=any(faults),
+        stored_as=precision_words(file.directory, profile),
         sees=isinstance(seeing, Sight),
         template_note=template_note(tokenizer),
         thinking=thinking_choices(template_text(tokenizer)),

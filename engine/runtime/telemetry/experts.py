@@ -16,9 +16,9 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.executor import ExpertExecutor
 from engine.experts.recording import LAYER_NUMBER
 from engine.experts.replay import RoutingTrace, hit_ratio_curve, stack_distances
+from engine.protocol import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import layer_number
-from engine.telemetry.messages import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap
 from engine.telemetry.records import pack
 
 HALF_LIFE_STEPS = 128.0

@@ -31,10 +31,7 @@ from engine.experts.latency import LatencyModel
 from engine.experts.ram_tier import RamTier
 from engine.experts.shared import parts_of
 from engine.experts.vram_cache import VramCache
-from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.telemetry.experts import ExpertUses, NumberedLayer, expert_map, number_layers
-from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DECODE, DENSE, DISK, EXPERTS, GPU, READ
-from engine.telemetry.messages import (
+from engine.protocol import (
     CacheReport,
     CacheTier,
     ExpertMap,
@@ -43,6 +40,9 @@ from engine.telemetry.messages import (
     PredictorRate,
     TierReport,
 )
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.telemetry.experts import ExpertUses, NumberedLayer, expert_map, number_layers
+from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DECODE, DENSE, DISK, EXPERTS, GPU, READ
 from engine.telemetry.recorder import RECORDER, DeviceWork, Recorder
 from engine.telemetry.records import Records
 

@@ -314,8 +314,7 @@ def _able(entry: LibraryEntry) -> str:
 
 def details(entry: LibraryEntry) -> str:
     experts = f"{entry.experts} per layer, {entry.experts_per_token} per token" if entry.experts else "none (dense)"
-    rows = [
-        ("name", entry.name),
+    known = [
         ("family", entry.family or "unknown"),
         ("parameters", _count(entry.parameters)),
         ("experts", experts),
@@ -323,8 +322,12 @@ def details(entry: LibraryEntry) -> str:
         ("context", f"{entry.context_tokens} tokens" if entry.context_tokens else "unknown"),
         ("reads", f"text and pictures ({_picture_cost(entry.path)})" if entry.sees else "text"),
         ("can", _able(entry)),
+    ]
+    rows = [
+        ("name", entry.name),
+        *(known if entry.parameters or not entry.problem else ()),
         ("on disk", about(entry.bytes_on_disk)),
-        ("folder", str(entry.path)),
+        ("file" if entry.path.is_file() else "folder", str(entry.path)),
         ("from", entry.source or (entry.origin if entry.is_in_place else "unknown")),
         ("last used", f"{datetime.fromtimestamp(entry.last_used):%Y-%m-%d %H:%M}" if entry.last_used else "never"),
     ]
@@ -360,6 +363,8 @@ def _picture_cost(path: Path) -> str:
 
 
 def _verdict(found: Verification) -> str:
+    if found.damaged and found.checked != "sha256":
+        return f"{found.name} is damaged. {' '.join(found.damaged.values())}"
     if found.damaged:
         repair = (
             "`switchyard models pull starter` builds it again."

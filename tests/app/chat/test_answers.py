@@ -125,7 +125,7 @@ def test_going_on_in_a_new_chat_copies_the_path(page: ChatView, engine: Scripted
     answered(qtbot, page, engine, "two", "2")
     page.transcript.turns[1].acted.emit("branch")
     assert shown(page) == [("user", "one"), ("assistant", "1")]
-    assert titles(page) == ["one (branch)", "one"]
+    assert titles(page) == ["Branch: one", "one"]
     answered(qtbot, page, engine, "else", "3")
     assert [m.content for m in engine.requests[-1].command.messages] == ["one", "1", "else"]
 

@@ -7,8 +7,7 @@ from typing import Any
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.protocol import encode
-from engine.telemetry.messages import TelemetryCounters, TelemetryRequest, TelemetrySpans
+from engine.protocol import TelemetryCounters, TelemetryRequest, TelemetrySpans, encode
 from engine.telemetry.records import SPAN, STEP, no_spans, pack, unpack
 from tests.app.engine_client.watching import READY, WAIT_MS, Make, worker_saying
 from tests.unit.recorded import steps

@@ -375,6 +375,84 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     record("latent", in_bf16(out));
 }
 
+// The compressor of some matrices, of `dim` numbers to an entry.
+struct OwnCompressor {
+    OwnMatrix kv, gate;
+    std::vector<float> bias, norm;
+    std::vector<uint16_t> raw, entries;
+    SwitchyardCompressor layer{};
+    int64_t step;
+
+    OwnCompressor(SwitchyardPool *pool, Random &random, int64_t hidden, int64_t dim, int64_t rate, bool overlaps, int64_t pages,
+                  int32_t format)
+        : kv(pool, random, overlaps ? 2 * dim : dim, hidden, format, SWITCHYARD_PLAIN),
+          gate(pool, random, overlaps ? 2 * dim : dim, hidden, format, SWITCHYARD_PLAIN),
+          bias(draw_floats(random, rate * kv.matrix.rows)),
+          norm(draw_floats(random, dim)),
+          raw(draw_row(random, pages * kPageTokens * 2 * kv.matrix.rows)),
+          step((kPageTokens + rate - 1) / rate * dim) {
+        entries = draw_row(random, pages * step);
+        layer = {kv.matrix, gate.matrix, bias.data(), norm.data(), static_cast<int32_t>(dim)};
+    }
+};
+
+void try_compressed(SwitchyardPool *pool, Random &random, int32_t format) {
+    SwitchyardCompressedAttention layer{};
+    layer.groups = static_cast<int32_t>(draw(random, 1, 3));
+    layer.heads = layer.groups * static_cast<int32_t>(draw(random, 1, 4));
+    layer.rope = static_cast<int32_t>(2 * draw(random, 1, 8));
+    layer.head_dim = layer.rope + static_cast<int32_t>(draw(random, 0, 40));
+    layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+    layer.rate = static_cast<int32_t>(draw(random, 1, 40));
+    layer.index_heads = static_cast<int32_t>(draw(random, 1, 12));
+    layer.most = static_cast<int32_t>(draw(random, 1, 20));
+    layer.epsilon = 1e-6f, layer.scale = layer.index_scale = 0.1f, layer.angle_scale = 1.0f;
+    const int64_t hidden = layer.hidden, dim = layer.head_dim, width = layer.heads * dim, latent = draw(random, 1, 70);
+    const int64_t middle = layer.groups * draw(random, 1, 40), index_dim = layer.rope + draw(random, 0, 20);
+    const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 700), length = draw(random, 0, capacity - 1);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
+    const int64_t pages = (capacity + kPageTokens - 1) / kPageTokens;
+    const OwnMatrix q_a(pool, random, latent, hidden, format, SWITCHYARD_PLAIN), q_b(pool, random, width, latent, format, SWITCHYARD_PLAIN);
+    const OwnMatrix kv(pool, random, dim, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix o_a(pool, random, middle, width / layer.groups, format, SWITCHYARD_PLAIN);
+    const OwnMatrix o_b(pool, random, hidden, middle, format, SWITCHYARD_PLAIN);
+    const OwnMatrix index_q(pool, random, layer.index_heads * index_dim, latent, format, SWITCHYARD_PLAIN);
+    const OwnMatrix index_weights(pool, random, layer.index_heads, hidden, format, SWITCHYARD_PLAIN);
+    layer.q_a = q_a.matrix, layer.q_b = q_b.matrix, layer.kv = kv.matrix, layer.o_a = o_a.matrix, layer.o_b = o_b.matrix;
+    layer.index_q = index_q.matrix, layer.index_weights = index_weights.matrix;
+    const auto norm = draw_floats(random, hidden), q_norm = draw_floats(random, latent), kv_norm = draw_floats(random, dim);
+    const auto sinks = draw_floats(random, layer.heads), frequencies = draw_floats(random, layer.rope / 2);
+    layer.norm = norm.data(), layer.q_a_norm = q_norm.data(), layer.kv_norm = kv_norm.data();
+    layer.sinks = sinks.data(), layer.frequencies = frequencies.data();
+    const bool overlaps = coin(random) != 0, compresses = draw(random, 0, 3) > 0, looks_up = compresses && coin(random);
+    OwnCompressor own(pool, random, hidden, dim, layer.rate, overlaps, pages, format);
+    OwnCompressor index(pool, random, hidden, index_dim, layer.rate, overlaps, pages, format);
+    auto keys = draw_row(random, pages * kPageTokens * dim), values = keys;
+    SwitchyardPages held{};
+    held.keys = keys.data(), held.values = values.data();
+    held.page_tokens = kPageTokens, held.window = static_cast<int32_t>(draw(random, 1, 100));
+    if (compresses) layer.compressor = &own.layer, held.values = own.raw.data(), held.entries = own.entries.data(), held.entry_step = own.step;
+    if (looks_up) layer.index = &index.layer, held.index_keys = index.raw.data(), held.entry_keys = index.entries.data(), held.entry_key_step = index.step;
+    std::vector<int32_t> order(static_cast<size_t>(pages)), others(order);
+    for (int64_t page = 0; page < pages; ++page) order[page] = static_cast<int32_t>(page), others[page] = static_cast<int32_t>(pages - 1 - page);
+    std::shuffle(order.begin(), order.end(), random);
+    const int64_t half = layer.rope / 2;
+    const auto x = draw_floats(random, tokens * hidden), cos = draw_floats(random, tokens * half), sin = draw_floats(random, tokens * half);
+    std::vector<float> out(x.size()), again(x.size());
+    const SwitchyardPiece piece = {order.data(), length, tokens, 0, 0, 0, others.data()};
+    require(switchyard_compressed_step(pool, &layer, &held, &piece, 1, x.data(), cos.data(), sin.data(), 1, half, out.data()) == 0,
+            "no attention that compresses");
+    const OwnPool alone(1);
+    for (int32_t token = 0; token < tokens; ++token) {
+        const SwitchyardPiece its = {order.data(), length + token, 1, 0, 0, 0, others.data()};
+        require(switchyard_compressed_step(alone.pool, &layer, &held, &its, 1, x.data() + token * hidden, cos.data() + token * half,
+                                           sin.data() + token * half, 1, half, again.data() + token * hidden) == 0,
+                "no attention that compresses");
+    }
+    require(same(out, again), "attention that compresses depends on the number of threads, or on what is computed together");
+    record("compressed", in_bf16(out));
+}
+
 // What a delta net has summed up: pages, in memory that ends with the last one.
 struct OwnStates {
     std::vector<float> recent, states;
@@ -678,6 +756,7 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
             try_sparse(pool, random, format);
             try_attention(pool, random, format);
             try_latent(pool, random, format);
+            try_compressed(pool, random, format);
             try_delta(pool, random, format);
             try_model(pool, random, format);
             try_blocks(pool, random);

@@ -94,6 +94,18 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     model.count = 0;
     require(switchyard_model_step(pool, &model, 1, tokens, now.data(), angles, again.data()) == 0, "no step of a model");
     require(logits == again, "a model's step is not that of its layers");
+
+    // The same between streams: attention's keys are written again, and what comes of them is the same with one thread.
+    const auto n = static_cast<int32_t>(draw(random, 1, 5)), rounds = static_cast<int32_t>(draw(random, 1, 20));
+    const auto mix = draw_floats(random, (2 + n) * n * n * hidden), base = draw_floats(random, (2 + n) * n);
+    const SwitchyardStreams around = {mix.data(), base.data(), {0.5f, 0.25f, 0.125f}, 1e-6f, 1e-6f, n, rounds};
+    const SwitchyardStreams last = {mix.data(), base.data(), {0.5f, 0, 0}, 1e-6f, 1e-6f, n, 0};
+    for (SwitchyardLayer &layer : layers) layer.streams[0] = layer.streams[1] = &around;
+    model.count = count, model.streams = &last;
+    const OwnPool alone(1);
+    require(switchyard_model_step(pool, &model, 1, tokens, x.data(), angles, logits.data()) == 0, "no step between streams");
+    require(switchyard_model_step(alone.pool, &model, 1, tokens, x.data(), angles, again.data()) == 0, "no step between streams");
+    require(logits == again, "a step between streams depends on the number of threads");
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ constexpr int64_t kFewestTokens = 256, kMostChunks = 16;  // fewer tokens are no
 }  // namespace
 
 void CachedAttention::resize(int64_t heads, int64_t groups, const Seen &seen, float scale, const HeldRows &rows,
-                             const uint16_t *sinks) {
+                             const Sinks &sinks) {
     heads_ = heads;
     groups_ = groups;
     seen_ = seen;
@@ -56,8 +56,8 @@ void CachedAttention::run(int64_t item, int32_t type, const HeldRows &rows) {
 void CachedAttention::finish(int64_t head, float *out) {
     float top = tops_[head], total = 0;
     for (int64_t chunk = 1; chunk < chunks_; ++chunk) top = std::max(top, tops_[chunk * heads_ + head]);
-    if (sinks_) {
-        const float sink = from_bf16(sinks_[head]);
+    if (sinks_.are_there()) {
+        const float sink = sinks_.of(head);
         top = std::max(top, sink);
         total = std::exp(sink - top);
     }
@@ -85,7 +85,7 @@ void PieceAttention::resize(const SwitchyardPages &held, const SwitchyardPiece *
         int64_t most = 0;  // items of a token: the last one's, but for a window
         for (int64_t token = piece.first; token < tokens(); ++token) {
             CachedAttention &own = (*this)[token];
-            own.resize(heads, groups, few.of(Seen::by(held, position_of(token))), scale, rows, sinks);
+            own.resize(heads, groups, few.of(Seen::by(held, position_of(token))), scale, rows, {sinks});
             most = std::max(most, own.items());
         }
         begins_.push_back(begins_.back() + piece.tokens * most);

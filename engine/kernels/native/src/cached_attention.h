@@ -20,6 +20,15 @@ struct Seen {
     }
 };
 
+// Logits of attending to nothing, [heads], in bf16 or as floats; or none.
+struct Sinks {
+    const uint16_t *narrow = nullptr;
+    const float *wide = nullptr;
+
+    bool are_there() const { return narrow || wide; }
+    float of(int64_t head) const { return wide ? wide[head] : from_bf16(narrow[head]); }
+};
+
 // How many blocks of tokens one sees at most, its own among them, which then lie in rows of their own; 0: any number.
 struct Few {
     int64_t most = 0, block_tokens = 1;
@@ -33,8 +42,8 @@ struct Few {
 // The attention of one token: `heads` queries, of which `heads / groups` in a row share a group's rows.
 class CachedAttention {
   public:
-    // rows: of any group; their sizes count.  sinks: bf16 [heads], logits of attending to nothing, or null.
-    void resize(int64_t heads, int64_t groups, const Seen &seen, float scale, const HeldRows &rows, const uint16_t *sinks);
+    // rows: of any group; their sizes count.
+    void resize(int64_t heads, int64_t groups, const Seen &seen, float scale, const HeldRows &rows, const Sinks &sinks);
     // Before any item runs: where query `head` goes, [query_dim].
     float *query(int64_t head) { return &queries_[static_cast<size_t>(head * query_dim_)]; }
     // What threads share; `rows` are those of the item's group.
@@ -51,7 +60,7 @@ class CachedAttention {
     int64_t sets_ = 0;    // of at most kMostTogether queries, in each group
     int64_t chunks_ = 0, chunk_tokens_ = 0;
     float scale_ = 0;
-    const uint16_t *sinks_ = nullptr;
+    Sinks sinks_;
     std::vector<float> queries_;                // [heads, query_dim]
     std::vector<float> tops_, totals_, mixed_;  // [chunks, heads], the last also [value_dim]
 };

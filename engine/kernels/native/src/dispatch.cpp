@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int32_t kAbi = 26;
+constexpr int32_t kAbi = 27;
 constexpr int32_t kAmx = 6;
 
 // What an instruction set has.

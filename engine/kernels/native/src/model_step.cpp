@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "rows.h"
+#include "streams.h"
 #include "switchyard_kernels.h"
 
 SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t count,
@@ -12,33 +13,44 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
     static thread_local std::vector<float> states[2];
     static thread_local std::vector<uint16_t> normed;
     const int64_t width = model->head.columns;
+    static thread_local Streams streams;
     for (auto &state : states) state.resize(static_cast<size_t>(tokens * width));
     normed.resize(static_cast<size_t>(tokens * width));
+    if (model->streams) streams.begin(hidden, model->streams->streams, tokens, width);
     size_t at = 0;
+    // Hidden states through a part of a layer; whether it had memory for that.
+    const auto through = [&](const SwitchyardStreams *around, auto part) {
+        float *next = states[at ^= 1].data();
+        if (part(around ? streams.collapse(pool, *around) : hidden, next)) return false;
+        if (around) streams.spread(pool, next);
+        hidden = next;
+        return true;
+    };
     for (int32_t i = 0; i < model->count; ++i) {
         const SwitchyardLayer &layer = model->layers[i];
         const SwitchyardAngles &its = angles[layer.angles];
-        if (layer.attention || layer.latent || layer.delta) {
-            float *next = states[at ^= 1].data();
-            const int32_t failed =
-                layer.attention
-                    ? switchyard_attention_step(pool, layer.attention, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
-                                                its.angle_step, its.token_step, next)
-                : layer.latent
-                    ? switchyard_latent_step(pool, layer.latent, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
-                                             its.angle_step, its.token_step, next)
-                    : switchyard_delta_step(pool, layer.delta, &layer.held, layer.pieces, count, hidden, next);
-            if (failed) return 1;
-            hidden = next;
-        }
-        if (layer.block) {
-            float *next = states[at ^= 1].data();
-            if (switchyard_sparse_step(pool, layer.block, tokens, hidden, layer.chosen, layer.shares, next)) return 1;
-            hidden = next;
-        }
+        const auto attends = [&](const float *x, float *out) {
+            if (layer.delta) return switchyard_delta_step(pool, layer.delta, &layer.held, layer.pieces, count, x, out);
+            const auto step = [&](auto call, const auto *attention) {
+                return call(pool, attention, &layer.held, layer.pieces, count, x, its.cos, its.sin, its.angle_step, its.token_step, out);
+            };
+            return layer.attention ? step(switchyard_attention_step, layer.attention)
+                   : layer.latent  ? step(switchyard_latent_step, layer.latent)
+                                   : step(switchyard_compressed_step, layer.compressed);
+        };
+        const auto computes = [&](const float *x, float *out) {
+            return switchyard_sparse_step(pool, layer.block, tokens, x, layer.chosen, layer.shares, out);
+        };
+        const bool has_attention = layer.attention || layer.latent || layer.delta || layer.compressed;
+        if (has_attention && !through(layer.streams[0], attends)) return 1;
+        if (layer.block && !through(layer.streams[1], computes)) return 1;
     }
+    if (model->streams) hidden = streams.collapse(pool, *model->streams);
     for (int32_t token = 0; token < tokens; ++token)
-        rms_norm(hidden + token * width, model->norm, model->epsilon, width, &normed[token * width], model->norm_offset);
+        if (model->wide_norm)
+            rms_norm(hidden + token * width, model->wide_norm, model->epsilon, width, &normed[token * width]);
+        else
+            rms_norm(hidden + token * width, model->norm, model->epsilon, width, &normed[token * width], model->norm_offset);
     // A logit near 20 in bf16 would be rounded to an eighth: only the library's own head is.
     const int32_t floats = model->head.format != SWITCHYARD_BF16;
     return switchyard_linear(pool, &model->head, tokens, normed.data(), model->bias, floats, logits);

@@ -24,21 +24,26 @@ void Routing::resize(int32_t experts) {
     preference_.resize(static_cast<size_t>(experts));
 }
 
-void Routing::choose(const SwitchyardRouter &router, int64_t *chosen, float *shares) {
-    if (router.scoring == 0) {
+void Routing::choose(const SwitchyardRouter &router, int64_t token, int64_t *chosen, float *shares) {
+    if (router.scoring == SWITCHYARD_SOFTMAX) {
         const float top = *std::max_element(logits.begin(), logits.end());
         float total = 0;
         for (float &logit : logits) total += logit = std::exp(logit - top);
         for (float &logit : logits) logit /= total;
-    } else {
+    } else if (router.scoring == SWITCHYARD_SIGMOID) {
         for (float &logit : logits) logit = 1.0f / (1.0f + std::exp(-logit));
+    } else {
+        for (float &logit : logits) logit = std::sqrt(logit > 20.0f ? logit : std::log1p(std::exp(logit)));
     }
     for (size_t expert = 0; expert < logits.size(); ++expert)
         preference_[expert] = logits[expert] + (router.correction ? router.correction[expert] : 0.0f);
     if (router.kept_groups < router.groups) keep_best_groups(router);
     order_.resize(logits.size());
-    put_best_first(preference_, router.top_k, order_);
-    float kept = router.scoring == 0 ? 0.0f : 1e-20f;
+    if (router.table)
+        std::copy_n(router.table + router.ids[token] * router.top_k, router.top_k, order_.begin());
+    else
+        put_best_first(preference_, router.top_k, order_);
+    float kept = router.scoring == SWITCHYARD_SOFTMAX ? 0.0f : 1e-20f;
     for (int32_t i = 0; i < router.top_k; ++i) kept += logits[order_[i]];
     kept = std::max(kept, router.least);
     for (int32_t i = 0; i < router.top_k; ++i) {
@@ -58,7 +63,7 @@ void Routing::keep_best_groups(const SwitchyardRouter &router) {
             second = std::max(second, std::min(best, preference_[expert]));
             best = std::max(best, preference_[expert]);
         }
-        group_[group] = router.scoring == 0 ? best : best + second;
+        group_[group] = router.scoring == SWITCHYARD_SOFTMAX ? best : best + second;
     }
     order_.resize(group_.size());
     put_best_first(group_, router.groups, order_);

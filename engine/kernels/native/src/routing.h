@@ -20,8 +20,8 @@ class Routing {
     std::vector<float> logits;  // [experts], filled in by the caller; scores afterwards
 
     void resize(int32_t experts);
-    // chosen, shares: [top_k], best first.
-    void choose(const SwitchyardRouter &router, int64_t *chosen, float *shares);
+    // Of a step's token with this number.  chosen, shares: [top_k], best first.
+    void choose(const SwitchyardRouter &router, int64_t token, int64_t *chosen, float *shares);
 
   private:
     void keep_best_groups(const SwitchyardRouter &router);

@@ -34,9 +34,9 @@ void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, 
 }
 
 // The same with weights of another type, or without any.
-inline void rms_norm(const float *x, const float *weight, float epsilon, int64_t n, float *out) {
+template <class Number> void rms_norm(const float *x, const float *weight, float epsilon, int64_t n, Number *out) {
     const float scale = 1.0f / std::sqrt(squares_of(x, n) / static_cast<float>(n) + epsilon);
-    for (int64_t i = 0; i < n; ++i) out[i] = (weight ? weight[i] : 1.0f) * (x[i] * scale);
+    for (int64_t i = 0; i < n; ++i) put((weight ? weight[i] : 1.0f) * (x[i] * scale), &out[i]);
 }
 
 // hidden + the norm of x, [n].

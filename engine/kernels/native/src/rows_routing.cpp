@@ -56,7 +56,7 @@ void work(void *argument) {
         routing.resize(static_cast<int32_t>(experts));
         for (int64_t token = begin; token < end; ++token) {
             std::copy_n(&call.logits[token * experts], experts, routing.logits.data());
-            routing.choose(router, call.chosen + token * router.top_k, call.shares + token * router.top_k);
+            routing.choose(router, token, call.chosen + token * router.top_k, call.shares + token * router.top_k);
         }
     });
 }

@@ -76,7 +76,7 @@ void router_blocks(SparseStep &step, int64_t begin, int64_t end) {
 void choose_experts(SparseStep &step) {
     const auto &router = step.block->router;
     for (int64_t token = 0; token < step.tokens; ++token)
-        step.routing[token].choose(router, step.chosen + token * router.top_k, step.shares + token * router.top_k);
+        step.routing[token].choose(router, token, step.chosen + token * router.top_k, step.shares + token * router.top_k);
     step.call.visits.group(step.block->experts.count, step.tokens, router.top_k, step.chosen, step.shares);
 }
 
@@ -106,7 +106,11 @@ void route_work(void *argument) {
         for (int64_t token = begin; token < end; ++token) {
             const int64_t hidden = block.experts.hidden;
             uint16_t *normed = &step.normed[token * hidden];
-            rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed, block.norm_offset);
+            const float *x = step.call.residual + token * hidden;
+            if (block.wide_norm)
+                rms_norm(x, block.wide_norm, block.epsilon, hidden, normed);
+            else
+                rms_norm(x, block.norm, block.epsilon, hidden, normed, block.norm_offset);
             if (step.routes()) {
                 step.normed_bf16.set(step.call.kernels, token, block.router.norm ? norm_for_router(step, token) : normed);
                 step.call.x.set(step.call.kernels, token, block.experts_norm ? norm_for_experts(step, token) : normed);

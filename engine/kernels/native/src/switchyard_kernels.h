@@ -74,6 +74,9 @@ typedef struct {
     const uint8_t *const *scattered;  // starts of records, [count] and perhaps more for some parts, or null: see `step`
 } SwitchyardExperts;
 
+// How a router's logits become scores; the last one is the square root of softplus.
+enum { SWITCHYARD_SOFTMAX = 0, SWITCHYARD_SIGMOID = 1, SWITCHYARD_SQRT_SOFTPLUS = 2 };
+
 // How a layer chooses its experts: scores of all of them from logits, the k best by score + correction among the
 // groups that are kept, and their scores as shares.
 typedef struct {
@@ -81,7 +84,7 @@ typedef struct {
     const uint16_t *bias;     // bf16 [experts], or null
     const float *correction;  // [experts]: added for the choice only, or null
     int32_t top_k;
-    int32_t scoring;              // 0 softmax over all experts, 1 sigmoid
+    int32_t scoring;
     int32_t groups, kept_groups;  // of neighbours; a group is as good as its best expert, its two best for sigmoid
     int32_t bf16_logits;          // whether logits are rounded
     int32_t normalise;            // whether the chosen shares are made to sum to 1
@@ -91,6 +94,9 @@ typedef struct {
     float least;                  // of what the chosen shares are divided by if they are made to sum to 1
     const float *norm;            // [hidden] of an RMS norm of hidden states, which logits are of; null: of the block's norm
     const float *multiples;       // [experts]: of the shares, last of all; or null
+    // Or null: the experts of each token of the vocabulary, [vocabulary, top_k], which are not chosen then, and the step's tokens.
+    const int32_t *table;
+    const int64_t *ids;
 } SwitchyardRouter;
 
 // Of a layer whose experts are on an emulated card as far as they have slots there; see switchyard_exchange.h.
@@ -121,6 +127,7 @@ typedef struct {
     // bf16 [hidden], or null: the experts' own norm of hidden states, and those of what they and the shared one give, which are
     // there where `after_norm` is (Gemma 4).
     const uint16_t *experts_norm, *experts_after, *shared_after;
+    const float *wide_norm;      // [hidden], in place of `norm`; or null
 } SwitchyardSparseBlock;
 
 // Chooses the blocks of tokens that each key-value head of grouped attention sees, where a sequence has more of them: the last
@@ -228,6 +235,48 @@ typedef struct {
     const float *skip;         // of a state space: [value_heads], what is added of each value
 } SwitchyardDelta;
 
+// Makes entries of runs of tokens: each number is the sum of what kv gives of a run's tokens, by the softmax of what gate gives of
+// them plus `bias`; a norm and a rotation by the run's first position come after that.  Where runs overlap, both have a first half
+// for the entry of the next run, and a second half for that of their own.
+typedef struct {
+    SwitchyardMatrix kv, gate;  // [dim, hidden], or [2 * dim, hidden]
+    const float *bias;          // [rate, kv rows]
+    const float *norm;          // [dim]
+    int32_t dim;
+} SwitchyardCompressor;
+
+// Attention that compresses what lies behind a window (DeepSeek-V4, section 2.3), of norm(hidden), with the residual.  A single head
+// has keys, which are values, too; what it gives is rotated back, and projected group by group of heads.  Matrices of hidden states
+// are read together, and so are q_b and index_q.
+typedef struct {
+    SwitchyardMatrix q_a;       // [any, hidden]
+    SwitchyardMatrix q_b;       // [heads * head_dim, q_a rows]
+    SwitchyardMatrix kv;        // [head_dim, hidden]
+    SwitchyardMatrix o_a;       // [any, heads * head_dim / groups]: as many rows for each group
+    SwitchyardMatrix o_b;       // [hidden, o_a rows]
+    SwitchyardMatrix index_q;   // [index_heads * index dim, q_a rows], of an index
+    SwitchyardMatrix index_weights;  // [index_heads, hidden]
+    const float *norm, *q_a_norm, *kv_norm;  // [hidden], [q_a rows], [head_dim]
+    const float *sinks;         // [heads]
+    const float *frequencies;   // [rope / 2], by which entries are rotated, and the cosines and sines times `angle_scale`
+    const SwitchyardCompressor *compressor;  // of keys; or null: nothing is seen behind the window
+    const SwitchyardCompressor *index;       // of what scores them, as of SwitchyardIndex; or null: all of them are seen
+    float epsilon, scale, index_scale, angle_scale;
+    int32_t hidden, heads, head_dim, rope, groups, rate, index_heads, most;  // rope: the last dimensions; neighbours are rotated together
+} SwitchyardCompressedAttention;
+
+// Several streams of hidden states between which a part of a layer is (manifold-constrained hyper-connections, DeepSeek-V4, section
+// 2.2): it is given their sum by `pre`; what it adds goes to each by `post`, and they are mixed by a matrix.  All three are of
+// products of the streams, as one vector of mean square 1: of `pre`, of `post` and of the matrix, row by row; the last streams of a
+// model are only added up.
+typedef struct {
+    const float *mix;       // [streams * (2 + streams), streams * hidden], or [streams, streams * hidden]
+    const float *base;      // [mix rows]
+    float scale[3];         // of the three
+    float norm_epsilon, epsilon;
+    int32_t streams, rounds;  // in which the matrix's rows and columns are made to sum to 1; 0: there is `pre` alone
+} SwitchyardStreams;
+
 // Incremented whenever a signature or a struct above changes: a library with another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
 
@@ -268,7 +317,7 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
                                          const uint16_t *x, const uint16_t *bias, int32_t floats, void *out);
 
-// In the next five, there are 1 to 8 tokens, and each one's result is that of a call of its own, bit by bit, whatever lies
+// In the next six, there are 1 to 8 tokens, and each one's result is that of a call of its own, bit by bit, whatever lies
 // in other sequences' pages and wherever its own are.  Hidden states are
 // floats; what goes into a matrix in bf16 or in blocks is rounded as its format asks, and keys and values to their type.
 
@@ -289,6 +338,11 @@ typedef struct {
     int32_t window;       // how many of the last tokens a token sees, itself included; 0: all
     int32_t kept;         // and of the first, whatever the window (StreamingLLM's attention sinks)
     void *index_keys;     // of a layer with an index: bf16 [pages, page_tokens, dim]; else null
+    // Of attention that compresses: keys are bf16 [pages, page_tokens, head_dim] of a window, values bf16 [pages, page_tokens, 2,
+    // rows] what kv and gate of its compressor give, index_keys the same of the index's.  An entry lies in the page that has the
+    // last token of its run, behind those before it: bf16 [pages, any, head_dim], and of an index [pages, any, dim].
+    void *entries, *entry_keys;
+    int64_t entry_step, entry_key_step;  // numbers from a page to the next
     int64_t run;          // if not 0 how many pages there are, and a head's lie side by side: [kv_heads, run, page_tokens, ...]
 } SwitchyardPages;
 
@@ -300,6 +354,7 @@ typedef struct {
     int32_t first;         // where they begin among all new tokens of the call: one piece after the other
     int32_t state;         // of a delta net's pages the one that the tokens go on from
     int32_t next_state;    // and the one that receives what becomes of it; may be the same
+    const int32_t *entry_pages;  // as `pages`, where these are of a window: those that have entries
 } SwitchyardPiece;
 
 // The next tokens of some sequences through attention, whose keys and values go into their pages.  cos, sin: an angle of
@@ -317,6 +372,12 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
                                               int32_t count, const float *hidden, const float *cos, const float *sin,
                                               int32_t angle_step, int64_t token_step, float *out);
 
+// The same of attention that compresses.
+SWITCHYARD_API int32_t switchyard_compressed_step(SwitchyardPool *pool, const SwitchyardCompressedAttention *attention,
+                                                  const SwitchyardPages *held, const SwitchyardPiece *pieces, int32_t count,
+                                                  const float *hidden, const float *cos, const float *sin,
+                                                  int32_t angle_step, int64_t token_step, float *out);
+
 // The next tokens of some sequences through a gated delta net.  held: pages of a state each, of which keys are float
 // [pages, channels, kernel], what the convolutions read last, and values float [pages, value_heads, key_dim, value_dim].  A page
 // that receives a state is no other piece's.  hidden, out: [tokens, hidden], not the same.
@@ -331,7 +392,7 @@ SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const Switchy
 // A decoder layer of attention and a sparse block, where its keys and values, or its states, are, and the next tokens as it
 // holds them.
 typedef struct {
-    const SwitchyardAttention *attention;  // at most one of the three, the others null
+    const SwitchyardAttention *attention;  // at most one of the three and `compressed`, the others null
     const SwitchyardLatentAttention *latent;
     const SwitchyardDelta *delta;
     const SwitchyardSparseBlock *block;  // or null
@@ -340,6 +401,8 @@ typedef struct {
     int64_t *chosen;
     float *shares;
     int32_t angles;  // which of the step's it rotates by
+    const SwitchyardCompressedAttention *compressed;
+    const SwitchyardStreams *streams[2];  // round attention and the block; null where hidden states are a single stream
 } SwitchyardLayer;
 
 // Angles of a step's tokens, as switchyard_attention_step takes them.
@@ -358,6 +421,8 @@ typedef struct {
     float epsilon;
     int32_t count;
     float norm_offset;      // added to the weights of its norm
+    const float *wide_norm;  // [hidden], in place of `norm`; or null
+    const SwitchyardStreams *streams;  // what adds up the last ones; each begins as the hidden states.  Or null: there is one
 } SwitchyardModel;
 
 // A few tokens through all layers of a model, as a step of each in turn would compute them.  count: of the pieces of each
@@ -434,7 +499,7 @@ typedef struct {
     uint64_t taken;
 } SwitchyardStampCounts;
 
-// From now on every switchyard_sparse_step, _attention_step, _latent_step and _delta_step is stamped, or none; null: out of memory.
+// From now on every switchyard_sparse_step, _attention_step, _latent_step, _compressed_step and _delta_step is stamped, or none; null: out of memory.
 SWITCHYARD_API const SwitchyardStampCounts *switchyard_stamps(int32_t on);
 
 // Moves the oldest stamps into `stamps`, at most `most`, and the experts that they chose into `chosen`, one after the

@@ -21,7 +21,8 @@ void product_block(const Kernels &kernels, const SwitchyardMatrix &weight, int64
         for (int64_t i = 0; i < rows; ++i) out[token * weight.rows + row + i] = dots[token * kTileRows + i] * scale;
 }
 
-// The `most` highest of scores [count], lower positions first where they are alike; their positions, in order.
+}  // namespace
+
 void take_highest(const float *scores, int64_t count, int64_t most, int32_t *out) {
     static thread_local std::vector<float> sorted;
     sorted.assign(scores, scores + count);
@@ -36,8 +37,6 @@ void take_highest(const float *scores, int64_t count, int64_t most, int32_t *out
             *out++ = static_cast<int32_t>(i);
     }
 }
-
-}  // namespace
 
 void TokenIndex::resize(const SwitchyardIndex *index, const SwitchyardPages &held, const PieceAttention &attention,
                         int32_t tokens) {

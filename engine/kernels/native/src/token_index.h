@@ -9,6 +9,9 @@
 #include "kernel_set.h"
 #include "matrix.h"
 
+// The `most` highest of scores [count], lower positions first where they are alike; their positions, in order.
+void take_highest(const float *scores, int64_t count, int64_t most, int32_t *out);
+
 // The index of one layer, and what it finds for the tokens of a step.  A layer without one of its own takes what the last
 // one before it has chosen.
 class TokenIndex {

@@ -1,0 +1,117 @@
+"""Messages between two processes of this program, both ways: over a local socket, or the pipes of a child."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING
+
+from engine.common.errors import EngineError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_NOTICES_S = 0.5
+
+
+class Pipes:
+    """Two pipes as one connection: what a child reads and writes, or its other ends."""
+
+    def __init__(self, inlet: IO[bytes], outlet: IO[bytes]) -> None:
+        self._inlet, self._outlet = inlet, outlet
+
+    def recv_bytes(self) -> bytes:
+        """One line.  Raises EOFError at the end."""
+        if not (line := self._inlet.readline()):
+            raise EOFError
+        return line
+
+    def send_bytes(self, line: bytes) -> None:
+        self._outlet.write(line)
+        self._outlet.flush()
+
+    def hang_up(self) -> None:
+        """The other side notices, and hangs up, too."""
+        with contextlib.suppress(OSError, ValueError):
+            self._outlet.close()
+
+    def close(self) -> None:
+        self._inlet.close()
+
+
+class Channel:
+    """Sends and receives without ever waiting for the other side.
+
+    Args:
+        on_message: told of each message that comes, on a thread of its own; an EngineError ends the channel.
+        on_lost: told once, behind the last message, that no more can come.
+    """
+
+    def __init__(
+        self, connection: Connection | Pipes, on_message: Callable[[bytes], None], on_lost: Callable[[], None]
+    ) -> None:
+        self._connection, self._on_message, self._on_lost = connection, on_message, on_lost
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+
+    def start(self) -> None:
+        for thread in reversed(self._threads):  # the reader waits for the writer in the end
+            thread.start()
+
+    def send(self, message: bytes) -> None:
+        """Has it sent soon; without effect once the channel is lost."""
+        self._unsent.put(message)
+
+    def hang_up(self) -> None:
+        """Sends what is left and ends, which the other side notices."""
+        self._unsent.put(None)
+
+    def flush(self) -> None:
+        """Hangs up, and waits until all has been sent."""
+        self.hang_up()
+        self._threads[1].join()
+
+    def close(self) -> None:
+        """Hangs up, and waits until the other side has ended, too."""
+        self.hang_up()
+        for thread in reversed(self._threads):
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, EOFError, EngineError):
+            while self._has_come():
+                self._on_message(self._connection.recv_bytes())
+        self._end()
+        self._unsent.put(None)
+        self._threads[1].join()
+        self._connection.close()
+        self._on_lost()
+
+    def _has_come(self) -> bool:
+        """Waits; a named pipe of Windows does not notice that this side wants to end."""
+        while os.name == "nt" and not isinstance(self._connection, Pipes) and not self._connection.poll(_NOTICES_S):
+            if not self._threads[1].is_alive():
+                return False
+        return True
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (message := self._unsent.get()) is not None:
+                self._connection.send_bytes(message)
+        self._end()
+
+    def _end(self) -> None:
+        """Both threads notice."""
+        if isinstance(self._connection, Pipes):
+            self._connection.hang_up()
+        elif os.name != "nt":
+            with (
+                contextlib.suppress(OSError, ValueError),
+                socket.socket(fileno=os.dup(self._connection.fileno())) as end,
+            ):
+                end.shutdown(socket.SHUT_RDWR)
