@@ -197,7 +197,7 @@ class SamplingPopover(Popover):
             )
             if isinstance(field, QAbstractSpinBox):
                 field.setKeyboardTracking(True)
-                field.setFixedWidth(FIELD_WIDTH_PX)
+                field.setFixedWidth(scaled(FIELD_WIDTH_PX))
             for what in (label, field):
                 self._explained[what] = setting
                 what.installEventFilter(self)
@@ -221,10 +221,13 @@ class SamplingPopover(Popover):
     def _place(self) -> None:
         page = self.parentWidget()
         if page is not None:
+            width = scaled(FIELD_WIDTH_PX)  # the text may have another size since it was last open
+            for key in self._numbers:
+                self.fields[key].setFixedWidth(width)
             half = -(-len(self._numbers) // 2)
             columns = (self._numbers[:half], self._numbers[half:])
             names = sum(max(self._labels[key].sizeHint().width() for key in column) for column in columns)
-            wanted = names + 2 * FIELD_WIDTH_PX + 3 * self._grid.horizontalSpacing() + 4 * GAP
+            wanted = names + 2 * width + 3 * self._grid.horizontalSpacing() + 4 * GAP
             room = page.width() - 2 * GAP - self._scroll.verticalScrollBar().sizeHint().width() - 2
             self._arrange(2 if wanted <= room else 1)
         super()._place()

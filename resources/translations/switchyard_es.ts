@@ -3937,7 +3937,7 @@ negativo</translation>
         </message>
         <message>
             <source>Too large</source>
-            <translation>Demasiado grande</translation>
+            <translation>No cabe</translation>
         </message>
         <message>
             <source>original</source>
@@ -4861,7 +4861,7 @@ negativo</translation>
         </message>
         <message>
             <source>Converting weights; later starts skip this</source>
-            <translation>Convirtiendo los pesos; los próximos inicios lo omiten</translation>
+            <translation>Convirtiendo los pesos, solo esta vez</translation>
         </message>
         <message>
             <source>Loading the model</source>

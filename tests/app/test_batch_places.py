@@ -55,6 +55,7 @@ def fill(page: BatchPage, qtbot: QtBot, table: Path) -> None:
     qtbot.waitUntil(lambda: "6 rows" in page.form.input.caption.text())
 
 
+@pytest.mark.takes_turns(2)
 def test_who_answers_is_chosen_and_where_text_goes_is_said(page: BatchPage, qtbot: QtBot, table: Path) -> None:
     fill(page, qtbot, table)
     places = page.form.places
@@ -78,6 +79,7 @@ def test_who_answers_is_chosen_and_where_text_goes_is_said(page: BatchPage, qtbo
     assert "Choose who answers" in page.form.foot.plan.text()
 
 
+@pytest.mark.takes_turns(2)
 def test_a_trial_there_says_what_all_rows_take(
     page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
 ) -> None:

@@ -118,6 +118,8 @@ ANSWER_TOKENS = 1200
 """Of the context, left to an answer where documents could take all of it."""
 _BEGINNING = 3
 """The last piece of a document that is shown of its beginning, before what stands after it."""
+_LEAST_PX = 48
+"""Of the conversation, which becomes lower before what people write with does."""
 _IMPORT_AFTER_MS = 150
 """Not while the window is opening."""
 
@@ -214,6 +216,7 @@ class ChatView(Page):
     def _lay_out(self) -> None:
         self._pages.addWidget(self.empty)
         self._pages.addWidget(self.transcript)
+        self._pages.setMinimumHeight(_LEAST_PX)
         self._box_row = box_row = hbox(self.composer, margins=(24, 0, 24, 0), gap=-1)
         self.model_note = text_label(
             self,

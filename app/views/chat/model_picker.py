@@ -202,7 +202,7 @@ class ModelPicker(Popover):
         self.list.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.list.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
         self.nothing = text_label(self, role="secondary", wrap=True)
-        self.loading_words = text_label(self, role="secondary")
+        self.loading_words = text_label(self, role="secondary", wrap=True)
         self.loading_bar = QProgressBar(self)
         self.loading_bar.setTextVisible(False)
         self.loading_bar.setAccessibleName(self.tr("Loading the model"))

@@ -15,9 +15,10 @@ from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_r
 from app.theme import themed, use_tabular_figures
 from app.widgets.chart import Chart, hit_colour
 from app.widgets.fields import SpinBox
+from app.widgets.flow_layout import Flow
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
-from app.widgets.scaffold import STRETCH, Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
+from app.widgets.scaffold import Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.protocol import CacheReport, CacheTier, TierReport
 
 translate = QCoreApplication.translate
@@ -183,12 +184,9 @@ class SizeChooser(QWidget):
             tip=self.tr("Lasts until the model is reloaded; Tune sets a permanent size."),
         )
         self.undo = push_button(self, self.tr("Undo"), lambda: self.undone.emit(), kind="quiet")
-        stays = self.undo.sizePolicy()
-        stays.setRetainSizeWhenHidden(True)  # or the card would change its width
-        self.undo.setSizePolicy(stays)
         self.undo.hide()
         self._outcome = muted_label(self)
-        vbox(hbox(label, self.field, self.button, self.undo, STRETCH), self._outcome, into=self, gap=6)
+        vbox(Flow(label, self.field, self.button, self.undo, parent=self), self._outcome, into=self, gap=6)
         self._outcome.hide()
         self._present = 0
         self.field.valueChanged.connect(self._on_value)

@@ -129,7 +129,9 @@ def test_settings_that_a_server_does_not_take_are_said(page: ChatView, engine: S
     assert page.sent_note.text().endswith("It does not take this chat's top-k, the repetition penalty.")
 
 
-def test_the_speed_of_another_server_says_nothing_of_the_model_here(page: ChatView, engine: ScriptedEngine) -> None:
+def test_speeds_and_failures_of_another_server_say_nothing_of_the_model_here(
+    page: ChatView, engine: ScriptedEngine
+) -> None:
     heard: list[object] = []
     engine.answered.connect(heard.append)
     page.presenter.choose_model(remote_name(HERE, "m"))
@@ -139,6 +141,11 @@ def test_the_speed_of_another_server_says_nothing_of_the_model_here(page: ChatVi
     assert heard == []
     page.presenter.choose_model("")
     assert "900" not in page.title_bar.model_button.accessibleName()
+    page.presenter.choose_model(remote_name(HERE, "m"))
+    write(page)
+    engine.fail(ErrorCode.ENDPOINT_FAILED, "Here gave no answer: check that the server runs.")
+    assert len(engine.requests) == 2
+    assert page.presenter.model.rows[-1].message.reason.startswith("Here gave no answer")
 
 
 def test_each_chat_keeps_its_own(page: ChatView, engine: ScriptedEngine) -> None:
@@ -193,14 +200,6 @@ def test_nothing_else_answers_when_the_server_is_gone(page: ChatView, engine: Sc
     page.presenter.choose_model("")
     page.presenter.regenerate(last.id)
     assert engine.requests[1].command.remote is None
-
-
-def test_a_failure_there_is_the_answers_own(page: ChatView, engine: ScriptedEngine) -> None:
-    page.presenter.choose_model(remote_name(HERE, "m"))
-    write(page)
-    engine.fail(ErrorCode.ENDPOINT_FAILED, "Here gave no answer: check that the server runs.")
-    assert len(engine.requests) == 1
-    assert page.presenter.model.rows[-1].message.reason.startswith("Here gave no answer")
 
 
 def test_it_does_not_wait_for_the_model_on_this_pc(
