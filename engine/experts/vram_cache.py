@@ -189,7 +189,7 @@ class VramCache:
     def acquire(self, layer: int, experts: Sequence[int]) -> Lookup:
         """Looks up the distinct experts that a layer needs now, and pins the hits."""
         with self._lock:
-            self._make_room()
+            self.make_room()
             return self._look_up(layer, experts)
 
     def _look_up(self, layer: int, experts: Sequence[int]) -> Lookup:
@@ -220,7 +220,7 @@ class VramCache:
             What has changed since the last time: keys, with their slots now, or None.
         """
         with self._lock:
-            self._make_room()
+            self.make_room()
             moved, self._tier.moved = self._tier.moved, {}
             yield moved
 
@@ -243,7 +243,7 @@ class VramCache:
     def hold(self, layer: int, experts: Sequence[int]) -> Lookup:
         """As `acquire`, for a prefill: neither the cache nor its eviction order changes."""
         with self._lock:
-            self._make_room()
+            self.make_room()
             hits = self._tier.hold(layer, experts)
             self.counters.prefill_lookups += len(experts)
             self.counters.prefill_hits += len(hits)
@@ -451,17 +451,18 @@ class VramCache:
     def _end(self, copy: Copy[Event]) -> None:
         self._tier.end(copy, succeeded=copy.handle.done() and copy.handle.failure is None)
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Handles what has happened since the last step: copies that ended, device memory that others need."""
-        if self._tier.copies:
-            self._settle()
-        if self.device.watch is not None:
-            self.device.watch.look(time.monotonic())
-        excess = self.device.memory.excess
-        before = self.slots
-        if excess and self._memory.segments and self.give_back(excess):
-            self._before_others = max(self._before_others, before)
-            self.note = f"{self.device.name} keeps {self.slots} experts: others need its memory."
+        with self._lock:
+            if self._tier.copies:
+                self._settle()
+            if self.device.watch is not None:
+                self.device.watch.look(time.monotonic())
+            excess = self.device.memory.excess
+            before = self.slots
+            if excess and self._memory.segments and self.give_back(excess):
+                self._before_others = max(self._before_others, before)
+                self.note = f"{self.device.name} keeps {self.slots} experts: others need its memory."
 
     def _open_staging(self, count: int) -> Staging | None:
         for slots in range(count, 0, -1):

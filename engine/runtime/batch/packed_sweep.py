@@ -362,7 +362,7 @@ class PackedModel:
             devices.heed()
             self._micro_batch_tokens = self._policy.micro_batch_tokens
         while any(device.memory.excess for device in devices.devices):  # whoever has heeded the news
-            if not (fit() or self.lighten() or fit(forgets=True)):
+            if not (fit() or devices.experts.make_room() or self.lighten() or fit(forgets=True)):
                 break
 
     def lighten(self, *, is_exact: bool = False) -> bool:

@@ -92,6 +92,13 @@ class DeviceExperts:
             freed += before - cache.nbytes
         return freed
 
+    def make_room(self) -> bool:
+        """Has caches give up what others need of their devices, and say so; whether they gave up anything."""
+        before = sum(cache.nbytes for cache in self.all_caches)
+        for cache in self.all_caches:
+            cache.make_room()
+        return sum(cache.nbytes for cache in self.all_caches) < before
+
     def resize(self, slots: int) -> int:
         """So many slots on all devices from now on, shared as they are now, as far as there is memory; how many."""
         caches = self.all_caches if not self.layer_buffers else []
