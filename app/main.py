@@ -151,7 +151,8 @@ def _run(app: Application, reports: CrashReports, files: list[str], begun: Calla
         StreamingReport(window, Path(path))
     begun(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
-        signal.signal(ending, lambda *_: app.quit())
+        # Within whatever this thread is doing, such as starting a thread: it ends that first.
+        signal.signal(ending, lambda *_: QTimer.singleShot(0, app, app.quit))
     speak_as_set(app.languages, settings, window)
     reached("window")
     window.show()
