@@ -34,8 +34,8 @@ def _shows_by_x11() -> bool:
 
 
 if __name__ == "__main__":
-    ended_with = main()
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
     # Python would take the window's objects apart while threads in the background still know them: at times it crashed.
-    from engine.process.lifetime import end_process
-
-    end_process(ended_with)
+    os._exit(code)
