@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QObject
@@ -13,8 +14,9 @@ from app.models.headed_table import ROW_ROLE, HeadedTable
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
+    from engine.common.model_info import ModelInfo
 
-__all__ = ["ROW_ROLE", "Column", "LibraryTable", "ModelRow"]
+__all__ = ["ROW_ROLE", "Column", "LibraryTable", "ModelRow", "with_opened"]
 
 
 class Column(IntEnum):
@@ -89,6 +91,23 @@ class LibraryTable(HeadedTable):
     def row_of(self, key: object) -> int:
         rows = enumerate(self._rows)
         return next((at for at, row in rows if key == row.key or (not row.remote and key in _places(row.entry))), -1)
+
+
+def with_opened(
+    entries: tuple[LibraryEntry, ...], model: ModelInfo | None, default: str = ""
+) -> tuple[LibraryEntry, ...]:
+    """Also the model that is loaded, where it was opened from outside the library.
+
+    Args:
+        default: taken if none is loaded; only the path of one counts.
+    """
+    path = model.path if model is not None else default if Path(default).is_absolute() else ""
+    if not path or any(path in _places(entry) for entry in entries):
+        return entries
+    from engine.checkpoint.library import LibraryEntry  # imported late: it is slow to load
+
+    name, precision = (model.name, model.precision_words) if model is not None else (Path(path).stem, "")
+    return (LibraryEntry(name, Path(path), precision_words=precision, origin="folder"), *entries)
 
 
 def _places(entry: LibraryEntry) -> tuple[str, ...]:

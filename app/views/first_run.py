@@ -38,6 +38,7 @@ from app.widgets.scaffold import (
     warning_label,
 )
 from app.widgets.starter_offer import StarterOffer
+from engine.common.footprint import without_headroom
 from engine.common.settings import STARTER
 from engine.tuning.machine_state import MachineLook
 
@@ -73,12 +74,13 @@ def parts_words(look: MachineLook) -> str:
 
 def meaning_words(look: MachineLook) -> str:
     probe, gpu = look.probe, look.probe.compute_gpu
-    room = probe.ram_available_bytes + ((gpu.free_bytes or 0) if gpu is not None and look.device else 0)
+    room = without_headroom(probe.ram_available_bytes)
+    room += (gpu.free_bytes or 0) if gpu is not None and look.device else 0
     fits = translate(
         "FirstRun",
         "Models of up to about {0} run from memory; parts of larger ones are read from the disk as they answer, which "
         "takes longer.",
-    ).format(memory(room))
+    ).format(file_size(room))  # beside the sizes of files that are recommended
     if probe.lacks_avx2:
         old = translate("FirstRun", "This processor has no AVX2: everything works, but takes several times as long.")
         fits = f"{fits} {old}"

@@ -139,6 +139,8 @@ def _resolve_path(model: str) -> Path:
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"{model!r} is not a usable path ({error}).") from error
     if not (is_dir or is_file) and (found := find_named(model)) is not None:
         return found.path
+    if not (is_dir or is_file) and path.exists():
+        raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"{model} is neither a file nor a folder: give one with a model.")
     suffix = path.suffix.lower()
     if is_dir:
         if not (path / CONFIG_NAME).is_file() and gguf_at(path) is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.common.paths import python_module
 from engine.process.lifetime import end_process, quiet_libraries, set_up_process
 from engine.protocol import ServeModels, decode, encode
@@ -116,6 +117,13 @@ class EngineProcess(EngineLink):
             self._on_end()
 
 
+def new_remarks(info: ModelInfo, made: set[tuple[str, str]]) -> list[str]:
+    """What there is to say of a model that has been loaded, and has not been said before: `made` has that."""
+    found = [one for one in (("", info.device_note), (info.path, info.template_note)) if one[1] and one not in made]
+    made.update(found)
+    return [text for _about, text in found]
+
+
 def main() -> None:
     order = decode(sys.stdin.buffer.readline())
     assert isinstance(order, ServeModels)
@@ -127,7 +135,7 @@ def main() -> None:
     from engine.runtime.engine import Engine
     from engine.serving.broker import ModelBroker
 
-    engine, over = Engine(), threading.Event()
+    engine, over, remarked = Engine(), threading.Event(), set[tuple[str, str]]()
 
     def load(model: Path, cancelled: CancelCheck) -> None:
         link.model_is(None, model)
@@ -140,7 +148,7 @@ def main() -> None:
         except EngineError as error:
             link.remark(error.message)  # who asks is told too; but perhaps nobody does
             raise
-        for remark in filter(None, (info.device_note, info.template_note)):
+        for remark in new_remarks(info, remarked):
             link.remark(remark)
 
     engine.on_moved = lambda info: link.remark(info.news)

@@ -266,11 +266,11 @@ def test_the_machine_in_plain_words(page: FirstRunPage) -> None:
     assert all(words in parts_words(without) for words in ("32.0 GB", "8 cores", "440 GB"))
     said = {meaning_words(look) for look in (with_card, without, replace(with_card, device=""))}
     assert len(said) == 3
-    assert "27.9 GB" in meaning_words(with_card)
+    assert "29.4 GB" in meaning_words(with_card)
     old = replace(without, probe=replace(without.probe, architecture="x86_64", instructions=("sse4_2", "avx")))
     assert "no AVX2: everything works" in meaning_words(old)
     assert "AVX2" not in meaning_words(without)
-    assert "21.0 GB" in meaning_words(without)
+    assert "22.0 GB" in meaning_words(without)
 
 
 def test_everything_has_a_name(page: FirstRunPage, downloads: NoDownloads) -> None:

@@ -212,6 +212,22 @@ def test_the_loaded_model_can_be_unloaded_and_another_loaded(scene: Scene, qtbot
     assert wanted.args == [str(parts.MODELS[2].path)]
 
 
+def test_a_model_that_was_opened_from_elsewhere_is_listed_while_it_is_loaded(scene: Scene) -> None:
+    scene.engine.model = replace(STARTER, name="mine", path="/elsewhere/mine.gguf")
+    scene.library.show()
+    here = scene.page.here
+    assert here.nothing.isHidden()
+    assert here.entry is not None
+    assert (here.entry.name, here.unload.isHidden(), here.remove.isEnabled()) == ("mine", False, False)
+    assert here.caption.text() == "1 model"
+    copy = replace(parts.MODELS[1], also=(("folder", Path("/elsewhere/mine.gguf")),))
+    scene.library.show(copy)  # it is known by another place
+    assert here.rows.rowCount() == 1
+    scene.engine.model = None
+    scene.library.show()
+    assert not here.nothing.isHidden()
+
+
 def test_a_damaged_model_cannot_be_loaded_and_says_why(scene: Scene, qtbot: QtBot) -> None:
     scene.library.show(*parts.MODELS)
     here = scene.page.here

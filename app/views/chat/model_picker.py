@@ -33,7 +33,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.models.library import ROW_ROLE, LibraryTable, ModelRow
+from app.models.library import ROW_ROLE, LibraryTable, ModelRow, with_opened
 from app.services.background import timer
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
@@ -281,16 +281,8 @@ class ModelPicker(Popover):
         model, entries = self._client.model, tuple(one for one in self._library.entries if not one.embeds)
         loaded = model.path if model is not None else ""
         default = self._settings.default_model
-        usual = default if Path(default).is_absolute() else ""  # not loaded while another server answers
-        given = loaded if model is not None else usual
-        is_one = model is not None or bool(usual)
-        if is_one and not any(str(entry.path) == given for entry in entries):  # opened from elsewhere
-            from engine.checkpoint.library import LibraryEntry  # imported late: it is slow to load
-
-            name, precision = (model.name, model.precision_words) if model is not None else (Path(given).stem, "")
-            entries = (LibraryEntry(name, Path(given), precision_words=precision, origin="folder"), *entries)
         self._models.show(
-            entries,
+            with_opened(entries, model, default),  # the default is not loaded while another server answers
             loaded=loaded,
             default=default,
             predicted=self._predicted,

@@ -239,11 +239,11 @@ class OnThisPcCard(Card):
         nothing = self.tr("No model is here yet: take one that suits this PC.")
         nothing = self.tr("No model here can do that.") if self._shown else nothing
         set_message(self.nothing, "" if entries else nothing)
-        total = file_size(sum(entry.bytes_on_disk for entry in entries))
+        total = sum(entry.bytes_on_disk for entry in entries)
         amount = (
             self.tr("1 model") if len(entries) == 1 else self.tr("{0} models", "", len(entries)).format(len(entries))
         )
-        self.caption.setText(f"{amount}{SEPARATOR}{total}" if entries else "")
+        self.caption.setText(SEPARATOR.join((amount, *([file_size(total)] if total else []))) if entries else "")
         self._show_row()
 
     def choose(self, path: str) -> None:

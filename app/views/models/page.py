@@ -15,6 +15,7 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import QWidget
 
+from app.models.library import with_opened
 from app.services.background import timer
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
@@ -126,7 +127,7 @@ class ModelsPage(Page):
     def _show_models(self) -> None:
         model = self._client.model
         self.here.show_models(
-            self._library.entries,
+            with_opened(self._library.entries, model),
             self._library.problems,
             loaded=model.path if model is not None else "",
             default=self._settings.default_model,

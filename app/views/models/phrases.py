@@ -118,7 +118,8 @@ def able_choices() -> tuple[str, ...]:
 def model_text(row: ModelRow) -> str:
     entry = row.entry
     said = [", ".join([entry.name, *marks(row)])]
-    facts = [origin_words(entry), file_size(entry.bytes_on_disk), entry.precision_words, speed_sentence(row)]
+    size = file_size(entry.bytes_on_disk) if entry.bytes_on_disk else ""
+    facts = [origin_words(entry), size, entry.precision_words, speed_sentence(row)]
     said.append(SEPARATOR.join(filter(None, facts)))
     said.append(translate("Models", "last used: {0}").format(used_words(entry.last_used)))
     said += [str(entry.path), also_words(entry), entry.problem]
