@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.kernels.torch_experts import TorchExperts
-from engine.runtime.decode import graphs
+from engine.runtime.batch.policy import policy_for
+from engine.runtime.decode import graphs, pieces
 from engine.runtime.decode.graphs import GraphStep
+from engine.runtime.schedule import executor
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from tests.combinations import some
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of, step_of
@@ -96,6 +99,21 @@ def test_pages_that_a_window_has_passed_are_given_up(checkpoints: Path) -> None:
         assert 0 < room.windows < room.pages
         again = answer(session, [*prompt, *wanted, 5], 3)
         assert again.reused_tokens > 0
+
+
+def test_a_long_piece_of_a_prompt_has_room_for_its_windows(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "wanted_tokens", lambda _layers, _usual, most, _left: most)
+    monkeypatch.setattr(executor, "policy_for", lambda loaded: replace(policy_for(loaded), sweep_tokens=32))
+    folder, prompt = reference("gpt_oss", checkpoints).folder, random_prompt(240, seed=4)
+    with opened(folder, cache_slots=4, misses="fetch") as model:
+        short = replace(model, chunk_tokens=60)
+        with chatting(short) as session:
+            assert short.devices is not None
+            room = session.batch.pool
+            assert len(answer(session, prompt, 3).token_ids) == 3
+            assert room.windows > 0
+            assert session.batch.exact is not None
+            assert session.batch.exact.at_once(len(prompt)) == 240
 
 
 def test_a_step_is_cut_where_experts_are_called(checkpoints: Path) -> None:

@@ -35,6 +35,7 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
+from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
@@ -172,7 +173,9 @@ class PackedModel:
         """Of what layers sum up of a sequence."""
         if self.sessions is None and (own := self.mixers or self._native) is not None:
             self.state_bytes = own.state_bytes
-        self.context_tokens, self.chunk_tokens = loaded.context_tokens, loaded.chunk_tokens
+        self.context_tokens = loaded.context_tokens
+        self.most_at_once = max(policy.sweep_tokens, PromptPieces(loaded).longest(loaded.chunk_tokens))
+        """Tokens of a row in one sweep, at most."""
         self.has_card = loaded.devices is not None
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         if self._encodes:

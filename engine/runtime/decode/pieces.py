@@ -78,6 +78,14 @@ class PromptPieces:
         self._token_bytes = activation_token_bytes(width, per_token, loaded.model.dtype.itemsize)
         self._most = STEP_ELEMENTS // max(1, per_token * width)
 
+    def longest(self, usual: int) -> int:
+        """Tokens of the longest piece that there may be.
+
+        Args:
+            usual: as in `of`.
+        """
+        return max(usual, min(_MOST_TIMES * usual, self._most)) if self._experts else usual
+
     @contextmanager
     def of(self, tokens: int, usual: int) -> Iterator[int]:
         """Within, so many tokens of a prompt may be computed at once, and the memory for them is set aside.
@@ -88,7 +96,7 @@ class PromptPieces:
         """
         longest = usual
         if self._experts and tokens > usual:
-            longest = wanted_tokens(self._layers(), usual, min(_MOST_TIMES * usual, self._most), tokens)
+            longest = wanted_tokens(self._layers(), usual, self.longest(usual), tokens)
         held = self._set_aside((longest - usual) * self._token_bytes, tokens) if longest > usual else None
         try:
             yield longest if held is not None else usual

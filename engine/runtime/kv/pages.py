@@ -285,8 +285,9 @@ class PagePool:
 
     def take_window(self, kind: PageKind) -> int:
         """Takes a page of a window out of a reservation."""
+        page = self._take(self._windows, kind.discard_windows)
         self._windows_held += 1
-        return self._take(self._windows, kind.discard_windows)
+        return page
 
     def fit(self, *, if_many: bool = False, forgets: bool = False) -> bool:
         """Gives up the memory of the last of each kind that hold nothing, or only if these are half of all; whether

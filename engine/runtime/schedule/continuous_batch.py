@@ -180,9 +180,8 @@ class ContinuousBatch:
         self._sweep_s = 0.0
 
     def _kind_of(self, model: PackedModel, window: int) -> PageKind:
-        at_once = max(self._policy.sweep_tokens, model.chunk_tokens)
         discards = (model.discard, model.discard_states, model.discard_windows)
-        return PageKind(NO_PREFIX, 1, *discards, window=window, at_once=at_once)
+        return PageKind(NO_PREFIX, 1, *discards, window=window, at_once=model.most_at_once)
 
     def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
         """Takes a request, which is answered in `sweep`.
