@@ -214,10 +214,9 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         if leaves:
             mine.row.leave_part()
         left = self.pool.prefixes(mine.row.pages.tolist())
-        if leaves and mine.row.states and len(self.held_states) < 3:
-            _, state = mine.row.states[-1]
-            self.pool.hold_state(state)  # until it is on disk
-            self.held_states.append(state)
+        for _, state in mine.row.states if leaves and len(self.held_states) < 3 else ():
+            if self.pool.hold_state(state):  # until it is on disk
+                self.held_states.append(state)
         if leaves and len(self.held_windows) < 9:
             own, others = mine.row.windows_to_keep()
             for page in own.values():
@@ -501,6 +500,62 @@ def test_a_card_has_memory_for_windows_and_states_by_themselves() -> None:
         assert caches.state_generation == generation
         room.resize(pages=0, windows=0, states=0)
         assert caches.state_generation > generation
+
+
+class _Refusing(_Room):
+    """Has memory for one of each."""
+
+    def resize(self, *, pages: int, windows: int, states: int) -> None:
+        if max(pages, windows, states) > 1:
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "no more")
+        super().resize(pages=pages, windows=windows, states=states)
+
+
+def _refusing(state_weight: int, sizes: PageSizes) -> tuple[PagePool, PagedRow]:
+    pool = PagePool(40, None, state_weight, sizes)
+    pool.room = _Refusing()
+    request: Any = SimpleNamespace(row=0, chat="", on_reused=None, repeats=False)
+    sequence: Any = SimpleNamespace(ids=[])
+    kind = PageKind(window=sizes.window_tokens, at_once=_AT_ONCE)
+    row = PagedRow(request, [1] * 3 * PAGE_TOKENS, sequence, 4, pool, None, 0.0, kind)
+    assert row.reserve()
+    return pool, row
+
+
+def test_what_a_card_refuses_is_not_counted() -> None:
+    caches: Any = SimpleNamespace(clear_state=lambda _state: None, copy_state=lambda _source, _target: None)
+    pool, row = _refusing(0, PageSizes(1, 1, 1, 40))
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            row.piece(2 * PAGE_TOKENS)
+    row.close()
+    assert (pool.in_use, pool.held_windows) == (0, 0)
+    pool, row = _refusing(2, PageSizes(1))
+    with pytest.raises(EngineError):
+        row.find_state(caches, None)
+    row.close()
+    assert (pool.in_use, pool.held_states) == (0, 0)
+    assert pool.reserve(2)
+    state = pool.take_state(PageKind())  # the one that there is memory for
+    assert row.reserve()
+    row.state, row.held = state, PAGE_TOKENS
+    row.leave_state(caches)  # nobody goes on from here, that is all
+    row.state = None
+    pool.release_state(state)
+    row.close()
+    assert (pool.in_use, pool.held_states) == (0, 0)
+
+
+def test_states_on_their_way_to_disk_take_nothing_that_is_promised() -> None:
+    pool = PagePool(6, None, 2)
+    assert pool.reserve(2)
+    state = pool.take_state(PageKind())
+    assert pool.offer_state(state, b"before", [])
+    pool.release_state(state)
+    assert pool.reserve(5)
+    assert not pool.hold_state(state)
+    assert [pool.take() for _ in range(5)]
+    assert pool.in_use == pool.filled == 5
 
 
 def test_states_of_a_model_without_attention_have_a_card_s_memory_too() -> None:

@@ -376,9 +376,14 @@ class PagePool:
 
     # --- states -----------------------------------------------------------------------------------------
 
-    def hold_state(self, state: int) -> None:
-        """One more holder of a state that is held or offered: nobody writes to it then."""
-        self._hold(self._states, state)
+    def hold_state(self, state: int) -> bool:
+        """One more holder of a state that is held or offered: nobody writes to it then.  False if there is no room for
+        one that was only offered."""
+        if state in self._states.idle and not self.reserve(self.state_weight):
+            return False
+        if self._hold(self._states, state):
+            self._reserved -= self.state_weight
+        return True
 
     def release_state(self, state: int) -> None:
         """Removes one holder."""

@@ -67,9 +67,8 @@ class LeftPages:
         self._pool.fit(if_many=True)
 
     def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
-        layout, states, windows = BlockLayout.of_pages(caches.in_full), row.states, self._hold_windows(row)
-        for _tokens, state in states:
-            self._pool.hold_state(state)
+        layout, windows = BlockLayout.of_pages(caches.in_full), self._hold_windows(row)
+        states = [(tokens, state) for tokens, state in row.states if self._pool.hold_state(state)]
         offer = _Offer(pages, [state for _tokens, state in states], [*windows.values()])
         self._offers.append(offer)
         copy, chat = from_pages(caches.in_full, pages.tolist(), layout), row.request.chat

@@ -162,7 +162,14 @@ class PagedRow:
         Args:
             kept: where else some of it may be; none of it may be where it has to repeat.
         """
-        self.state, self._spare = self._pool.take_state(self._kind), self._pool.take_state(self._kind)
+        first = self._pool.take_state(self._kind)
+        try:
+            self._spare = self._pool.take_state(self._kind)
+        except EngineError:  # a card has no memory for it
+            self._pool.release_state(first)
+            self._pool.give_back_reservation(-self._pool.state_weight)
+            raise
+        self.state = first
         self._into = self.state
         caches.clear_state(self.state)
         if self.request.repeats or not self._shares:
@@ -221,7 +228,11 @@ class PagedRow:
         if pool.state_of(prefix) is None:
             if not pool.reserve(pool.state_weight):
                 return
-            left = pool.take_state(self._kind)
+            try:
+                left = pool.take_state(self._kind)
+            except EngineError:  # a card has no memory for it
+                pool.give_back_reservation(pool.state_weight)
+                return
             caches.copy_state(self.state, left)
             pool.offer_state(left, prefix, ())
             pool.release_state(left)
