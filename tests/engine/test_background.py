@@ -253,6 +253,25 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
     scheduler.close()
 
 
+def test_a_job_over_sessions_shares_the_budget_of_pages() -> None:
+    """Pages hold no narrow values of what has a window and is called row by row."""
+    loaded = tiny_loaded("gemma4_text", sliding_window=40)
+    scheduler = Scheduler(loaded)
+    begins = tuple(random_prompt(50, seed=9))
+    rows = [replace(each := row(n, 20, 6), ids=(*begins, *each.ids)) for n in range(3)]
+    job = Job(scheduler, rows, replace(POLICY, kv_type=KvType.FP16))
+    lanes = list[ContinuousBatch]()
+    serve(scheduler, [job], lambda: lanes.extend(scheduler._beside()) is not None)
+    assert scheduler._batch is not None
+    assert scheduler._batch.model.sessions is None
+    assert lanes[0].model.sessions is not None
+    assert job.outcomes == [BatchOutcome.FINISHED]
+    assert scheduler._batch.pool.in_use == 0
+    for each in job.rows:
+        assert job.answers[each.row].token_ids == Alone(loaded).answer(each).token_ids
+    scheduler.close()
+
+
 @pytest.mark.parametrize(("family", "takes_turns"), [("doge", True), ("qwen3_next", False), ("deepseek_v32", False)])
 def test_jobs_whose_rows_cannot_be_packed_take_turns(family: str, takes_turns: bool) -> None:
     loaded = tiny_loaded(family)

@@ -512,7 +512,7 @@ class PagedRow:
         while self.held >= self._published + PAGE_TOKENS:
             begin, end = self._published, self._published + PAGE_TOKENS
             prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
-            if self._shares:
+            if self._shares and self.own is None:
                 page, steady = self._pages[begin // PAGE_TOKENS], end <= self.steady
                 self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=steady)
                 self._offer_window(begin // PAGE_TOKENS, prefix)
