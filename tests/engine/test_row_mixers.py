@@ -18,7 +18,9 @@ from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row_prefixes import Partings
+from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
@@ -152,6 +154,30 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     shared = sorted(answer.reused_tokens for answer in answers.values())
     assert shared[0] == 0
     assert all(64 <= tokens <= 86 for tokens in shared[1:])  # of pages, whole ones or those with a state
+
+
+def test_rows_without_memory_for_a_copy_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sweep is over by then: sessions hold its tokens, which rows do not count."""
+    loaded, common = _loaded("zaya"), random_prompt(80)
+    sampling = SamplingParams(max_tokens=3)
+    rows = [
+        BatchRequest(n, ids=(*common, *random_prompt(1 + n, seed=n)), sampling=sampling, end_ids=NO_END)
+        for n in range(4)
+    ]
+    copy, refused = SessionRows._copy, list[int]()
+
+    def refuse(sessions: SessionRows, session: KvSession) -> KvSession:
+        if len(refused) < 2:
+            refused.append(session.tokens)
+            raise torch.OutOfMemoryError
+        return copy(sessions, session)
+
+    monkeypatch.setattr(SessionRows, "_copy", refuse)
+    executor, answers = BatchExecutor(loaded, POLICY), dict[int, GenerationResult]()
+    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
+    executor.close()
+    assert refused
+    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
 
 
 @pytest.mark.takes_turns(4)

@@ -47,8 +47,8 @@ class RowSession:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it certainly holds what its row has read."""
-        return self._session.is_whole
+        """Whether it certainly holds what its row has read, and no more."""
+        return self._session.is_whole and self._session.tokens == self._row.held
 
     @property
     def cache(self) -> Cache:

@@ -152,9 +152,9 @@ class ContinuousBatch:
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
         a job ends and can be resumed."""
         self._most_rows, self._sweep_tokens = policy.rows, policy.sweep_tokens
+        """As many as there has been memory for."""
         self._pages_given = 0
         """How much of the pages' memory was given up since a sweep had enough."""
-        """As many as there has been memory for."""
         self.rows: list[PagedRow] = []
         self._source_of: dict[PagedRow, RowSource] = {}
         self._new: deque[PreparedRow] = deque()
@@ -425,8 +425,8 @@ class ContinuousBatch:
             self._sweep = None
             for each in self._work:
                 own, has_state = each.row.own, each.is_certain and each.row.state is not None
-                if has_state or (own is not None and not own.is_whole):
-                    self._put_aside(each.row)  # what it has may be anything
+                if has_state or (own is not None and not own.is_whole):  # what it has may be anything
+                    (self if each.row in self._source_of else self._above or self)._put_aside(each.row)
             if not _is_memory(error):
                 raise
             if not self._lighten(error):
