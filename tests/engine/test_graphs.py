@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from engine.experts.dispatcher import HybridExperts
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode import graphs, pieces
+from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.graphs import GraphStep
 from engine.runtime.schedule import executor
+from engine.runtime.schedule.row import PagedRow
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from tests.combinations import some
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of, step_of
@@ -114,6 +116,29 @@ def test_a_long_piece_of_a_prompt_has_room_for_its_windows(checkpoints: Path, mo
             assert room.windows > 0
             assert session.batch.exact is not None
             assert session.batch.exact.at_once(len(prompt)) == 240
+
+
+def test_what_was_guessed_is_computed_though_steps_have_a_single_token_now(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompts = reference("qwen3_moe", checkpoints).folder, [random_prompt(20, seed=seed) for seed in range(2)]
+    with opened(folder, graphs="on", cache_slots=4) as model, chatting(model) as session:
+        alone = [answer(session, prompt, 6).token_ids for prompt in prompts]
+        exact, made = session.batch.exact, list[int]()
+        assert exact is not None
+        write = exact.write
+
+        def refused(ids: Sequence[int], *rest: Any) -> torch.Tensor:
+            made.append(len(ids))
+            graphs_of(session)._most = 1  # as if found out by another step of the same round
+            return write(ids, *rest)
+
+        monkeypatch.setattr(exact, "write", refused)
+        monkeypatch.setattr(
+            PagedRow, "guess", lambda _row, most, *_rest: Guess((5,), (1.0,), (0,)) if most > 1 else None
+        )
+        assert session.together(prompts, 6) == alone
+        assert max(made) >= 3
 
 
 def test_a_step_is_cut_where_experts_are_called(checkpoints: Path) -> None:

@@ -472,7 +472,7 @@ class PackedModel:
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
                 own = [piece for _row, piece in pieces]
-                is_swept = len(own) > 1 and not self._exact.is_native and self._exact.most_rows == 1
+                is_swept = len(ids) == len(own) > 1 and not self._exact.is_native and self._exact.most_rows == 1
                 logits = (self._beams if is_swept else self._exact.write)(ids, own, positions)
         begin = 0
         for each in work if heard else ():

@@ -62,7 +62,7 @@ def has_pages(loaded: LoadedModel) -> bool:
         and loaded.device.type != "mps"  # which shares the memory of the CPU, and has no kernel that attends over pages
         and not getattr(loaded.model.config, "is_encoder_decoder", False)
         and exact_tokens(loaded.model) >= loaded.context_tokens
-        # On cards windows have no pages of their own: all that is to be compressed would stay.
+        # Pages of what is compressed lie in RAM only.
         and (loaded.devices is None or not has_compressing(loaded.model))
     )
 
@@ -210,8 +210,8 @@ class PagedSteps:
         Args:
             positions: of the first token of each piece.
         """
-        if len(ids) > (most := self.most_rows) and len(pieces) > 1:
-            parts = range(0, len(pieces), most)  # a token each
+        if len(ids) > (most := self.most_rows) and len(ids) == len(pieces) > 1:
+            parts = range(0, len(pieces), most)
             cut = [slice(at, at + most) for at in parts]
             return torch.cat([self.write(ids[each], pieces[each], positions[each]) for each in cut])
         places = [at + place for at, piece in zip(positions, pieces, strict=True) for place in range(piece.tokens)]
