@@ -439,7 +439,7 @@ class ContinuousBatch:
         """After an error: drops the row by itself whose session it was, or all where rows share sweeps; the numbers of
         those that were begun by `submit`, and what each is to be told."""
         work, self._work, self._sweep = self._work, [], None
-        if work and work[0].is_exact and work[0].row.own is not None:
+        if work and work[0].is_exact and self._model.sessions is not None:  # it may have been put aside
             self._leave(work[0].row)
             return [(work[0].row.request.row, wrong_with_one(error))]
         begun = [row.request.row for row in self._own.rows]
