@@ -20,6 +20,16 @@ def _refusal(model: str) -> tuple[ErrorCode, str]:
     return caught.value.code, caught.value.message
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has none in folders")
+def test_what_is_neither_file_nor_folder_says_so(tmp_path: Path) -> None:
+    pipe = tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    assert _refusal(str(pipe)) == (
+        ErrorCode.MODEL_NOT_FOUND,
+        f"{pipe} is neither a file nor a folder: give one with a model.",
+    )
+
+
 def test_an_empty_library(tmp_path: Path) -> None:
     assert list_models() == []
     assert not starter_is_built()
