@@ -352,12 +352,11 @@ def _weights(costs: Costs) -> Weights:
                 model.experts,
                 layer,
                 records.index(record),
-                is_on_demand=model.experts > 1,  # else it stands for a dense model's none
                 made=_made(model, precision),
             )
             for layer, record in enumerate(records, model.dense_layers)
         )
-        if model.experts
+        if model.experts > 1  # one stands for a dense model's none
         else (),
         _working_bytes(model, precision),
         in_transit + of_tables if is_quantised else 0,

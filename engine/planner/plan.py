@@ -16,6 +16,7 @@ from engine.common.sizes import rounded_down, rounded_up
 from engine.formats import STORED
 from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_plan import GIVEN, batch_memory, carried_out, given_outcome, plan_batch
+from engine.planner.batch_prediction import BATCH_ROWS
 from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory, dense_in_ram, engine_memory, ram_usable, sizes_of
 from engine.planner.memory import indexes
@@ -277,7 +278,7 @@ def _memory(question: Question, best: Outcome) -> EngineMemory | None:
     settings, costs = ENGINE_SETTINGS.get(best.policy, {}), question.setting().costs
     if best.batch is not None:
         return batch_memory(costs, question.limits, question.workload, best)
-    return engine_memory(
+    memory = engine_memory(
         costs,
         question.limits,
         on_card=best.vram_bytes > 0,
@@ -285,6 +286,16 @@ def _memory(question: Question, best: Outcome) -> EngineMemory | None:
         cache_slots=settings.get("cache_slots"),
         ways=best.ways or None,
     )
+    return memory if memory is None or question.workload.sequences == 1 else _with_rows(memory, question)
+
+
+def _with_rows(memory: EngineMemory, question: Question) -> EngineMemory:
+    """Also keys and values of the rows that are answered together, which get half of what is free."""
+    work, tier = question.workload, memory.card or memory.ram
+    each = question.model.context_bytes(work.prompt_tokens + work.generated_tokens, in_pages=True)
+    wanted = round(min(work.sequences, BATCH_ROWS) * work.beams * each)
+    tier = replace(tier, kv=tier.kv + min(max(0, wanted - tier.kv), tier.free // 2))
+    return replace(memory, ram=tier) if memory.card is None else replace(memory, card=tier)
 
 
 def _cache(question: Question, best: Outcome, memory: EngineMemory) -> CachePlan:

@@ -176,7 +176,7 @@ def plan_text(plan: Plan) -> str:
         lines.append(said[0].upper() + said[1:] + ", loaded with the first one.")
     if plan.written_bytes:
         lines.append(f"{'':<14}{plan.written_bytes / 1e9:.1f} GB must be free there for what is converted once")
-    if plan.card is not None and cache.all_experts:
+    if plan.card is not None and cache.all_experts and plan.card.experts:
         lines.append("All experts are on the card.")
     elif cache.slots:
         shape = f"{cache.indexes} indexes x {cache.ways} ways" if cache.ways else "one pool"

@@ -17,9 +17,10 @@ from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import sizes_of
 from engine.planner.placement import least_ram
 from engine.planner.plan import Limits, Plan, make_plan
-from engine.planner.plan_parts import BATCH, CHAT, WORKLOADS, TierBytes, total_held
+from engine.planner.plan_parts import BATCH, CHAT, WORKLOADS, TierBytes, Workload, total_held
 from engine.planner.plan_search import Question, runs_here
 from engine.planner.plan_words import Change, picture_words, what_helps, what_if
+from engine.verbs.plan import plan_text
 from tests.refusals import refused
 
 _GIB = 2**30
@@ -112,6 +113,25 @@ def test_a_step_writes_its_state_beside_the_one_that_it_reads() -> None:
         make_plan(BARE, model, limits=Limits(precision="int4")) for model in (QWEN, replace(QWEN, state_bytes=2**20))
     )
     assert with_state.ram.kv - without.ram.kv == 2 * 2**20
+
+
+@pytest.mark.parametrize("machine", [BARE, LARGE], ids=["RAM", "card"])
+def test_rows_that_are_answered_together_hold_keys_and_values(machine: HardwareProfile) -> None:
+    alone, few, many, more = (
+        make_plan(machine, SMALL, Workload("rows", 256, 64, rows), Limits(precision="int4"))
+        for rows in (1, 64, 256, 512)
+    )
+    held = [(plan.card or plan.ram).kv for plan in (alone, few, many, more)]
+    assert held[1] == SMALL.context_bytes(320, in_pages=True) * 64
+    assert held[0] < held[1] < held[2] == held[3]  # no more are in progress at once
+
+
+def test_a_dense_model_has_no_experts_in_memory() -> None:
+    dense = replace(SMALL, experts=1, experts_per_token=1, expert_width=1)
+    for machine in (BARE, LARGE):
+        plan = make_plan(machine, dense, limits=Limits(precision="bf16"))
+        assert plan.ram.experts == (plan.card.experts if plan.card is not None else 0) == 0
+        assert "xperts are on" not in plan_text(plan)
 
 
 def test_experts_that_do_not_fit_are_on_disk_and_more_ram_or_a_faster_disk_helps() -> None:
