@@ -110,7 +110,6 @@ class Answer(Reply):
         self.ended = Finished("", "stop", 0, 0, 0)
         self.thought_tokens = self._written = 0
         self._reader: ReplyReader | None = None
-        self._thinks = False
 
     def take(self, event: AnswerEvent, _index: int = 0) -> list[dict[str, Any]]:
         if isinstance(event, Began):
@@ -121,15 +120,16 @@ class Answer(Reply):
                 is_call=event.is_call,
                 several=self.ask.choice.several,
             )
-            self._thinks = event.thinks
             return self.begins(event)
-        lines = []
-        for part in self._read(event):
-            self.parts.append(part)
-            self._thinks = isinstance(part, Thought)
-            lines += self.says(part)
-        self.thought_tokens += self._thinks * (event.generated_tokens - self._written)
+        lines, thought = [], self._reader is not None and self._reader.thinks
+        parts = self._read(event)
+        if parts:  # and not only a mark, or what may become a call
+            thought = any(isinstance(part, Thought) for part in parts)
+        self.thought_tokens += thought * (event.generated_tokens - self._written)
         self._written = event.generated_tokens
+        for part in parts:
+            self.parts.append(part)
+            lines += self.says(part)
         if isinstance(event, Finished):
             self.ended = event
             lines += self.ends()

@@ -64,20 +64,25 @@ def test_other_words_are_refused(server: tuple[str, ScriptedBroker], path: str, 
 
 
 @pytest.mark.parametrize(
+    "rest", [("Fo", "ur"), ("<tool_call>", '{"name": "add", ', '"arguments": {}}', "</tool_call>")]
+)
+@pytest.mark.parametrize(
     ("path", "details"),
     [("/v1/chat/completions", "completion_tokens_details"), ("/v1/responses", "output_tokens_details")],
 )
-def test_tokens_of_reasoning_are_counted_apart(path: str, details: str) -> None:
-    broker = ScriptedBroker(ends=True, says=("<think>", "hm, ", "hm.", "</think>", "Fo", "ur"))
+def test_tokens_of_reasoning_are_counted_apart(path: str, details: str, rest: tuple[str, ...]) -> None:
+    """A call, which is held back until it is whole, is none."""
+    broker = ScriptedBroker(ends=True, says=("<think>", "hm, ", "hm.", "</think>", *rest))
     models = LibraryModels(Path("mixtral"), "mixtral")
     models.listed = list  # type: ignore[method-assign,assignment]
     made = Server(Service(broker, models), Address(port=0))
+    add = {"name": "add", "parameters": {"type": "object"}}
     try:
-        asked = {**ASKED, "input": "2 + 2?"}
-        usage = plain_http.post(f"http://127.0.0.1:{made.start()}{path}", json=asked, timeout=30).json()["usage"]
+        asked = {**ASKED, "input": "2 + 2?", "tools": [{"type": "function", "function": add, **add}]}
+        answer = plain_http.post(f"http://127.0.0.1:{made.start()}{path}", json=asked, timeout=30).json()
     finally:
         made.stop()
-    assert usage[details] == {"reasoning_tokens": 3}
+    assert answer["usage"][details] == {"reasoning_tokens": 3}
 
 
 def _ask(server: tuple[str, ScriptedBroker], path: str, fields: dict[str, Any]) -> int:

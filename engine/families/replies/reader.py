@@ -49,6 +49,11 @@ Part = Thought | Spoken | ToolCall
 class ReplyReader(Protocol):
     """Takes an answer's text as it comes and returns its parts as soon as they are certain."""
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the reasoning has begun and not ended."""
+        ...
+
     def feed(self, text: str) -> list[Part]:
         """More text."""
         ...
@@ -93,6 +98,10 @@ class _FirstCall:
     def __init__(self, reader: ReplyReader) -> None:
         self._reader, self._has_called = reader, False
 
+    @property
+    def thinks(self) -> bool:
+        return self._reader.thinks
+
     def feed(self, text: str) -> list[Part]:
         return self._without_later(self._reader.feed(text))
 
@@ -113,6 +122,10 @@ class _OneCall:
 
     def __init__(self, tools: Tools, parts: ReplyReader) -> None:
         self._tools, self._parts, self._text = tools, parts, ""
+
+    @property
+    def thinks(self) -> bool:
+        return self._parts.thinks
 
     def feed(self, text: str) -> list[Part]:
         return self._thoughts(self._parts.feed(text))
@@ -146,6 +159,7 @@ class _Scanning:
         self._parts: list[Part] = []
         self._again = self._passed = 0
         """Characters that were read for nothing, and those before the text that is held."""
+        self._is_call = False
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Part]:
@@ -195,7 +209,7 @@ class _Scanning:
 
     def _calls(self, reading: Reading[Calls], closes: tuple[str, ...] = ()) -> Reading[bool]:
         """Reads calls, if that is what stands here: else the text is as it was, and will be read again."""
-        source, begin = self._source, self._source.at
+        source, begin, self._is_call = self._source, self._source.at, True
         try:
             if self._again > _FREE_AGAIN + _MOST_AGAIN * (self._passed + begin):
                 raise NoCall
@@ -204,6 +218,8 @@ class _Scanning:
             self._again += source.at - begin
             source.at = begin
             return False
+        finally:
+            self._is_call = False
         yield from source.closed(*closes)
         self._parts += _as_parts(calls)
         return True
@@ -221,6 +237,10 @@ class _Marked(_Scanning):
         self._unopened: tuple[str, ...] = ()
         """What would have ended reasoning in which there was a call."""
         self._has_thought = self._is_told = self._has_spoken = self._has_left_out = False
+
+    @property
+    def thinks(self) -> bool:
+        return bool(self._until) and not self._is_call
 
     def _read(self) -> Reading[None]:
         thoughts = dict(self._form.thoughts)
@@ -288,6 +308,10 @@ class _Channels(_Scanning):
     """Harmony (OpenAI, "harmony response format", 2025): messages with a head that names channel and recipient."""
 
     _kind = "final"
+
+    @property
+    def thinks(self) -> bool:
+        return self._kind == "analysis" and not self._is_call
 
     def _read(self) -> Reading[None]:
         source = self._source
