@@ -91,7 +91,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     if request.param not in NATIVE:  # in 32 bits: the library rounds prompts that are read in other pieces otherwise
         chooses = request.param in ("glm5_next_text", "deepseek_v4")
         index = {"index_topk": 32, "index_n_heads": 32} if chooses else {}
-        model = tiny_loaded(request.param, context_tokens=2048, **lengths, **index)
+        rates = {"compressed_sparse_attention": 5, "heavily_compressed_attention": 48}  # runs beyond window and page
+        runs = {"compress_rates": rates} if request.param == "deepseek_v4" else {}
+        model = tiny_loaded(request.param, context_tokens=2048, **lengths, **index, **runs)
         model.kernels = load_kernels(threads=1)
         yield model
         return

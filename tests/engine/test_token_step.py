@@ -210,11 +210,13 @@ def test_rows_over_pages_are_as_each_alone(
 
 _COMPRESSED = {"hidden_size": 256, "head_dim": 64, "q_lora_rank": 72, "o_lora_rank": 40, "index_head_dim": 48}
 _COMPRESSED |= {"index_topk": 9, "sliding_window": 24}
+_LONG_RUNS = {"compress_rates": {"compressed_sparse_attention": 5, "heavily_compressed_attention": 48}}
+"""Longer than a page and the window, and no part of a page."""
 
 
 @pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("options", [{}, {"index_topk": 70, "hc_mult": 2}])
+@pytest.mark.parametrize("options", [_LONG_RUNS, {"index_topk": 70, "hc_mult": 2}])
 def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
     options: dict[str, Any], precision: Literal["bf16", "int8", "int4"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
