@@ -74,6 +74,7 @@ class ModelShape:
         kv_numbers: cache elements per token over all layers, counted; 0 to derive them.
         window_numbers, window_tokens: those of layers with a sliding window, and what these see; 0 without any.
         state_bytes: of what layers sum up of a sequence, however long it is.
+        page_numbers: see `engine.checkpoint.profile.KvOfModel`.
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
@@ -107,6 +108,7 @@ class ModelShape:
     window_numbers: int = 0
     window_tokens: int = 0
     state_bytes: int = 0
+    page_numbers: int = 0
     left_out_weights: int = 0
     table_weights: int = 0
     table_rows: int = 0
@@ -224,8 +226,9 @@ class ModelShape:
         return self if stored is None else replace(self, stored=replace(stored, is_in_place=True))
 
     def holding(self, kv_precision: str) -> ModelShape:
-        """The same with keys and values held so: latents stay in 16 bits, others have a scale for each head."""
-        if kv_precision != "int8" or self.attention.latent:
+        """The same with keys and values held so: latents, and what is compressed, stay in 16 bits, others have a scale
+        for each head."""
+        if kv_precision != "int8" or self.attention.latent or self.page_numbers:
             return self
         width = self.attention.head_dim
         narrower = (width + 4) / (2 * width)
@@ -250,9 +253,10 @@ class ModelShape:
         if not in_pages:
             return each * tokens + self.state_bytes
         pages, of_windows = pages_for(tokens), 2.0 * self.window_numbers
-        slides = 0 < of_windows < each and not self.state_bytes
+        of_all = 2.0 * self.page_numbers or each - of_windows
+        slides = of_windows and of_all and not self.state_bytes
         windows = min(pages, window_pages(self.window_tokens)) if slides else pages
-        return PAGE_TOKENS * ((each - of_windows) * pages + of_windows * windows) + 2 * self.state_bytes
+        return PAGE_TOKENS * (of_all * pages + of_windows * windows) + 2 * self.state_bytes
 
 
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
@@ -263,6 +267,7 @@ _WITH_DEFAULT = {
     "window_numbers": 0,
     "window_tokens": 0,
     "state_bytes": 0,
+    "page_numbers": 0,
     "left_out_weights": 0,
     "table_weights": 0,
     "table_rows": 0,

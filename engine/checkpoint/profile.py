@@ -19,6 +19,7 @@ from engine.checkpoint.quantised.declared import quantisation_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
+from engine.common.footprint import PAGE_TOKENS
 from engine.common.paths import resources_dir
 from engine.families import family_of
 from engine.families.family import KvNumbers
@@ -85,6 +86,7 @@ _HEADS = ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads",
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
 _NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx has its experts and heads there
+_COMPRESSED = {"0": "sliding_attention", "4": "compressed_sparse_attention", "128": "heavily_compressed_attention"}
 _LETTERS = {"M": "mamba", "*": "attention"}
 _POSITIONS = 6
 """An indexed layer stores three 64-bit positions per token: six 32-bit numbers."""
@@ -97,6 +99,8 @@ class KvOfModel:
     Attributes:
         numbers: cache elements per token of context over all layers, as transformers stores them.
         window_numbers, window_tokens: of these, those of layers with a sliding window, and what these see.
+        page_numbers: per token in pages of all tokens, where layers compress what lies behind a window; those of a
+            window are what these have in its pages then.  0 if pages hold `numbers`.
         state_bytes: of what recurrent layers and short convolutions sum up, at 32 bits.
     """
 
@@ -104,6 +108,7 @@ class KvOfModel:
     window_numbers: int = 0
     window_tokens: int = 0
     state_bytes: int = 0
+    page_numbers: int = 0
 
 
 def kv_of_model(text: dict[str, Any]) -> KvOfModel:
@@ -133,7 +138,31 @@ def kv_of_model(text: dict[str, Any]) -> KvOfModel:
     ]
     window = number_of(text, ("sliding_window", "sliding_window_size", "attention_chunk_size"))
     in_windows = sum(count for kind, count in of_layer if "sliding" in kind or "chunked" in kind) if window else 0
+    if window and any("compressed" in kind for kind in kinds):
+        return replace(_compressed(text, kinds, window), numbers=sum(count for _, count in of_layer))
     return KvOfModel(sum(count for _, count in of_layer), in_windows, window if in_windows else 0, 4 * states)
+
+
+def _compressed(text: dict[str, Any], kinds: list[str], window: int) -> KvOfModel:
+    """What DeepSeek-V4 has in pages: entries in those of all tokens, keys and what entries are made of in a window's.
+
+    See `engine.kernels.native.paged_attention.CompressedPages`.
+    """
+    keys, index = number_of(text, _HEAD_DIM), number_of(text, ("index_head_dim",))
+    given = text.get("compress_rates")
+    in_all = in_windows = 0
+    for kind in kinds:
+        if "compressed" not in kind:
+            in_windows += 2 * keys
+            continue
+        overlaps = "sparse" in kind
+        rate = number_of(given, (kind,)) if isinstance(given, dict) else 0
+        rate = rate or (4 if overlaps else 128)
+        own = (keys, index) if overlaps else (keys,)
+        in_windows += keys + (4 if overlaps else 2) * sum(own)
+        in_all += sum(-(-(-(-PAGE_TOKENS // rate) * width) // PAGE_TOKENS) for width in own)
+        window = max(window, 2 * rate if overlaps else rate)
+    return KvOfModel(0, in_windows, window, page_numbers=in_all)
 
 
 def _state_numbers(text: dict[str, Any], kind: str) -> int:
@@ -182,6 +211,9 @@ def _kinds(text: dict[str, Any], layers: int) -> list[str]:
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and types:
         return [str(kind) for kind in types]
+    ratios = text.get("compress_ratios")
+    if isinstance(ratios, list) and text.get("model_type") == "deepseek_v4":  # as it is published
+        return [_COMPRESSED.get(str(ratio), "attention") for ratio in ratios[:layers]]
     if isinstance(pattern := text.get("hybrid_override_pattern"), str) and pattern:  # as Nemotron-H is published
         return [_LETTERS.get(letter, "mlp") for letter in pattern]
     period = number_of(text, ("attn_layer_period",))

@@ -32,7 +32,7 @@ _ODD = (
     "longcat_flash",
 )  # fmt: skip
 """Families that keep more or less than two numbers for each head and layer."""
-_KEPT_OTHERWISE = ("deepseek_v4", "inkling_text", "inkling_mm_model", "zaya", "jetmoe")
+_KEPT_OTHERWISE = ("inkling_text", "inkling_mm_model", "zaya", "jetmoe")
 """Rows have caches of their own, beside pages that only count tokens; pages of the last one hold heads that repeat."""
 
 
@@ -56,6 +56,18 @@ def test_what_a_cache_is_expected_to_take_is_never_less_than_it_takes(family: st
             cache = new_cache(model, 256)
             held = model(input_ids=torch.ones(1, tokens, dtype=torch.long), cache=cache).cache
             assert sum(cache_layer_bytes(held)) <= cost.fixed + 256 * cost.per_token
+
+
+def test_the_compression_of_a_published_model_is_known() -> None:
+    """Of DeepSeek-V4-Flash: 7.4 KB for a token, and not 44."""
+    shape = {"model_type": "deepseek_v4", "head_dim": 512, "index_head_dim": 128, "sliding_window": 128}
+    shape |= {"num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1}
+    found = kv_of_model({**shape, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]})
+    assert 2 * found.page_numbers == 7360
+    assert found.window_tokens == 128
+    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"] * 20
+    named = {"layer_types": ["sliding_attention"] * 2 + kinds + kinds[:1]}
+    assert kv_of_model({**shape, **named}) == found
 
 
 def test_a_card_that_cannot_hold_the_caches_state_is_not_used(tmp_path: Path) -> None:
@@ -97,10 +109,11 @@ def assert_as_in_the_pool(loaded: LoadedModel, planned: KvOfModel) -> None:
         window_numbers=2 * planned.window_numbers,
         window_tokens=planned.window_tokens,
         state_bytes=planned.state_bytes,
+        page_numbers=2 * planned.page_numbers,
     )
     pool, unit = lane.pool, lane.model.page_bytes
     assert pool.state_weight == -(-planned.state_bytes // unit)
-    assert (pool.windows > 0) == (0 < planned.window_numbers < planned.numbers)
+    assert (pool.windows > 0) == (0 < planned.window_numbers < planned.numbers or planned.page_numbers > 0)
     rounded = 2 * (pool.state_weight * unit - planned.state_bytes)
     for tokens in (1, 33, 100, 1000, 4000):
         taken = pool.needs(tokens, lane._kind, reads=False) * unit
