@@ -66,7 +66,7 @@ class MadeUpRay:
         assert self.closed, "two links at once"
         self.links += 1
         self.closed = False
-        self.said = [_failed(self.unreachable)] if self.unreachable else []
+        self.said = [_failed(self.unreachable), _failed("")] if self.unreachable else []
         return self
 
     def clock(self) -> float:

@@ -248,7 +248,8 @@ class RayRows:
         elif isinstance(event, NodeAnswers):
             self._answers(event, now)
         elif isinstance(event, Failed):
-            self._lose_link(event.message, now)
+            if self._link is not None:  # what ends says why, and then that it has ended
+                self._lose_link(event.message, now)
         else:
             node = self._nodes.get(event.node)
             if node is None or node.life != event.life or node.stage not in ("opening", "working"):
