@@ -249,8 +249,8 @@ def main() -> None:
     told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     window = Channel(pipes, lambda line: told.put(decode(line)), lambda: told.put(None))
     window.start()
-    order = told.get()
-    assert isinstance(order, Listen)
+    if not isinstance(order := told.get(), Listen):  # the window is gone already
+        return
     try:
         _serve(order, told, lambda message: window.send(encode(message)))
     except Exception:
