@@ -212,7 +212,7 @@ def _kinds(text: dict[str, Any], layers: int) -> list[str]:
     if isinstance(types, list) and types:
         return [str(kind) for kind in types]
     ratios = text.get("compress_ratios")
-    if isinstance(ratios, list) and text.get("model_type") == "deepseek_v4":  # as it is published
+    if isinstance(ratios, list) and ratios:  # as DeepSeek-V4 is published
         return [_COMPRESSED.get(str(ratio), "attention") for ratio in ratios[:layers]]
     if isinstance(pattern := text.get("hybrid_override_pattern"), str) and pattern:  # as Nemotron-H is published
         return [_LETTERS.get(letter, "mlp") for letter in pattern]

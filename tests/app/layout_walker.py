@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from PySide6.QtCore import QPoint, QRect, QRectF, QSize, Qt
@@ -32,6 +32,7 @@ from PySide6.QtWidgets import (
     QToolButton,
     QWidget,
 )
+from shiboken6 import getCppPointer, wrapInstance
 
 from app.widgets.banner import Toast
 from app.widgets.chip import ElidedLabel
@@ -109,6 +110,14 @@ def _of_window(window: QWidget, screen: QSize) -> Iterator[str]:
         yield f"the window's content needs {wanted.width()} x {wanted.height()} and has {has}"
 
 
+def _style_of(widget: QWidget) -> QStyle:
+    """PySide at times takes a style for an object that lay at its address before."""
+    style: object = widget.style()
+    if isinstance(style, QStyle):
+        return style
+    return cast("QStyle", wrapInstance(getCppPointer(style)[0], QStyle))
+
+
 # --- text -----------------------------------------------------------------------------------------
 
 
@@ -126,14 +135,14 @@ def _of_text(widget: QWidget) -> Iterator[str]:
     elif isinstance(widget, QComboBox):
         option = QStyleOptionComboBox()
         widget.initStyleOption(option)
-        room = widget.style().subControlRect(
+        room = _style_of(widget).subControlRect(
             QStyle.ComplexControl.CC_ComboBox, option, QStyle.SubControl.SC_ComboBoxEditField, widget
         )
         yield from _one_line(widget.currentText(), widget.fontMetrics(), room, widget)
     elif isinstance(widget, QAbstractSpinBox):
         spin = QStyleOptionSpinBox()
         widget.initStyleOption(spin)
-        room = widget.style().subControlRect(
+        room = _style_of(widget).subControlRect(
             QStyle.ComplexControl.CC_SpinBox, spin, QStyle.SubControl.SC_SpinBoxEditField, widget
         )
         yield from _one_line(widget.text(), widget.fontMetrics(), room, widget)
