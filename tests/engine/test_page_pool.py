@@ -23,7 +23,15 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.footprint import PAGE_TOKENS, pages_for
 from engine.devices.cpu import open_cpu
 from engine.devices.memory_budget import MemoryCategory
-from engine.kernels.native.paged_attention import KvShape, KvType, PagedLayer, Piece, Pieces, StatePages
+from engine.kernels.native.paged_attention import (
+    CompressedPages,
+    KvShape,
+    KvType,
+    PagedLayer,
+    Piece,
+    Pieces,
+    StatePages,
+)
 from engine.runtime.batch.pipeline.paged import PlacedRows
 from engine.runtime.kept.state import PagedState, StateLayout
 from engine.runtime.kv.paged_cache import PagedCaches
@@ -556,6 +564,14 @@ def test_states_on_their_way_to_disk_take_nothing_that_is_promised() -> None:
     assert not pool.hold_state(state)
     assert [pool.take() for _ in range(5)]
     assert pool.in_use == pool.filled == 5
+
+
+def test_what_is_compressed_behind_a_window_counts_as_pages_and_what_is_recent_as_windows() -> None:
+    made = CompressedPages(KvType.FP32, 4, 8, 8, 0)
+    with open_cpu(2**20) as device:
+        room = PageRoom(ModelDevices([device]), PagedCaches([made], [40], slides=True), 4)
+        room.resize(pages=9, windows=2, states=0)
+        assert room.nbytes == 9 * made.entries.page_bytes + 2 * made.recent.page_bytes
 
 
 def test_states_of_a_model_without_attention_have_a_card_s_memory_too() -> None:

@@ -320,10 +320,12 @@ class PageRoom:
     def __init__(self, devices: ModelDevices, caches: PagedCaches, longest: int) -> None:
         self._devices, self._caches, self._longest = devices, caches, longest
         self._page, self._window, self._state = ([0] * len(devices.devices) for _ in range(3))
-        for number, (paged, in_windows) in enumerate(zip(caches.layers, caches.in_windows, strict=True)):
-            of_tokens = self._page if in_windows is None else self._window
-            of_what = self._state if isinstance(paged, StatePages) else of_tokens
-            of_what[devices.layers.of_cache_layer(number)] += paged.page_bytes
+        for number, (full, in_windows) in enumerate(zip(caches.in_full, caches.in_windows, strict=True)):
+            index = devices.layers.of_cache_layer(number)
+            if full is not None:
+                (self._state if isinstance(full, StatePages) else self._page)[index] += full.page_bytes
+            if in_windows is not None:
+                self._window[index] += in_windows.page_bytes
         self._reservations = [device.memory.reserve(0, MemoryCategory.KV) for device in devices.devices]
         self.pages = self.windows = self.states = 0
         """That have memory."""
