@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import openpyxl
+from app.views.batch.rows_card import CUT_OFF
 from PySide6.QtCore import QEventLoop, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QColor, QImage, QPainter
 from PySide6.QtWidgets import QApplication, QScrollArea, QWidget
@@ -40,7 +41,6 @@ from app.services.settings import Settings
 from app.services.updates import UpdateStage
 from app.theme import ThemeController
 from app.views.batch.page import BatchPage
-from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView
