@@ -24,7 +24,7 @@ from engine.experts.executor import ExpertExecutor
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
 from engine.experts.misses import MIXED, OnCpu
-from engine.experts.prediction.learning import Learning
+from engine.experts.prediction.mlp import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import (
     Place,
