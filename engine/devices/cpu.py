@@ -12,7 +12,7 @@ from engine.common import clock
 from engine.common.errors import EngineError
 from engine.devices.device import ROLES, CopyLog, Device, Direction, Event, Stream
 from engine.devices.failures import as_engine_error, fresh
-from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
+from engine.devices.host_memory import HostMemory, allocate_host, available_ram
 from engine.devices.memory_budget import MemoryBudget
 
 
@@ -97,7 +97,7 @@ def open_cpu(total: int | None = None) -> Device:
         name="cpu",
         torch_device=torch.device("cpu"),
         memory=MemoryBudget("cpu", available_ram() if total is None else total, allocate_host),
-        host_memory=PageableMemory(),
+        host_memory=HostMemory(),
         streams=tuple(InlineStream(f"cpu {role}", log) for role in ROLES),
         copy_log=log,
     )

@@ -11,7 +11,7 @@ import torch
 
 from engine.devices.card import CardKind
 from engine.devices.device import Capture, Graph
-from engine.devices.pinned_memory import PinnedMemory
+from engine.devices.host_memory import PinnedMemory
 from engine.hardware.dxgi import Adapter, adapter_of
 from engine.hardware.gpu_info import HIDING, GpuInfo
 from engine.hardware.nvml import Nvml, nvidia_gpus

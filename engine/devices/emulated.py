@@ -37,7 +37,7 @@ from engine.common.clock import OwnClock
 from engine.common.errors import EngineError
 from engine.devices.device import CaptureError, CopyLog, Device, Direction, Event, Graph, Stream
 from engine.devices.failures import as_engine_error
-from engine.devices.host_memory import PageableMemory, allocate_host
+from engine.devices.host_memory import HostMemory, allocate_host
 from engine.devices.memory_budget import MemoryBudget, MemoryWatch, Room
 from engine.devices.timeline import TimedEvent, Timeline, Wire
 from engine.hardware.profiles import DeviceProfile
@@ -401,7 +401,7 @@ def open_emulated(
         name=name,
         torch_device=torch.device("cpu"),
         memory=memory,
-        host_memory=PageableMemory(),
+        host_memory=HostMemory(),
         streams=streams[:4],
         copy_log=log,
         compute_follows_caller=profile.has_clock,

@@ -18,7 +18,7 @@ import torch
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction
 from engine.devices.cpu import InlineStream
 from engine.devices.device import ROLES, CopyLog, Device, Direction, Event
-from engine.devices.host_memory import PageableMemory, aligned, available_ram
+from engine.devices.host_memory import HostMemory, aligned, available_ram
 from engine.devices.memory_budget import MemoryBudget
 
 _LEAST_FRACTION = 0.01
@@ -92,7 +92,7 @@ def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
         name=name,
         torch_device=place,
         memory=MemoryBudget(name, budget, lambda nbytes: aligned(nbytes, place)),
-        host_memory=PageableMemory(),
+        host_memory=HostMemory(),
         streams=tuple(AppleStream(f"{name} {role}", log, mps.synchronize) for role in ROLES),
         copy_log=log,
         compute_follows_caller=True,
@@ -137,7 +137,7 @@ def _is_built() -> bool:
 MPS = CardKind(
     "mps",
     AppleCards(torch.mps),
-    lambda _place: PageableMemory(),
+    lambda _place: HostMemory(),
     identity_of,
     is_built=_is_built,
     opens=open_apple,

@@ -17,7 +17,7 @@ from engine.devices.cpu import open_cpu
 from engine.devices.cuda import CUDA
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.devices.host_memory import PageableMemory
+from engine.devices.host_memory import HostMemory
 from engine.devices.mps import MPS
 from engine.hardware.profiles import emulated_cards, has_fixed_host, of_machine, profile_names
 
@@ -36,7 +36,7 @@ def _is_built() -> bool:
 XPU = CardKind(
     "xpu",
     torch.xpu,
-    lambda _place: PageableMemory(),
+    lambda _place: HostMemory(),
     identity_of,
     is_built=_is_built,
     variables=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),

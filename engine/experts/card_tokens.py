@@ -29,8 +29,8 @@ from engine.experts.path_choice import CopyPace, PathChoice
 from engine.experts.recording import record_uses
 from engine.experts.vram_cache import VramCache
 from engine.formats.layouts import RecordLayout
+from engine.kernels.cuda.driver import SharingLauncher
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
-from engine.kernels.cuda.launcher import SharingLauncher
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.native.exchange import MISSED, MOST_CHOSEN, MOST_VISITS, NativeExchange
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts

@@ -14,8 +14,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_down, rounded_up
 from engine.devices.device import Event
 from engine.devices.host_memory import available_ram
-from engine.experts.cache.policies import Key
-from engine.experts.cache.pool import Slot
+from engine.experts.cache.policies import Key, Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Purpose, Tier, TierCounters
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read

@@ -21,8 +21,7 @@ from engine.common.errors import EngineError
 from engine.common.footprint import SEGMENTS, pool_segment_slots, pool_segments
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.experts.cache.policies import Key
-from engine.experts.cache.pool import Slot
+from engine.experts.cache.policies import Key, Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Copy, Purpose, Tier, TierCounters
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.slot_segments import DeviceSlots, KernelMaker, Segment, Staging

@@ -12,8 +12,7 @@ import torch
 
 from engine.formats import TiledFormat
 from engine.formats.ggml import BlockType
-from engine.kernels.gpu.joined import SIBLINGS, JoinedLinears, can_join
-from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.gpu.linear import SIBLINGS, CardLinear, JoinedLinears, can_join
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.native.linear import Formats, MatrixOf
 

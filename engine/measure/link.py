@@ -19,9 +19,8 @@ import torch
 
 from engine.common.files import new_folder
 from engine.devices.device import Device, Direction, Event
-from engine.devices.host_memory import allocate_host, available_ram
+from engine.devices.host_memory import PinnedMemory, allocate_host, available_ram, measure_pinnable
 from engine.devices.memory_budget import MemoryCategory
-from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
 from engine.experts.direct_file import DirectFile, bytes_of
 from engine.experts.disk_tier import DEFAULT_READERS, PIECE_BYTES
 from engine.experts.record import allocate_records

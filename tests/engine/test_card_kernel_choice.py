@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.kernels import card_note
+from engine.kernels.cuda.driver import DriverError
 from engine.kernels.cuda.groups import CudaGroups
-from engine.kernels.cuda.launcher import DriverError
 from engine.kernels.cuda.nvrtc import CompileError
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.unpack import CudaUnpacker

@@ -20,7 +20,7 @@ from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.gpu.latents import CardLatents, latents_of
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
-from engine.kernels.quantise import quantise
+from engine.kernels.repack import quantise
 from engine.runtime.decode import tabled_attention
 from engine.runtime.load.binding import speed_up_on_cards
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler

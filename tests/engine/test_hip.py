@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from engine.common.paths import cache_dir
-from engine.kernels.cuda import driver, hip
+from engine.kernels.cuda import driver
 from engine.kernels.cuda.__main__ import all_kernels
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.hip import AmdCard, Hiprtc, compile_for, find_hiprtc, usage_of
-from engine.kernels.cuda.launcher import DriverError
+from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc, usage_of
 from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import CompileError, Usage
 from engine.kernels.cuda.products import ProductArguments, product_kernel
@@ -66,13 +65,13 @@ def stub(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     """PyTorch is a build for ROCm, and says that there is a card with a stream."""
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(site), *sys.path])
-    monkeypatch.setattr(hip, "_SYSTEM", ())
+    monkeypatch.setattr(driver, "_SYSTEM", ())
     monkeypatch.setattr(torch.version, "hip", "7.2")
     properties = SimpleNamespace(gcnArchName="gfx1100:xnack-", multi_processor_count=48)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
-    caches = (hip._driver, find_hiprtc, driver._card)
+    caches = (driver._amd_driver, find_hiprtc, driver._card)
     for each in caches:
         each.cache_clear()
     library = ctypes.CDLL(str(site / "torch" / "lib" / "libamdhip64.so"))

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from engine.common.choice import clearly_least
 from engine.common.clock import read
-from engine.experts.cache.policies import CANDIDATES, Key, Policy, make_policy
-from engine.experts.cache.pool import Pool
+from engine.experts.cache.policies import CANDIDATES, Key, Policy, Pool, make_policy
 
 SAMPLED_LAYERS = 4
 """At most, and one in `LAYERS_PER_SAMPLE`, but always one."""

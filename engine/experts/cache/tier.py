@@ -15,8 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.experts.cache.policies import CANDIDATES, Key, Policy, make_policy
-from engine.experts.cache.pool import Pool, Slot
+from engine.experts.cache.policies import CANDIDATES, Key, Policy, Pool, Slot, make_policy
 from engine.experts.cache.selection import PolicySampler
 from engine.telemetry import lanes
 

@@ -436,7 +436,7 @@ class FoldedMlp:
     @torch.no_grad()
     def __init__(self, model: ExpertMlp) -> None:
         layers = [model.surroundings, *model.hidden]
-        self._layers = [fuse_linear_bn_eval(*pair) for pair in zip(layers, model.norms, strict=True)]  # type: ignore[type-var, arg-type]
+        self._layers = [fuse_linear_bn_eval(*pair) for pair in zip(layers, model.norms, strict=True)]  # type: ignore[arg-type]
         norm = model.norms[0]
         self._path = model.path.weight * norm.weight * (norm.running_var + norm.eps).rsqrt()  # type: ignore[operator]
         self._out = model.out
@@ -578,7 +578,7 @@ class Learning:
             self._clean_up()
             return False
         with contextlib.suppress(psutil.Error, OSError):
-            psutil.Process(self._child.pid).nice(psutil.IDLE_PRIORITY_CLASS if sys.platform == "win32" else 19)
+            psutil.Process(self._child.pid).nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
         self._trained_steps = self.routes.steps
         return True
 

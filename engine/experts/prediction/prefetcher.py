@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.common.clock import read
-from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.mlp import Learning
 from engine.experts.prediction.predictors import Correlation, Gate, NextGate, Predictor, PreviousToken, Ranked
 from engine.experts.prediction.score import Adoption, Distance, PredictionReport, Score, Worth, bucket_of
-from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
+from engine.experts.prediction.target import Aging, PrefetchTarget, PrefetchTimes
 
 _EVALUATED_STEPS = 16
 _WIDEST = 8

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from engine.common.choice import clearly_least
 from engine.common.model_info import PredictorRate
-from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.predictors import Predictor, Ranked
-from engine.experts.prediction.target import PrefetchTimes
+from engine.experts.prediction.target import Aging, PrefetchTimes
 
 _EWMA_WEIGHT = 0.02
 """Weight of one layer in the moving averages of layer times and of what a prefetch saves and costs."""

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.cuda.norm import STATES
 
 ANGLES_KERNEL = Kernel("angles.cu", "angles_kernel", 128)

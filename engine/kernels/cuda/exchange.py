@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import SharingLauncher
+from engine.kernels.cuda.driver import SharingLauncher
 from engine.kernels.cuda.products import pointer
 from engine.kernels.native.exchange import NativeExchange
 

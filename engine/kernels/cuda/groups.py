@@ -6,11 +6,11 @@ import ctypes
 
 import torch
 
-from engine.kernels.activation import Activation
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.cuda.products import ActivationArguments, struct_of
 from engine.kernels.gpu.stored import ExpertGroups, RecordTable, StoredMatrix
+from engine.kernels.interface import Activation
 
 _THREADS, _WARPS = 128, 4
 _NEIGHBOURS = 8

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.cuda.products import pointer
 
 NORM_KERNEL = Kernel("norm.cu", "norm_kernel", 128)

@@ -10,10 +10,10 @@ import torch
 
 from engine.formats import TiledFormat, WeightFormat
 from engine.formats.ggml import BlockType
-from engine.kernels.activation import Activation
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.gpu.stored import RecordTable, StoredMatrix
+from engine.kernels.interface import Activation
 
 MOST_VISITS = 1024
 """As in products.cu."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import pointer
 

@@ -9,7 +9,7 @@ import torch
 from engine.formats import WeightFormat
 from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.cuda.products import TILED, pointer
 from engine.kernels.repack import Blocks
 

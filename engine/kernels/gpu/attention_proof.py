@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.cuda.driver import card_of
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher, card_of
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,

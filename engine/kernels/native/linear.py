@@ -10,12 +10,19 @@ from typing import TypeGuard
 
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16, SMALLEST, TiledFormat, head_format, is_router, tiled_format
 from engine.formats.ggml import BlockType
 from engine.formats.tiles import TiledMatrix
-from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.native.structs import IN_BLOCKS, MatrixStruct, matrix_struct, plain_struct
+from engine.kernels.native.library import Isa, NativeKernels, out_of_memory
+from engine.kernels.native.paged_attention import PagedLayerStruct, Pieces
+from engine.kernels.native.structs import (
+    IN_BLOCKS,
+    AttentionStruct,
+    MatrixStruct,
+    SparseBlockStruct,
+    matrix_struct,
+    plain_struct,
+)
 from engine.kernels.repack import Blocks, unpack_into
 
 _FEW_TOKENS = 8
@@ -160,11 +167,6 @@ def is_plain(weight: torch.Tensor | None) -> bool:
 def address_of(tensor: torch.Tensor | None) -> int | None:
     """Where it lies; `None` becomes a null pointer."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def out_of_memory() -> EngineError:
-    """What to raise when a kernel had no memory for its buffers."""
-    return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer.")
 
 
 def keeps_rows_apart(module: object) -> bool:
@@ -336,3 +338,95 @@ def looks_rows_up(module: object) -> TypeGuard[torch.nn.Embedding]:
 def scale_of_rows(module: torch.nn.Embedding) -> float:
     """What it multiplies rows by, rounded as they are."""
     return float(torch.tensor(getattr(module, "scalar_embed_scale", 1.0), dtype=module.weight.dtype))
+
+
+def attention_rows(
+    kernels: NativeKernels,
+    layer: AttentionStruct,
+    paged: PagedLayerStruct,
+    pieces: Pieces,
+    hidden: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Hidden states [T, H] plus the attention of a layer: norm, projections, rotation, pages and output.
+
+    Args:
+        layer: its weights; `paged` its pages.
+        pieces: the sequences of these tokens.
+        hidden: float32 or bf16.
+        cos, sin: [T, angles], at least one per pair of dimensions.
+
+    Returns:
+        float32.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`.
+    """
+    hidden, cos, sin = (each.float().contiguous() for each in (hidden, cos, sin))
+    out = torch.empty_like(hidden)
+    failed = kernels.attention_rows(
+        kernels.pool,
+        ctypes.addressof(layer),
+        ctypes.addressof(paged),
+        pieces.address_for(paged.held),
+        len(pieces.pieces),
+        hidden.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[-1],
+        out.data_ptr(),
+    )
+    if failed:
+        raise out_of_memory()
+    return out
+
+
+def route_rows(
+    kernels: NativeKernels, block: SparseBlockStruct, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs of a sparse block's experts: normed hidden states, bf16 [T, H], ids [T, k] and float weights [T, k].
+
+    Args:
+        block: its norm and its router; `hidden` is float32, contiguous.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`.
+    """
+    tokens, width = hidden.shape[0], block.router.top_k
+    normed = torch.empty_like(hidden, dtype=torch.bfloat16)
+    chosen, shares = torch.empty(tokens, width, dtype=torch.int64), torch.empty(tokens, width)
+    pointers = (tensor.data_ptr() for tensor in (hidden, normed, chosen, shares))
+    if kernels.route_rows(kernels.pool, ctypes.addressof(block), tokens, *pointers):
+        raise out_of_memory()
+    return normed, chosen, shares
+
+
+class RowsLinear:
+    """The `forward` of a linear layer for many rows, while a batch is computed."""
+
+    def __init__(self, module: torch.nn.Linear, kernels: NativeKernels) -> None:
+        struct = linear_struct(module)
+        assert struct is not None
+        self._kernels, self._struct, self._library_forward = kernels, struct, module.forward
+        self._bias_address = address_of(module.bias)
+
+    @staticmethod
+    def can(module: torch.nn.Module) -> bool:
+        """Whether this is a linear layer with weights and bias that the kernels support."""
+        return type(module) is torch.nn.Linear and is_readable(module)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """[.., columns] -> [.., rows] in bf16; other types use the original forward.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        if input.dtype != torch.bfloat16:
+            return self._library_forward(input)
+        rows = input.reshape(-1, self._struct.columns).contiguous()
+        out = rows.new_empty(rows.shape[0], self._struct.rows)
+        pointers = (rows.data_ptr(), self._bias_address, 0, out.data_ptr())
+        if self._kernels.linear_rows(self._kernels.pool, ctypes.addressof(self._struct), len(rows), *pointers):
+            raise out_of_memory()
+        return out.view(*input.shape[:-1], -1)
