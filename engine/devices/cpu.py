@@ -32,9 +32,6 @@ class EndedEvent:
             raise fresh(self.failure)
         return True
 
-    def cancel(self) -> bool:
-        return False
-
 
 class InlineStream(Stream):
     """See `engine.devices.device.Stream`; every event is done when it is returned, and `wait` blocks."""

@@ -36,14 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CopyRecord:
-    """One successful copy.
-
-    Attributes:
-        stream: its name, including the device's.
-        direction: `h2d`, `d2h`, `d2d` or `p2p`.
-        nbytes: payload.
-        started_s, ended_s: on `time.perf_counter`'s clock.
-    """
+    """One successful copy, by `engine.common.clock`; `stream` names the device, too."""
 
     stream: str
     direction: str
@@ -159,13 +152,7 @@ class Event(Protocol):
         """Blocks until the work has ended.  False if that took longer than `timeout_s`.
 
         Raises:
-            EngineError: the work failed, something before it in its stream did, it was cancelled, or the device closed.
-        """
-
-    def cancel(self) -> bool:
-        """Cancels the work if it has not started; returns whether it did.  (CUDA work cannot be cancelled.)
-
-        Later work of the same stream still runs; a stream that waits for the event fails.
+            EngineError: the work failed, something before it in its stream did, or the device closed.
         """
 
     @property

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -181,7 +180,8 @@ class EmulatedStream(Stream):
     Args:
         call_s: of the host's time for each call.
         slowdown: factor on the duration of work that is put off; None: all is done when it is issued.
-        carries: the wire for a direction, and whether copies of this stream are urgent there.
+        memory: of the device, which says which way a copy goes; wires: by the directions that cross the link.
+        usual: direction of this stream's copies, if there is one; is_urgent: whether they overtake others.
     """
 
     def __init__(
@@ -190,15 +190,18 @@ class EmulatedStream(Stream):
         timeline: Timeline,
         meter: Meter,
         copy_log: CopyLog,
-        carries: Callable[[torch.Tensor, torch.Tensor, Direction | None], tuple[Direction, Wire | None]],
+        memory: MemoryBudget,
+        wires: Mapping[Direction, Wire],
         *,
+        usual: Direction | None,
         is_urgent: bool,
         call_s: float,
         slowdown: float | None,
     ) -> None:
         super().__init__(name, copy_log)
         self._timeline, self._meter = timeline, meter
-        self._carries, self._is_urgent, self._call_s = carries, is_urgent, call_s
+        self._memory, self._wires, self._usual = memory, wires, usual
+        self._is_urgent, self._call_s = is_urgent, call_s
         self._slowdown = slowdown
         self._queue = timeline.new_queue(name)
 
@@ -241,8 +244,8 @@ class EmulatedStream(Stream):
         return self._issue(work, self._meter.launch_s)
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
-        taken, wire = self._carries(destination, source, direction)
-        nbytes, name, log = source.nbytes, self.name, self._copy_log
+        taken = direction or self._usual or self._direction_between(destination, source)
+        wire, nbytes, name, log = self._wires.get(taken), source.nbytes, self.name, self._copy_log
 
         def move() -> None:
             with torch.inference_mode():
@@ -300,39 +303,35 @@ class EmulatedStream(Stream):
 
         return run
 
+    def _direction_between(self, destination: torch.Tensor, source: torch.Tensor) -> Direction:
+        """By who owns the tensors; small copies between tensors of torch, whose owners are unknown, cross the link."""
+        into_ours, out_of_ours = self._memory.holds(destination), self._memory.holds(source)
+        if into_ours != out_of_ours:
+            return Direction.H2D if into_ours else Direction.D2H
+        return Direction.H2D if self._is_urgent and not into_ours else Direction.D2D
+
     def _called(self) -> _Called:
         return _Called(self._timeline, self._call_s)
 
 
-@dataclass
-class _Shared:
-    """The timeline of all cards that are open at once, and how many they are."""
-
-    timeline: Timeline
-    cards: int = 0
-
-
 _turn = threading.Lock()
-_shared: _Shared | None = None
+_joined: list[Timeline] = []
+"""The timeline of all cards that are open at once, as often as they are."""
 
 
 def _join(*, is_fixed: bool) -> Timeline:
-    global _shared
     with _turn:
-        if _shared is None:
-            _shared = _Shared(Timeline(OwnClock(is_fixed=is_fixed)))
-            clocks.use(_shared.timeline.clock)
-        _shared.cards += 1
-        return _shared.timeline
+        timeline = _joined[0] if _joined else Timeline(OwnClock(is_fixed=is_fixed))
+        if not _joined:
+            clocks.use(timeline.clock)
+        _joined.append(timeline)
+        return timeline
 
 
 def _leave() -> None:
-    global _shared
     with _turn:
-        assert _shared is not None
-        _shared.cards -= 1
-        if not _shared.cards:
-            _shared = None
+        _joined.pop()
+        if not _joined:
             clocks.use(None)
 
 
@@ -372,18 +371,14 @@ def open_emulated(
     def stream(
         role: str, usual: Direction | None = None, *, is_urgent: bool = False, calls: bool = True, slowdown: float = 1.0
     ) -> EmulatedStream:
-        def carries(
-            destination: torch.Tensor, source: torch.Tensor, asked: Direction | None
-        ) -> tuple[Direction, Wire | None]:
-            direction = asked or usual or _direction_between(memory, destination, source, crosses=is_urgent)
-            return direction, wires.get(direction)
-
         return EmulatedStream(
             f"{name} {role}",
             timeline,
             meter,
             log,
-            carries,
+            memory,
+            wires,
+            usual=usual,
             is_urgent=is_urgent,
             call_s=profile.call_us / 1e6 if calls and profile.has_clock else 0.0,
             slowdown=None if profile.has_clock else slowdown,
@@ -419,21 +414,6 @@ def _close(streams: tuple[EmulatedStream, ...]) -> None:
     for stream in streams:
         stream.close()
     _leave()
-
-
-def _direction_between(
-    memory: MemoryBudget, destination: torch.Tensor, source: torch.Tensor, *, crosses: bool
-) -> Direction:
-    """The direction of a copy by who owns its tensors.
-
-    Args:
-        memory: the device's own.
-        crosses: whether copies between tensors of torch, whose owners are unknown, are taken to cross the link.
-    """
-    into_ours, out_of_ours = memory.holds(destination), memory.holds(source)
-    if into_ours != out_of_ours:
-        return Direction.H2D if into_ours else Direction.D2H
-    return Direction.H2D if crosses and not into_ours else Direction.D2D
 
 
 _READS_BACK = frozenset(

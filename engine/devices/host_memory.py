@@ -1,4 +1,4 @@
-"""Page-aligned memory of the host; pinned for cards: scarce, refused without warning, with a limit of each machine's own."""
+"""Page-aligned memory of the host; pinned for cards: scarce, refused without warning, and limited on every machine."""
 
 from __future__ import annotations
 

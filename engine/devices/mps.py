@@ -6,12 +6,9 @@ order other work with it but to wait.  Not yet run on such a machine.
 
 from __future__ import annotations
 
-import contextlib
 import platform
-import re
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,24 +20,12 @@ from engine.devices.memory_budget import MemoryBudget
 
 _LEAST_FRACTION = 0.01
 """To torch a limit of 0 is none."""
-_LEFT_TO_CPU = re.compile(r"operator '([\w:.]+)' is not currently supported on the MPS")
-
-
-class TorchApple(Protocol):
-    """As much of `torch.mps` as is needed."""
-
-    def is_available(self) -> bool: ...
-    def device_count(self) -> int: ...
-    def recommended_max_memory(self) -> int: ...
-    def driver_allocated_memory(self) -> int: ...
-    def set_per_process_memory_fraction(self, fraction: float) -> None: ...
-    def synchronize(self) -> None: ...
 
 
 class AppleCards:
     """`torch.mps` with the names that other kinds of cards have in torch."""
 
-    def __init__(self, mps: TorchApple) -> None:
+    def __init__(self, mps: Any) -> None:
         self.mps = mps
 
     def is_available(self) -> bool:
@@ -81,7 +66,7 @@ def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
     Args:
         vram_bytes: memory budget; None: what the system recommends and RAM has free, except `HEADROOM_BYTES`.
     """
-    mps: TorchApple = kind.torch.mps
+    mps: Any = kind.torch.mps
     name, place = f"{kind.name}:{index}", torch.device(kind.name, index)
     most = mps.recommended_max_memory()
     usable = max(0, min(most - mps.driver_allocated_memory(), available_ram()) - HEADROOM_BYTES)
@@ -99,30 +84,6 @@ def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
         is_unified=True,
         identity=kind.identity(index),
     )
-
-
-@contextlib.contextmanager
-def left_to_cpu() -> Iterator[list[str]]:
-    """Collects the operators that torch computes on the CPU because these graphics cannot; each once."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            yield found
-        finally:
-            told = [(str(each.message), each) for each in said]
-            names = [match[1] for text, _ in told if (match := _LEFT_TO_CPU.search(text))]
-            found += dict.fromkeys(names)
-    for text, each in told:
-        if not _LEFT_TO_CPU.search(text):
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-
-
-def left_note(operators: list[str]) -> str:
-    """A sentence for the user on operators from `left_to_cpu`; empty without any."""
-    if not operators:
-        return ""
-    return f"PyTorch computes a part on the CPU, which is slower, as these graphics cannot: {', '.join(operators)}."
 
 
 def identity_of(_index: int) -> str:

@@ -387,7 +387,7 @@ class HybridExperts(ExpertLayer):
         """Serves the misses whose records are in RAM first, the others as they arrive."""
         busy_s = self.latency.hits_s([step.routing.tokens(expert) for expert in step.lookup.hits])
         # If non-urgent copies hold all slots in RAM, `cancel` frees them.
-        arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step), self.cache.cancel)
+        arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step))
         step.held.append(arrivals)
         for held, there in arrivals:
             yield from self._serve(step, held, there, busy_s)
