@@ -1,12 +1,9 @@
-"""Streams and events of cards behind the common interface, their times converted to the host's clock.
+"""Streams and events of cards through torch, their times converted to the host's clock.
 
-`torch.cuda` and `torch.xpu` have the same names for the same things.
-
-A card's stream whose copies from memory that is not pinned do not hold up whoever submits them.
-
-A driver copies from such memory while its caller waits: experts in a mapped file or beyond the limit of pinned memory
-would stop the thread that decodes, which may hold a cache's lock.  Here a thread carries them through a few pinned
-buffers in turn, filling one while the card reads others.  What is submitted meanwhile queues behind them.
+A driver copies from memory that is not pinned while its caller waits: experts in a mapped file or beyond the limit of
+pinned memory would stop the thread that decodes, which may hold a cache's lock.  So the stream of such copies has a
+thread that carries them through a few pinned buffers in turn, filling one while the card reads others.  What is
+submitted meanwhile queues behind them.
 """
 
 from __future__ import annotations
@@ -72,9 +69,7 @@ class CardEvent:
     """See `engine.devices.device.Event`."""
 
     def __init__(self, stream: str, copy_log: CopyLog, copied: Copied | None) -> None:
-        self._stream = stream
-        self._copy_log = copy_log
-        self._copied = copied
+        self._stream, self._copy_log, self._copied = stream, copy_log, copied
         self._lock = threading.Lock()
         self._marks: tuple[Anchor, Any, Any] | None = None
         self._placed: threading.Event | None = None
@@ -178,9 +173,7 @@ class CardStream(Stream):
 
     def __init__(self, name: str, stream: Any, cards: Any, clock: CardClock, copy_log: CopyLog) -> None:
         super().__init__(name, copy_log)
-        self._cards = cards
-        self._queue = stream
-        self._clock = clock
+        self._cards, self._queue, self._clock = cards, stream, clock
         self._turn = threading.RLock()
         # Copies possibly without a waiter: they keep their tensors alive, and are logged once they are seen to be done.
         self._in_flight: deque[CardEvent] = deque()
@@ -296,7 +289,7 @@ WORTH_BYTES = 2**16
 
 
 class RelayedStream(CardStream):
-    """See above.  Its buffers are taken at the first use; without them the thread copies as the driver does."""
+    """Whose copies do not hold up who submits them.  Without pinned buffers the thread copies as the driver does."""
 
     def __init__(self, name: str, stream: Any, cards: Any, clock: CardClock, copy_log: CopyLog) -> None:
         super().__init__(name, stream, cards, clock, copy_log)

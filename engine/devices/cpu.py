@@ -84,11 +84,7 @@ class InlineStream(Stream):
 
 
 def open_cpu(total: int | None = None) -> Device:
-    """Opens the CPU.
-
-    Args:
-        total: memory budget in bytes; None: what is available now.
-    """
+    """Opens the CPU with a memory budget in bytes; None: what is available now."""
     log = CopyLog()
     return Device(
         name="cpu",

@@ -6,8 +6,7 @@ link's latency and its bytes at the link's rate.  The host's own time is real, b
 another one.  There are two kinds of cards, by their profiles:
 
 - Of one with a data sheet, a kernel takes its launch and the longer of its bytes and its arithmetic at the card's
-  rates.  The caller's own operators are the card's, in order with submitted work, so everything is done when it is
-  issued.  Times are those of data sheets: what kernels reach in truth is for a card to say.
+  rates.  The caller's own operators are the card's, in order with submitted work: everything is done when it is issued.
 - Any other takes as long as the processor, or as many times as long as its profile says.  What is submitted is put off
   until somebody asks for an event that needs it, and bytes move at the end of their copy: reading before the event is
   done gives old bytes, as on a card.  The timeline can also be told to hurry, for tests that draw the order.
@@ -57,7 +56,7 @@ class Meter:
         self._inside = False
 
     def compute_on(self, stream: EmulatedStream, beside: EmulatedStream) -> None:
-        """The stream that the caller's own operators are queued on, and that of what the processor does meanwhile."""
+        """For the caller's own operators, and for what the processor does meanwhile."""
         self._compute, self._beside = stream, beside
 
     @property
@@ -66,16 +65,10 @@ class Meter:
         return self._profile.launch_us / 1e6
 
     def kernel(self, nbytes: float, flops: float, launches: int = 1) -> None:
-        """The work under way runs a kernel on the card.
-
-        Args:
-            nbytes: that it reads and writes.
-            flops: of its arithmetic.
-        """
+        """The work under way runs a kernel on the card, which reads and writes so many bytes."""
         self._seconds += self.kernel_s(nbytes, flops, launches)
 
     def kernel_s(self, nbytes: float, flops: float, launches: int = 1) -> float:
-        """Seconds of a kernel."""
         profile = self._profile
         busy_s = max(nbytes / (profile.card_gbps * 1e9), flops / (profile.card_tflops * 1e12))
         return launches * self.launch_s + busy_s
@@ -153,25 +146,6 @@ class Meter:
             return
         with self.clock.paced(profile.cpu_slowdown):
             yield
-
-
-class _Called:
-    """While a stream is called: the host's clock stands still, but for what the call takes."""
-
-    __slots__ = ("_call_s", "_timeline")
-
-    def __init__(self, timeline: Timeline, call_s: float) -> None:
-        self._timeline, self._call_s = timeline, call_s
-
-    def __enter__(self) -> None:
-        clock = self._timeline.clock
-        clock.stop(1)
-        self._timeline.lock.acquire()
-        clock.advance(self._call_s)
-
-    def __exit__(self, *_: object) -> None:
-        self._timeline.lock.release()
-        self._timeline.clock.stop(-1)
 
 
 class EmulatedStream(Stream):
@@ -310,8 +284,12 @@ class EmulatedStream(Stream):
             return Direction.H2D if into_ours else Direction.D2H
         return Direction.H2D if self._is_urgent and not into_ours else Direction.D2D
 
-    def _called(self) -> _Called:
-        return _Called(self._timeline, self._call_s)
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """While the stream is called: the host's clock stands still, but for what the call takes."""
+        with self._timeline.clock.stopped(), self._timeline.lock:
+            self._timeline.clock.advance(self._call_s)
+            yield
 
 
 _turn = threading.Lock()

@@ -11,7 +11,6 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,10 +32,7 @@ _WORTH_A_LOOK = 64 * 2**20
 class HostMemory:
     """Allocator of staging buffers and banks: of this class for devices without pinning, so that all is pageable."""
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes currently pinned."""
-        return 0
+    pinned_bytes = 0
 
     def expect(self, nbytes: int) -> None:
         """Announces future allocations: measuring the pinning limit takes seconds."""
@@ -95,28 +91,22 @@ _MAPPED = 2  # cudaHostRegisterMapped: the card's kernels read and write it
 
 def register(address: int, nbytes: int, device: torch.device, how: int = _PORTABLE) -> bool:
     """Pins [address, address + nbytes); returns whether that worked.  The address is page-aligned."""
-    with torch.cuda.device(device):
-        if _succeeded("cudaHostRegister", address, nbytes, how):
-            return True
-        _clear_last_error(device)
-    return False
+    return _succeeded("cudaHostRegister", device, address, nbytes, how)
 
 
 def unregister(address: int, device: torch.device) -> None:
     """Unpins the range at `address`."""
+    _succeeded("cudaHostUnregister", device, address)
+
+
+def _succeeded(function: str, device: torch.device, *arguments: int) -> bool:
     with torch.cuda.device(device):
-        if not _succeeded("cudaHostUnregister", address):
-            _clear_last_error(device)
-
-
-def _succeeded(function: str, *arguments: int) -> bool:
-    return int(getattr(torch.cuda.cudart(), function)(*arguments)) == 0  # type: ignore[no-untyped-call]
-
-
-def _clear_last_error(device: torch.device) -> None:
-    """Clears the runtime's sticky error, which would otherwise be reported by the next kernel launch."""
-    with contextlib.suppress(RuntimeError):
-        torch.empty(1, device=device).fill_(1)  # a kernel, not a memset: only launches check
+        if int(getattr(torch.cuda.cudart(), function)(*arguments)) == 0:  # type: ignore[no-untyped-call]
+            return True
+        # The runtime's sticky error would be reported by the next launch: of a kernel, as only launches check.
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device).fill_(1)
+    return False
 
 
 _log = logging.getLogger(__name__)
@@ -129,28 +119,18 @@ _KEEP_BACK = 0.9
 _RAM_SHARE = 0.8
 
 
-def measure_pinnable(
-    wanted: int, device_index: int = 0, *, timeout_s: float = 60.0, command: Sequence[str] | None = None
-) -> int:
-    """Measures in a child process how much memory can be pinned, chunk by chunk.
+def measure_pinnable(wanted: int, device_index: int = 0, *, timeout_s: float = 60.0) -> int:
+    """Measures in a child process how much memory can be pinned, chunk by chunk, up to `wanted` bytes or for so long.
 
     Pinning too much can be slow, upset the driver or get the process killed; this process is safe from that.
-
-    Args:
-        wanted: most bytes to try.
-        timeout_s: counts what has been pinned by then.
-        command: replaces the probe; prints the bytes pinned so far, one number per line.
 
     Returns:
         bytes, 0 if nothing can be pinned; with a safety margin if below `wanted`.
     """
     wanted = min(wanted, int(available_ram() * _RAM_SHARE))
-    variables: dict[str, str] = {}
-    if command is None:
-        base, variables = python_module("engine.devices.host_memory")
-        command = [*base, str(wanted), str(CHUNK_BYTES), str(device_index)]
+    command, variables = python_module("engine.devices.host_memory")
     child = subprocess.Popen(
-        command,
+        [*command, str(wanted), str(CHUNK_BYTES), str(device_index)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -180,12 +160,7 @@ class PinnedMemory(HostMemory):
         self._device = device
         self.limit = limit
         self._lock = threading.Lock()
-        self._pinned = 0
         self._allocated: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._pinned
 
     def expect(self, nbytes: int) -> None:
         """See `HostMemory.expect`.  The limit is measured once and saved for this machine and driver."""
@@ -212,14 +187,14 @@ class PinnedMemory(HostMemory):
         with self._lock:
             for offset in range(0, nbytes, max(1, chunk)):
                 size = min(chunk, nbytes - offset)
-                if self._pinned + size > self.limit:
+                if self.pinned_bytes + size > self.limit:
                     break
                 address = memory.data_ptr() + offset
                 if not register(address, size, self._device):
                     _log.warning("%s: the driver refused to pin %d bytes, which stay pageable", self._device, size)
                     break
                 chunks.append((address, size))
-                self._pinned += size
+                self.pinned_bytes += size
             self._allocated[memory.untyped_storage().data_ptr()] = memory, chunks
         return memory
 
@@ -229,7 +204,7 @@ class PinnedMemory(HostMemory):
         with self._lock:
             if not register(memory.data_ptr(), memory.nbytes, self._device, _PORTABLE | _MAPPED):
                 raise MemoryError(f"{self._device}: the driver does not map {nbytes:,} bytes of the host's memory")
-            self._pinned += memory.nbytes
+            self.pinned_bytes += memory.nbytes
             chunks = [(memory.data_ptr(), memory.nbytes)]
             self._allocated[memory.untyped_storage().data_ptr()] = memory, chunks
         return memory
@@ -249,7 +224,7 @@ class PinnedMemory(HostMemory):
     def _unpin(self, chunks: list[tuple[int, int]]) -> None:
         for address, size in chunks:
             unregister(address, self._device)
-            self._pinned -= size
+            self.pinned_bytes -= size
 
 
 def _kept_limit(device: torch.device) -> Path:

@@ -29,20 +29,16 @@ class AppleCards:
         self.mps = mps
 
     def is_available(self) -> bool:
-        """Whether there is such a machine, and a system that is new enough."""
         return self.mps.is_available()
 
     def device_count(self) -> int:
-        """1, where there is one."""
         return self.mps.device_count()
 
     def get_device_name(self, _index: int) -> str:
-        """As it is called everywhere."""
         return "Apple graphics"
 
     def get_arch_list(self) -> list[str]:
-        """Torch makes their code at run time."""
-        return ["Metal"]
+        return ["Metal"]  # torch makes their code at run time
 
 
 class AppleStream(InlineStream):
@@ -61,11 +57,7 @@ class AppleStream(InlineStream):
 
 
 def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
-    """Opens the graphics of a chip of Apple's.
-
-    Args:
-        vram_bytes: memory budget; None: what the system recommends and RAM has free, except `HEADROOM_BYTES`.
-    """
+    """Opens the graphics of a chip of Apple's; without a budget, with what the system recommends and RAM has free."""
     mps: Any = kind.torch.mps
     name, place = f"{kind.name}:{index}", torch.device(kind.name, index)
     most = mps.recommended_max_memory()
@@ -91,16 +83,12 @@ def identity_of(_index: int) -> str:
     return f"{platform.processor() or platform.machine()} macOS {platform.mac_ver()[0]} Metal"
 
 
-def _is_built() -> bool:
-    return bool(torch.backends.mps.is_built())
-
-
 MPS = CardKind(
     "mps",
     AppleCards(torch.mps),
     lambda _place: HostMemory(),
     identity_of,
-    is_built=_is_built,
+    is_built=lambda: bool(torch.backends.mps.is_built()),
     opens=open_apple,
     is_automatic=False,
 )

@@ -1,7 +1,7 @@
 """Opens the devices named by `--device`.
 
-Intel's cards come through `torch.xpu`, and have not yet run on one. Their decode steps are not captured: torch's graphs
-for them are too new to be trusted unproven.
+Intel's cards come through `torch.xpu`, and have not yet run on one.  Their decode steps are not captured: torch's
+graphs for them are too new to be trusted unproven.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ def identity_of(index: int) -> str:
     return f"{properties.name} {properties.total_memory >> 20} MiB driver {driver} XPU".replace("driver  ", "")
 
 
-def _is_built() -> bool:
-    return getattr(torch.version, "xpu", None) is not None
-
-
 XPU = CardKind(
     "xpu",
     torch.xpu,
     lambda _place: HostMemory(),
     identity_of,
-    is_built=_is_built,
+    is_built=lambda: getattr(torch.version, "xpu", None) is not None,
     variables=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
 )
 

@@ -64,31 +64,27 @@ class TimedEvent:
 
     @property
     def started_s(self) -> float:
-        self._require_done()
-        return self.start_s
+        return self._done_s()[0]
 
     @property
     def ended_s(self) -> float:
-        self._require_done()
-        assert self.end_s is not None
-        return self.end_s
+        return self._done_s()[1]
 
     def settle(self, start_s: float, end_s: float) -> None:
         """Called by the timeline."""
         self.start_s, self.end_s = start_s, end_s
 
-    def _require_done(self) -> None:
-        if not self.done():
+    def _done_s(self) -> tuple[float, float]:
+        if not self.done() or self.end_s is None:
             raise RuntimeError("the event is not done")
+        return self.start_s, self.end_s
 
 
 @dataclass
 class Wire:
     """One direction of a link: one copy at a time, and small urgent ones overtake.
 
-    Attributes:
-        urgent_until_s, big_until_s: when the last urgent copy and the last large one are through.
-        big: the queue whose large copy is under way.
+    `*_until_s`: when the last of each is through; `big`: the queue whose large copy is under way.
     """
 
     bytes_per_s: float
@@ -123,7 +119,6 @@ class Queue:
     """What one stream was given and has not been played.
 
     Attributes:
-        name: of the stream.
         free_s: end of what was played last.
         end_s: of the large copy under way.
         is_running: whether what was put off is being done, the first of the items.

@@ -35,14 +35,16 @@ def test_nothing_can_be_pinned_without_a_card() -> None:
         ("print('nonsense'); print(-5); print('1e9')", 0),
     ],
 )
-def test_what_the_child_got_counts(script: str, expected: int) -> None:
-    assert measure_pinnable(8 * MB, command=child(script)) == expected
+def test_what_the_child_got_counts(script: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "python_module", lambda _name: (child(script), {}))
+    assert measure_pinnable(8 * MB) == expected
 
 
-def test_a_child_that_hangs_is_ended_and_what_it_got_counts() -> None:
+def test_a_child_that_hangs_is_ended_and_what_it_got_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     # A child that had no time to print has got nothing.
     script = f"print({4 * MB}, flush=True); time.sleep(600)"
-    assert measure_pinnable(8 * MB, timeout_s=0.5, command=child(script)) in (0, int(4 * MB * 0.9))
+    monkeypatch.setattr(host_memory, "python_module", lambda _name: (child(script), {}))
+    assert measure_pinnable(8 * MB, timeout_s=0.5) in (0, int(4 * MB * 0.9))
 
 
 def test_what_can_be_pinned_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
