@@ -22,10 +22,9 @@ from engine.kernels.cuda import driver
 from engine.kernels.cuda.__main__ import all_kernels
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc, usage_of
-from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import CompileError, Usage
 from engine.kernels.cuda.products import ProductArguments, product_kernel
-from engine.kernels.gpu.norms import norm_of
+from engine.kernels.gpu.norms import NORM_KERNEL
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import needs_compiler
 
@@ -121,9 +120,9 @@ def test_what_hip_refuses_is_said_in_a_sentence(seen: Seen, stub: ctypes.CDLL) -
 
 
 def test_modules_ask_an_amd_card_for_its_kernels(seen: Seen) -> None:
-    assert norm_of(torch.device("cuda", 0)) is not None
+    assert driver.card_of(torch.device("cuda", 0)) is not None
     assert driver.nvidia_card(torch.device("cuda", 0)) is None
-    assert norm_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None
 
 
 def test_without_hip_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch, stub: ctypes.CDLL, site: Path) -> None:

@@ -173,10 +173,10 @@ def works(
     import torch
 
     from engine.formats.int4 import INT4
-    from engine.kernels.cuda.norm import CudaNorm
-    from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
-    from engine.kernels.cuda.router import CudaRouter, Routing
     from engine.kernels.gpu.linear import CardLinear, JoinedLinears
+    from engine.kernels.gpu.norms import CudaNorm
+    from engine.kernels.gpu.rotations import CudaRotary, HeadNorms, RotaryForm
+    from engine.kernels.gpu.routers import CudaRouter, Routing
     from engine.kernels.repack import quantise
 
     generator = torch.Generator().manual_seed(1)

@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import Launcher
-from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import pointer
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType

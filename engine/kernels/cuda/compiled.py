@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from engine.common.files import write_whole
 from engine.common.paths import cache_dir
 from engine.formats.ggml import GRIDS
 from engine.kernels.cuda.nvrtc import Machine, Nvrtc, architecture_for, find_nvrtc
 
+STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""As `state_at` in states.h has them."""
 SOURCES = Path(__file__).resolve().parent / "src"
 _MARK = b"switchyard cubin 1\n"
 _OPTIONS = ("-std=c++17", "--ptxas-options=-v")

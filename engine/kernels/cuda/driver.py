@@ -13,11 +13,11 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -276,6 +276,15 @@ def card_of(device: torch.device) -> Card | None:
     if device.type != "cuda":
         return None
     return _card(device.index if device.index is not None else torch.cuda.current_device())
+
+
+Kernels = TypeVar("Kernels")
+
+
+def on_card(device: torch.device, make: Callable[[Launcher], Kernels]) -> Kernels | None:
+    """The kernels of a card, if it runs any."""
+    card = card_of(device)
+    return make(card) if card is not None else None
 
 
 def nvidia_card(device: torch.device) -> NvidiaCard | None:

@@ -10,9 +10,8 @@ import torch
 from engine.formats import FORMATS
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.cuda.attention import Splits
-from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import Launcher
-from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import PLAIN, TILED, pointer
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType

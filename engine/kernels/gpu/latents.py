@@ -17,9 +17,9 @@ import torch
 
 from engine.families.library import code_of
 from engine.formats.tiles import TiledMatrix
-from engine.kernels.cuda.driver import card_of
+from engine.kernels.cuda.compiled import STATES
+from engine.kernels.cuda.driver import on_card
 from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
-from engine.kernels.cuda.norm import STATES
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.norms import CardNorm
 from engine.kernels.gpu.pages import PageTable
@@ -65,12 +65,6 @@ class LatentContext:
     table: PageTable
     held: torch.Tensor
     window: int
-
-
-def latents_of(device: torch.device) -> CudaLatents | None:
-    """The kernels of a card, if it runs any."""
-    card = card_of(device)
-    return CudaLatents(card) if card is not None else None
 
 
 class CardLatents:
@@ -174,7 +168,7 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
             continue
         place = norm.weight.device
         if place not in kernels:
-            kernels[place] = latents_of(place)
+            kernels[place] = on_card(place, CudaLatents)
         kernel = kernels[place]
         made = _made(module, kernel, norm, angles) if kernel is not None else None
         if made is not None:

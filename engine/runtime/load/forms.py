@@ -17,7 +17,7 @@ from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, c
 from engine.formats.ggml import GGML
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix
-from engine.kernels.dense import is_held_quantised, quantised_sizes
+from engine.kernels.gpu.linear import is_held_quantised, quantised_sizes
 from engine.kernels.interface import activation_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import formats_of_linears, large_linears
