@@ -29,10 +29,10 @@ class AppleCards:
         self.mps = mps
 
     def is_available(self) -> bool:
-        return self.mps.is_available()
+        return bool(self.mps.is_available())
 
     def device_count(self) -> int:
-        return self.mps.device_count()
+        return int(self.mps.device_count())
 
     def get_device_name(self, _index: int) -> str:
         return "Apple graphics"

@@ -20,6 +20,7 @@ import torch
 from engine.common import clock
 from engine.devices.device import Device, Direction, Event, upload
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.experts.activations import Buffer
 from engine.experts.dispatcher import BUNDLED_BYTES, DECODE_TOKENS, HybridExperts, Working
 from engine.experts.executor import StepObserver
 from engine.experts.prediction.target import VramPrefetch
@@ -43,8 +44,8 @@ class Between:
     def __init__(self, source: Device, target: Device) -> None:
         self.source, self.target = source, target
         self.direct_s = self.hosted_s = 0.0
-        self._there: torch.Tensor | None = None
-        self._host: torch.Tensor | None = None
+        self._there = Buffer(lambda n: target.memory.allocate(n, MemoryCategory.ACTIVATIONS), target.memory.release)
+        self._host = Buffer(source.host_memory.allocate, source.host_memory.release)
         self._read: Event | None = None
 
     @property
@@ -92,11 +93,8 @@ class Between:
 
     def close(self) -> None:
         """Frees the buffers, which must no longer be in use.  Idempotent."""
-        if self._there is not None:
-            self.target.memory.release(self._there)
-        if self._host is not None:
-            self.source.host_memory.release(self._host)
-        self._there = self._host = None
+        self._there.free()
+        self._host.free()
 
     def _carry(
         self, tensor: torch.Tensor, landed: torch.Tensor | None, *, is_direct: bool
@@ -113,22 +111,21 @@ class Between:
             (target if is_direct else source).wait(computed)
         if is_direct:
             return there, target.copy(there, tensor, _LABEL, direction=Direction.P2P)
-        assert self._host is not None
-        host = self._host[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        host = self._host.get(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         target.wait(source.copy(host, tensor, _LABEL, direction=Direction.D2H))
         return there, target.copy(there, host, _LABEL, direction=Direction.H2D)
 
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
         needed = tensor.nbytes
-        if self._there is None or self._host is None or self._there.nbytes < needed:
+        if self._there.nbytes < needed:
             self.target.small_copy_stream.synchronize()
             if self._read is not None:
                 self._read.wait()
             self.close()
             roomy = 1 << max(12, (needed - 1).bit_length())
-            self._there = self.target.memory.allocate(roomy, MemoryCategory.ACTIVATIONS)
-            self._host = self.source.host_memory.allocate(roomy)
-        return self._there[:needed].view(tensor.dtype).view(tensor.shape)
+            self._there.get(roomy)
+            self._host.get(roomy)
+        return self._there.get(needed).view(tensor.dtype).view(tensor.shape)
 
     def _timed(self, tensor: torch.Tensor, *, is_direct: bool) -> float:
         begun_s = clock.now()

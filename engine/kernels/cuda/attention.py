@@ -51,8 +51,6 @@ _TYPES = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.INT8: "KvInt8", K
 
 
 class AttentionArguments(ctypes.Structure):
-    """`AttentionArguments` in attention.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "out", "held", "table", "sinks")),
         *((name, ctypes.c_void_p) for name in ("parts", "arrived")),

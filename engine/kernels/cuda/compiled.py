@@ -1,4 +1,7 @@
-"""Machine code of the kernels, kept on disk by what it was made from: sources, options, compiler, card and driver."""
+"""Machine code of the kernels, kept on disk by what it was made from: sources, options, compiler, card and driver.
+
+Structures of arguments are called as in their sources, beside these in `src`.
+"""
 
 from __future__ import annotations
 

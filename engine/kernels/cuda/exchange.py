@@ -27,8 +27,6 @@ _ENTRIES = 16 * _THREADS
 
 
 class ExchangeArguments(ctypes.Structure):
-    """`ExchangeArguments` in exchange.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("shared", "own", "slot_of", "ids", "shares", "x", "outputs", "out")),
         *((name, ctypes.c_int64) for name in ("limit_ns", "rows_at", "answer_at", "records_at")),

@@ -34,8 +34,6 @@ class _Tiles(ctypes.Structure):
 
 
 class LatentQueries(ctypes.Structure):
-    """`LatentQueries` in latent_queries.cu."""
-
     _fields_ = (
         ("matrix", _Tiles),
         *((name, ctypes.c_void_p) for name in ("queries", "latents", "norm", "cosines", "sines", "out")),
@@ -49,8 +47,6 @@ class LatentQueries(ctypes.Structure):
 
 
 class LatentAttention(ctypes.Structure):
-    """`LatentAttention` in latent_attention.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "out", "held", "table", "parts", "arrived")),
         *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
@@ -60,8 +56,6 @@ class LatentAttention(ctypes.Structure):
 
 
 class LatentValues(ctypes.Structure):
-    """`LatentValues` in latent_values.cu."""
-
     _fields_ = (
         ("matrix", _Tiles),
         *((name, ctypes.c_void_p) for name in ("mixed", "out")),

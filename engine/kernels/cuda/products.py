@@ -54,8 +54,6 @@ class ActivationArguments(ctypes.Structure):
 
 
 class ProductArguments(ctypes.Structure):
-    """`ProductArguments` in products.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out", "ids", "slot_of", "records", "base", "shares")),
         *((name, ctypes.c_void_p) for name in ("parts", "arrived", "absent")),
@@ -205,8 +203,6 @@ _RUN = 32
 
 
 class UnpackArguments(ctypes.Structure):
-    """`UnpackArguments` in unpack.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "table", "out")),
         *((name, ctypes.c_int) for name in ("columns", "rows", "pairing")),
@@ -270,14 +266,10 @@ class GroupsArguments(ctypes.Structure):
 
 
 class RoundedRows(ctypes.Structure):
-    """`RoundedRows` in groups.h."""
-
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales"))
 
 
 class RoundArguments(ctypes.Structure):
-    """`RoundArguments` in round_rows.cu."""
-
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("groups", GroupsArguments),
@@ -287,8 +279,6 @@ class RoundArguments(ctypes.Structure):
 
 
 class GroupProductArguments(ctypes.Structure):
-    """`GroupProductArguments` in group_products.cu."""
-
     _fields_ = (
         ("out", ctypes.c_void_p),
         ("groups", GroupsArguments),

@@ -17,8 +17,6 @@ ANGLES_KERNEL = Kernel("angles.cu", "angles_kernel", 128)
 
 
 class AngleArguments(ctypes.Structure):
-    """`AngleArguments` in angles.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("positions", "frequencies", "cosines", "sines")),
         *((name, ctypes.c_int) for name in ("pairs", "times", "step", "states")),

@@ -21,8 +21,6 @@ NORM_KERNEL = Kernel("norm.cu", "norm_kernel", 128)
 
 
 class NormArguments(ctypes.Structure):
-    """`NormArguments` in norm.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "added", "sum", "out", "weights")),
         ("step", ctypes.c_int64),

@@ -26,8 +26,6 @@ _HEADS_OF_BLOCK = 4
 
 
 class HeadsOf(ctypes.Structure):
-    """`HeadsOf` in rotary.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out", "weights")),
         *((name, ctypes.c_int64) for name in ("row_step", "head_step")),
@@ -36,8 +34,6 @@ class HeadsOf(ctypes.Structure):
 
 
 class RotaryArguments(ctypes.Structure):
-    """`RotaryArguments` in rotary.cu."""
-
     _fields_ = (
         ("queries", HeadsOf),
         ("keys", HeadsOf),

@@ -30,8 +30,6 @@ _ALIGNMENT = 16
 
 
 class RouterArguments(ctypes.Structure):
-    """`RouterArguments` in router.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "correction")),
         *((name, ctypes.c_void_p) for name in ("logits", "chosen", "shares", "arrived")),

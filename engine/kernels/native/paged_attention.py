@@ -32,8 +32,6 @@ class KvType(IntEnum):
 
 
 class PagedLayerStruct(ctypes.Structure):
-    """`SwitchyardPagedLayer`."""
-
     _fields_ = (
         ("held", PagesStruct),
         ("sinks", ctypes.c_void_p),
@@ -43,8 +41,6 @@ class PagedLayerStruct(ctypes.Structure):
 
 
 class StatesStruct(ctypes.Structure):
-    """`SwitchyardStates`."""
-
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("token_step", ctypes.c_int64),
@@ -251,7 +247,6 @@ class CompressedPages:
         )
 
     def held(self, window: int) -> PagesStruct:
-        """See `PagedLayer.held`."""
         struct, entries = self.recent.held(window), self.entries
         struct.entries, struct.entry_step = entries.keys.data_ptr(), entries.keys.stride(0)
         if entries.index is not None:
@@ -273,12 +268,10 @@ class CompressedPages:
         return self.recent.page_bytes + self.entries.page_bytes
 
     def resize(self, pages: int) -> None:
-        """See `PagedLayer.resize`."""
         self.recent.resize(pages)
         self.entries.resize(pages)
 
     def discard(self, pages: Sequence[int]) -> None:
-        """See `PagedLayer.discard`."""
         self.recent.discard(pages)
         self.entries.discard(pages)
 
@@ -330,7 +323,6 @@ class StatePages:
         return self.recent is not before[0] or self.states is not before[1]
 
     def discard(self, pages: Sequence[int]) -> None:
-        """See `PagedLayer.discard`."""
         for part in (self.recent, self.states):
             if part.numel() and part.device.type == "cpu":
                 _discard(part, pages)
@@ -483,8 +475,6 @@ _NO_RANGE = 2
 
 
 class PromptStruct(ctypes.Structure):
-    """`SwitchyardPrompt`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_head", "value_token", "value_head")),
