@@ -7,8 +7,8 @@ import torch
 
 from engine.formats import FORMATS
 from engine.formats.tiles import TiledMatrix, dequantise, rows_of
-from engine.kernels import dense
 from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.gpu import linear as dense
 from engine.kernels.gpu.linear import CardLinear, JoinedLinears, can_join
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native import linear
