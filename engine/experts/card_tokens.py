@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from engine.common import clock
 from engine.experts.cache.policies import Key
 from engine.experts.dispatcher import HybridExperts
+from engine.experts.executor import record_uses
 from engine.experts.misses import MIXED
 from engine.experts.path_choice import CopyPace, PathChoice
-from engine.experts.recording import record_uses
 from engine.experts.vram_cache import VramCache
 from engine.formats.layouts import RecordLayout
 from engine.kernels.cuda.driver import SharingLauncher

@@ -20,11 +20,10 @@ from engine.common.falls import FALLS
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
-from engine.experts.executor import PartialSums, Routing, StepObserver
+from engine.experts.executor import PartialSums, Routing, StepObserver, record_uses
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, ExpertLayer, Step, Way, ways_of
 from engine.experts.record_source import Arrivals, Held, RecordSource
-from engine.experts.recording import record_uses
 from engine.experts.shares import PromptChoice, PromptWay, prompt_prices, split_among
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
