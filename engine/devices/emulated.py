@@ -107,11 +107,7 @@ class Meter:
 
     @contextmanager
     def on_card(self) -> Iterator[None]:
-        """Within, the caller's operators are the card's; `kernel` says what they cost, and at the end the host waits.
-
-        Raises:
-            EngineError: the card was closed.
-        """
+        """Within, the caller's operators are the card's; `kernel` says what they cost, and at the end the host waits."""
         assert self._compute is not None
         self._inside = True
         try:

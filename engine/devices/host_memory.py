@@ -42,9 +42,6 @@ class HostMemory:
 
         Args:
             unit: bytes copied at a time: no copy may cross a multiple of it.  None: all at once.
-
-        Raises:
-            MemoryError: not enough free memory.
         """
         return allocate_host(nbytes)
 
@@ -64,11 +61,7 @@ class HostMemory:
 
 
 def allocate_host(nbytes: int) -> torch.Tensor:
-    """Page-aligned bytes [nbytes] on the CPU, not initialised, in huge pages where it is large enough for them.
-
-    Raises:
-        MemoryError: not enough free memory.
-    """
+    """Page-aligned bytes [nbytes] on the CPU, not initialised, in huge pages where it is large enough for them."""
     if nbytes >= _WORTH_A_LOOK and nbytes > (free := available_ram()):
         raise MemoryError(f"{nbytes:,} bytes requested, but only {free:,} are free")
     memory = aligned(nbytes, torch.device("cpu"))

@@ -78,9 +78,6 @@ class Activations:
 
         Args:
             is_computed: the host knows that it is: the copy does not wait for what the device was given since.
-
-        Raises:
-            EngineError: the device failed.
         """
         device = self.device
         is_computed &= tensor.is_contiguous()
@@ -92,11 +89,7 @@ class Activations:
         return target
 
     def bundle_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `to_host`, for several tensors in one copy, which pays the link's latency once.
-
-        Raises:
-            EngineError: the device failed.
-        """
+        """As `to_host`, for several tensors in one copy, which pays the link's latency once."""
         device = self.device
         signature = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         bundle = self._bundles.get(signature)
@@ -115,12 +108,7 @@ class Activations:
         return bundle.landed_pieces
 
     def outgoing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory to fill for `to_device`; waits until its previous content has been copied to the device.
-
-        Raises:
-            DeviceMemoryError: it does not fit on the device.
-            EngineError: the device failed.
-        """
+        """Host memory to fill for `to_device`; waits until its previous content has been copied to the device."""
         device, needed = self.device, math.prod(shape) * dtype.itemsize
         if self._going_up is not None:
             self._going_up.wait()
@@ -135,9 +123,6 @@ class Activations:
         """Copies `outgoing` to the device: the target tensor, and the event of the copy.
 
         The target is valid until the next call, whose copy waits for the event given to `read_until`.
-
-        Raises:
-            EngineError: the device has been closed.
         """
         stream = self.device.small_copy_stream
         landed = _as(self._landed.get(outgoing.nbytes), outgoing)
@@ -152,22 +137,14 @@ class Activations:
         self._read = event
 
     def rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised device memory for the compute stream, reused by each layer.
-
-        Raises:
-            DeviceMemoryError: it does not fit on the device.
-        """
+        """Uninitialised device memory for the compute stream, reused by each layer."""
         needed = math.prod(shape) * dtype.itemsize
         if self._rows.nbytes < needed:
             self.device.compute_stream.synchronize()
         return self._rows.get(needed).view(dtype).view(shape)
 
     def _room(self, needed: int) -> torch.Tensor:
-        """Device memory of so many bytes, or some more if there is plenty.
-
-        Raises:
-            DeviceMemoryError: it does not fit on the device.
-        """
+        """Device memory of so many bytes, or some more if there is plenty."""
         memory, roomy = self.device.memory, _roomy(needed)
         if roomy <= memory.free // _ROOMY_SHARE:
             with contextlib.suppress(DeviceMemoryError):
@@ -180,11 +157,7 @@ class Activations:
         return self._landed.nbytes + self._rows.nbytes
 
     def shrink(self) -> int:
-        """Frees the device's buffers until the next step needs some, perhaps smaller ones; returns the bytes freed.
-
-        Raises:
-            EngineError: the device failed.
-        """
+        """Frees the device's buffers until the next step needs some, perhaps smaller ones; returns the bytes freed."""
         freed = self.nbytes
         if freed:
             if self._going_up is not None:

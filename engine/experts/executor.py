@@ -392,11 +392,7 @@ class ExpertExecutor:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `engine.kernels.interface.ExpertKernel`.
-
-        Raises:
-            EngineError: an expert could not be read.
-        """
+        """See `engine.kernels.interface.ExpertKernel`."""
         visits = top_k_index.numel()
         if not visits:
             return torch.zeros_like(hidden_states)

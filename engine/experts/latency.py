@@ -237,10 +237,6 @@ def measure(
         cpu_kernel: bound to `bank`.
         make_kernel: binds a kernel to slots on the device.
         budget_s: measuring stops after this time; at least one token and one copy are always timed.
-
-    Raises:
-        DeviceMemoryError: one record does not fit on the device.
-        EngineError: the device failed.
     """
     memory = _slots(device, bank.layout.nbytes)
     try:

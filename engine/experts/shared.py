@@ -54,11 +54,7 @@ class Between:
         return self.direct_s <= self.hosted_s
 
     def measure(self) -> None:
-        """Times both ways.
-
-        Raises:
-            EngineError: a device failed, or has no memory for it.
-        """
+        """Times both ways."""
         direct_s = hosted_s = 0.0
         for nbytes in TRIED_BYTES:
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.source.torch_device)
@@ -77,9 +73,6 @@ class Between:
         Args:
             tensor: contiguous, as the source's compute stream leaves it.
             landed: the same on the host, if it is there already and stays until the copy has ended.
-
-        Raises:
-            EngineError: a device failed, or has no memory for it.
         """
         return self._carry(tensor, landed, is_direct=landed is None and self.is_direct)
 

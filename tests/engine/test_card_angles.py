@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.cuda import driver
+from engine.kernels.gpu import angles
 from engine.kernels.gpu.angles import CardAngles, CudaAngles, speed_up_angles
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.tiny_families import tiny_model
@@ -39,7 +40,7 @@ def test_cosines_and_sines(dtype: torch.dtype, positions: list[int], pairs: int,
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
-    monkeypatch.setattr(driver, "card_of", lambda device: found)
+    monkeypatch.setattr(angles, "on_card", lambda device, make: make(found))
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.cuda import driver
+from engine.kernels.gpu import norms
 from engine.kernels.gpu.norms import CardNorm, CudaNorm, speed_up_norms
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
@@ -40,7 +41,7 @@ class _OtherRMSNorm(_RMSNorm):
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
-    monkeypatch.setattr(driver, "card_of", lambda device: found)
+    monkeypatch.setattr(norms, "on_card", lambda device, make: make(found))
     return found
 
 

@@ -167,11 +167,7 @@ def nvidia_kernels() -> list[Kernel]:
 
 
 def usage_rows() -> Iterator[list[str]]:
-    """Registers of each kernel by architecture, as far as the compiler that is found knows them; + where they spill.
-
-    Raises:
-        CompileError: there is no compiler.
-    """
+    """Registers of each kernel by architecture, as far as the compiler that is found knows them; + where they spill."""
     compiler = find_nvrtc()
     known = [each for each in _ARCHITECTURES if each in compiler.architectures()]
     yield ["kernel", "KiB shared", *(f"sm_{each}" for each in known)]

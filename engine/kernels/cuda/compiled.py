@@ -66,11 +66,7 @@ def sources_of(kernel: Kernel) -> tuple[str, dict[str, str], list[str]]:
 
 
 def compile_kernel(kernel: Kernel, architecture: int, nvrtc: Nvrtc) -> Machine:
-    """Machine code for cards of compute capability `architecture` (as 89).
-
-    Raises:
-        CompileError: the compiler refuses it.
-    """
+    """Machine code for cards of compute capability `architecture` (as 89)."""
     source, headers, defines = sources_of(kernel)
     return nvrtc.compile(source, kernel.source, headers, (*_OPTIONS, f"-arch=sm_{architecture}", *defines))
 

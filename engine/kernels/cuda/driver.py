@@ -86,20 +86,12 @@ class Card(ABC):
         return int(self._properties.multi_processor_count)
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        """Compiles kernels at the same time, so that nobody waits for them one by one.
-
-        Raises:
-            CompileError: one cannot be compiled.
-        """
+        """Compiles kernels at the same time, so that nobody waits for them one by one."""
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(self._code, kernels))
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
-        """Queues a kernel on PyTorch's current stream of this card.
-
-        Raises:
-            CompileError, DriverError: it cannot be compiled, loaded or started.
-        """
+        """Queues a kernel on PyTorch's current stream of this card."""
         with torch.cuda.device(self._device):
             self._enter()
             function = self._functions.get(kernel) or self._load(kernel)
@@ -184,11 +176,7 @@ def find_hiprtc() -> Hiprtc:
 
 
 def compile_for(kernel: Kernel, architecture: str, hiprtc: Hiprtc) -> Machine:
-    """Machine code for cards of an architecture, such as gfx1100.
-
-    Raises:
-        CompileError: the compiler refuses it.
-    """
+    """Machine code for cards of an architecture, such as gfx1100."""
     source, headers, defines = sources_of(kernel)
     options = (*_OPTIONS, f"--offload-arch={architecture}", *defines)
     return hiprtc.compile(source, kernel.source, headers, options)

@@ -54,9 +54,6 @@ class NativeExchange:
         most: experts that a row chooses in a layer, up to `MOST_CHOSEN`.
         rows: most of a token; all of them choose up to `MOST_VISITS`.
         allocate: makes what the card and the host share, uint8 on the CPU and page-aligned; it is used until `close`.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
     """
 
     def __init__(

@@ -359,9 +359,6 @@ def attention_rows(
 
     Returns:
         float32.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
     """
     hidden, cos, sin = (each.float().contiguous() for each in (hidden, cos, sin))
     out = torch.empty_like(hidden)
@@ -389,9 +386,6 @@ def route_rows(
 
     Args:
         block: its norm and its router; `hidden` is float32, contiguous.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
     """
     tokens, width = hidden.shape[0], block.router.top_k
     normed = torch.empty_like(hidden, dtype=torch.bfloat16)
@@ -417,11 +411,7 @@ class RowsLinear:
         return type(module) is torch.nn.Linear and is_readable(module)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """[.., columns] -> [.., rows] in bf16; other types use the original forward.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`.
-        """
+        """[.., columns] -> [.., rows] in bf16; other types use the original forward."""
         if input.dtype != torch.bfloat16:
             return self._library_forward(input)
         rows = input.reshape(-1, self._struct.columns).contiguous()

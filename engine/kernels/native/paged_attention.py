@@ -443,9 +443,6 @@ def attend(
 
     Returns:
         [T, heads, value_dim], of the same type, contiguous.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
     """
     states = [_states(tensor) for tensor in (queries, keys, values)]
     out = queries.new_empty(queries.shape[0], layer.heads, layer.value_dim)
@@ -507,9 +504,6 @@ def attend_prompt(
         keys, values: bf16 [kv_heads, held, key_dim] and [kv_heads, held, value_dim].
         scale: of scores; positive.
         sees: bool [T, held], whether a token sees a key; `None`: all before it, and itself.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
     """
     queries, values = _with_whole_heads(queries), _with_whole_heads(values)
     if keys.stride(2) != 1 or keys.stride(1) != keys.shape[2]:
