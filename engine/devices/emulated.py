@@ -42,11 +42,7 @@ from engine.hardware.profiles import DeviceProfile
 
 
 class Meter:
-    """What work costs on a card whose time is modelled, and on the processor that belongs to it.
-
-    Attributes:
-        clock: that it is charged to.
-    """
+    """What work costs on a card whose time is modelled, and on the processor that belongs to it."""
 
     def __init__(self, timeline: Timeline, profile: DeviceProfile) -> None:
         self.clock, self._timeline, self._profile = timeline.clock, timeline, profile
@@ -107,7 +103,7 @@ class Meter:
 
     @contextmanager
     def on_card(self) -> Iterator[None]:
-        """Within, the caller's operators are the card's; `kernel` says what they cost, and at the end the host waits."""
+        """Within, the caller's operators are the card's; `kernel` says what they cost; the host waits at the end."""
         assert self._compute is not None
         self._inside = True
         try:

@@ -61,9 +61,6 @@ def card_count(spec: str) -> int:
 def open_automatic(vram_bytes: int | None = None) -> tuple[list[Device], str]:
     """What `auto` means: the cards of the first kind of which one can be used; the caller closes them.
 
-    Args:
-        vram_bytes: memory budget of each device.
-
     Returns:
         The cards, none if that is the CPU; and a sentence on those that cannot be used, or nothing to say.
     """

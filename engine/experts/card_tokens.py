@@ -29,7 +29,7 @@ from engine.experts.misses import MIXED
 from engine.experts.path_choice import CopyPace, PathChoice
 from engine.experts.vram_cache import VramCache
 from engine.formats.layouts import RecordLayout
-from engine.kernels.cuda.driver import SharingLauncher
+from engine.kernels.cuda.driver import NvidiaCard
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.native.exchange import MISSED, MOST_CHOSEN, MOST_VISITS, NativeExchange
@@ -127,7 +127,7 @@ class CardTokens:
         layers: Sequence[HybridExperts],
         kernels: NativeKernels,
         per_token: int,
-        card: SharingLauncher | None = None,
+        card: NvidiaCard | None = None,
     ) -> None:
         self.is_open, self._per_token = False, per_token
         self._layers, self._device, self._host_memory = list(layers), layers[0].device, layers[0].device.host_memory
@@ -167,7 +167,7 @@ class CardTokens:
         self.choice = choice_for(layers, per_token) if any(layer.mode == MIXED for layer in layers) else None
 
     @staticmethod
-    def can_run(layers: Sequence[HybridExperts], per_token: int, card: SharingLauncher | None = None) -> bool:
+    def can_run(layers: Sequence[HybridExperts], per_token: int, card: NvidiaCard | None = None) -> bool:
         """Whether the native kernels compute all of these from RAM, and they or those of the card from slots."""
         return (
             bool(layers)
@@ -462,7 +462,7 @@ _LIKE = 0.999
 
 
 def tried_tokens(
-    layers: Sequence[HybridExperts], kernels: NativeKernels, per_token: int, card: SharingLauncher
+    layers: Sequence[HybridExperts], kernels: NativeKernels, per_token: int, card: NvidiaCard
 ) -> tuple[CardTokens | None, str]:
     """`CardTokens` that give what the CPU gives, or why there are none, in a few words.  Raises nothing.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from engine.kernels.native.experts import MAX_TOKENS
 from engine.telemetry import lanes
 from engine.telemetry.lanes import CPU_EXPERTS, DENSE, EXPERTS
 from engine.telemetry.recorder import RECORDER, DeviceWork
+
+if TYPE_CHECKING:
+    from engine.experts.ram_tier import RamTier
 
 LAYER_NUMBER = "_switchyard_layer_number"
 """Attribute of an experts module: the number of its decoder layer, for the timeline."""
@@ -51,9 +54,6 @@ def recorded_experts(
     """Calls `kernel` and records its spans.
 
     A kernel with `records_itself` records its own spans, and reports its submissions to `RECORDER.queued`, if set.
-
-    Args:
-        place: where the dense part of the layer is.
     """
     recorder, queued = RECORDER, RECORDER.queued
     records_itself = getattr(kernel, "records_itself", False)
@@ -241,9 +241,6 @@ class PartialSums:
             out: [visits, H] on the host, with `hidden`'s dtype, for `add` once it has been copied to the device; None
                 if the rows are on the host, too.
             most: rows per kernel call, unless one expert has more.
-
-        Returns:
-            How long it took, in seconds.
         """
         begun_ns, begin = clock.now_ns(), 0
         for pairs, slots, counts in self._calls(experts, slot_of, most):
@@ -356,13 +353,6 @@ class StepObserver(Protocol):
         """
 
 
-class PromptObserver(Protocol):
-    """Observes which experts prompts use, to read those of the next layer."""
-
-    def begun(self, layer: int, wanted: int, read: Iterable[int]) -> None:
-        """All experts of a layer have been requested: their number, and those that have to be read."""
-
-
 class ExpertExecutor:
     """An `ExpertKernel` for one layer, computed on the CPU: first the experts in RAM, while the others are read.
 
@@ -380,7 +370,7 @@ class ExpertExecutor:
         source: RecordSource,
         number: int,
         observer: StepObserver | None = None,
-        ahead: PromptObserver | None = None,
+        ahead: RamTier | None = None,
     ) -> None:
         self.source = source
         self._number, self.observer = number, observer

@@ -132,11 +132,7 @@ class _Slots:
             self.tier.renew_sampler()
 
     def _move_down(self, removed: list[Slot]) -> list[Slot]:
-        """Compacts: moves unpinned experts from the highest slots into these, as only whole huge pages can be freed.
-
-        Returns:
-            The slots that are free instead.
-        """
+        """Compacts: moves unpinned experts from the highest slots into these, as only whole huge pages can be freed."""
         limit, pool, records = self.pool.capacity, self.pool, self.slots.records
         high = [(key, slot) for key, slot in pool.residents.items() if slot >= limit and not pool.is_used(key)]
         low = [slot for slot in removed if slot < limit]
@@ -394,7 +390,7 @@ class RamTier:
         return len(reads) - failed
 
     def begun(self, layer: int, wanted: int, read: Iterable[int]) -> None:
-        """See `engine.experts.executor.PromptObserver`: reads a prompt's next layer before it is routed, since most of
+        """A prompt has asked for all experts of a layer: reads its next layer before that is routed, since most of
         its experts will be needed anyway.
 
         Otherwise the disk would idle during attention, between the last read of one layer and the first of the next.
@@ -416,9 +412,6 @@ class RamTier:
 
         Experts that are pinned or in flight keep their slots, so the budget may not be reached until a later call.
         It is raised to the minimum that a step needs.
-
-        Returns:
-            Bytes of all slots now.
         """
         with self._changed:
             self._check_open()

@@ -41,11 +41,7 @@ class Held:
 
 
 class RecordSource:
-    """One layer's records; of this class if all of them are in RAM and stay there.
-
-    Attributes:
-        has_all: whether all records are always in RAM.
-    """
+    """One layer's records; of this class if all of them are in RAM and stay there."""
 
     has_all = True
 
@@ -94,12 +90,7 @@ class _PartHeld(Held):
 
 
 class PartOfRecords(RecordSource):
-    """Some of a layer's records as if they were a layer.
-
-    Args:
-        whole: the layer's.
-        own: which they are.
-    """
+    """Some of a layer's records as if they were a layer."""
 
     def __init__(self, whole: RecordSource, own: range) -> None:
         self._whole, self._first = whole, own.start

@@ -176,9 +176,6 @@ def belady_hits(trace: RoutingTrace, slots: int, *, per_layer: bool) -> NDArray[
 
     Args:
         slots: size of each layer's own cache, or of the one global cache.
-
-    Returns:
-        int64 [layers].
     """
     hits = np.zeros(trace.layers, np.int64)
     if slots <= 0:

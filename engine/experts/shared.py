@@ -164,9 +164,6 @@ class SharedExperts:
     Args:
         parts: of the cards in order, the first one's first.
         number: of the layer, for the observer.
-
-    Attributes:
-        observer: observes decode steps; may be set later.
     """
 
     records_itself = True

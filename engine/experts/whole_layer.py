@@ -289,7 +289,7 @@ class LayerBuffers:
         return half
 
     def bring(self, half: Half, experts: Sequence[int]) -> None:
-        """Starts copying those of `experts` that are missing in the half: in this order if in RAM, else as they arrive."""
+        """Starts copying those of `experts` that the half lacks: in this order if in RAM, else as they arrive."""
         layer = half.layer
         assert layer is not None
         stream, copied = self.device.h2d_stream, half.copied

@@ -116,11 +116,7 @@ class Adapter:
 
 
 def adapters(library: Any = None) -> Iterator[Adapter]:
-    """The cards of this machine, in the order of Windows; none on other systems and before Windows 10.
-
-    Args:
-        library: `dxgi.dll` or what stands for it.
-    """
+    """The cards of this machine, in the order of Windows; none on other systems and before Windows 10."""
     if library is None:
         if platform.system() != "Windows":
             return

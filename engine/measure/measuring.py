@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.formats import LADDER
 from engine.hardware.gpus import graphics_cards
-from engine.hardware.measured import ROWS, Arithmetic, CallTime, ExpertTime, Measurements, RamRead, described
+from engine.hardware.measured import Arithmetic, CallTime, ExpertTime, Measurements, RamRead, described
 from engine.hardware.probe import Probe
 from engine.measure.arithmetic import (
     CardExpertTimes,
@@ -184,16 +183,13 @@ def measure_machine(
         names = ", ".join(sorted(run.unsteady)[:3])
         notes.append(f"Some numbers never settled ({names}): close other programs and measure again.")
     on_progress("", 1.0, None)
-    rows: dict[str, Any] = {
-        name: tuple(row for row in run.rows if isinstance(row, kind)) for name, kind in ROWS.items()
-    }
     return Measurements(
         kind=what.kind,
         device="" if beside is None else beside.name.partition("#")[0],
         device_bytes=0 if beside is None else beside.memory.total,
         machine=described(probe),
         taken_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        **rows,
+        **run.rows_by_kind(),
         pinned_limit_bytes=run.pinned_limit_bytes,
         skipped=skipped,
         unsteady=dict(run.unsteady),

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.common.errors import RequestCancelled
 from engine.devices.device import Device
-from engine.hardware.measured import Arithmetic, CallTime, CopyTime, DiskRead, ExpertTime, RamRead
+from engine.hardware.measured import ROWS, Arithmetic, CallTime, CopyTime, DiskRead, ExpertTime, RamRead
 
 Row = RamRead | ExpertTime | CopyTime | DiskRead | Arithmetic | CallTime
 
@@ -116,6 +116,10 @@ class Run:
 
     def _report(self, row: Row | None) -> None:
         self.on_progress(self._name, min(self.done_s / self.total_s, 0.99) if self.total_s else 0.0, row)
+
+    def rows_by_kind(self) -> dict[str, Any]:
+        """All results, as `Measurements` has them."""
+        return {name: tuple(row for row in self.rows if isinstance(row, kind)) for name, kind in ROWS.items()}
 
     def needed_device(self) -> Device:
         """The device.  Raises `NotMeasuredError` without one."""

@@ -72,9 +72,6 @@ class PolicySelector:
         half_life: accesses after which a hit counts half in the choice.
         margin: by how much a candidate's hit rate, less what its copies cost, must be higher to be adopted.
         adopted: the initial policy; the first candidate if None.
-
-    Attributes:
-        copy_price: hits that pay for a copy.
     """
 
     def __init__(

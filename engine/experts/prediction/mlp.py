@@ -353,11 +353,7 @@ _EWMA_WEIGHT = 0.05
 
 
 class MlpPredictor:
-    """Predicts with a trained network.  An answer that comes too late is dropped.  Close it when done.
-
-    Args:
-        limit: experts to predict.
-    """
+    """Predicts with a trained network.  An answer that comes too late is dropped.  Close it when done."""
 
     name = "mlp"
     learns = False  # `observe` does not train it

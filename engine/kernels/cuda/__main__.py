@@ -43,11 +43,7 @@ RESIDENT_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card by its data sheet.
-
-    Attributes:
-        gbps: of its memory, in 1e9 bytes per second.
-    """
+    """A card by its data sheet."""
 
     name: str
     gbps: float

@@ -34,15 +34,11 @@ class Launcher(Protocol):
         """Queues a kernel on the current stream."""
 
 
-class SharingLauncher(Launcher, Protocol):
-    """A card whose kernels read and write memory of the host while they run."""
+class OnCard:
+    """What starts some kernels on one card."""
 
-    def address_of(self, memory: torch.Tensor) -> int:
-        """Where the card has pinned and mapped memory of the host.
-
-        Raises:
-            DriverError: nowhere.
-        """
+    def __init__(self, card: Launcher) -> None:
+        self._card = card
 
 
 class DriverError(Exception):
@@ -50,11 +46,7 @@ class DriverError(Exception):
 
 
 class Card(ABC):
-    """One of PyTorch's cards.
-
-    Attributes:
-        driver: its version.
-    """
+    """One of PyTorch's cards."""
 
     _prefix: ClassVar[str]
     """Of the driver's functions that load kernels."""
@@ -218,11 +210,7 @@ def _amd_driver() -> ctypes.CDLL:
 
 
 class AmdCard(Card):
-    """One of AMD's; the version of its driver is HIP's.
-
-    Attributes:
-        architecture: such as gfx1100.
-    """
+    """One of AMD's; the version of its driver is HIP's."""
 
     _prefix, _launching, _telling = "hip", "hipModuleLaunchKernel", "hipRuntimeGetVersion"
 
@@ -319,6 +307,7 @@ class NvidiaCard(Card):
         self._checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device), "open the card")
 
     def address_of(self, memory: torch.Tensor) -> int:
+        """Where the card has pinned and mapped memory of the host, which its kernels read and write while they run."""
         found = ctypes.c_void_p()
         self._enter()
         done = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), memory.data_ptr(), 0)

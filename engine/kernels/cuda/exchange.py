@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.driver import SharingLauncher
+from engine.kernels.cuda.driver import NvidiaCard
 from engine.kernels.cuda.products import pointer
 from engine.kernels.native.exchange import NativeExchange
 
@@ -59,7 +59,7 @@ class CudaExchange:
     """
 
     def __init__(
-        self, card: SharingLauncher, exchange: NativeExchange, place: torch.device, limit_ns: int = LIMIT_NS
+        self, card: NvidiaCard, exchange: NativeExchange, place: torch.device, limit_ns: int = LIMIT_NS
     ) -> None:
         self._card = card
         shape, layout = exchange.shape, exchange.layout()

@@ -42,11 +42,7 @@ class Machine:
 
 
 class RunTimeCompiler:
-    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's.
-
-    Attributes:
-        version: major and minor.
-    """
+    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's."""
 
     name: ClassVar[str]
     _prefix: ClassVar[str]

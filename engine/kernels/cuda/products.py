@@ -12,7 +12,7 @@ from engine.formats import TiledFormat, WeightFormat
 from engine.formats.ggml import BlockType
 from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.driver import Launcher
+from engine.kernels.cuda.driver import Launcher, OnCard
 from engine.kernels.gpu.stored import ExpertGroups, RecordTable, StoredMatrix
 from engine.kernels.interface import Activation
 from engine.kernels.repack import Blocks
@@ -216,11 +216,8 @@ def unpack_kernel(of_weights: WeightFormat) -> Kernel:
     return Kernel("unpack.cu", "unpack_kernel", _THREADS, (define,))
 
 
-class CudaUnpacker:
+class CudaUnpacker(OnCard):
     """Unpacks on one card."""
-
-    def __init__(self, card: Launcher) -> None:
-        self._card = card
 
     def __call__(self, matrix: TiledMatrix | Blocks) -> torch.Tensor:
         """The weights, bf16 [rows, columns]: the same bits as `dequantise` and `BlockType.dequantise` give."""

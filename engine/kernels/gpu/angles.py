@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.kernels.cuda.compiled import STATES, Kernel
-from engine.kernels.cuda.driver import Launcher, on_card
+from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.gpu.norms import is_alike
 
 ANGLES_KERNEL = Kernel("angles.cu", "angles_kernel", 128)
@@ -24,11 +24,8 @@ class AngleArguments(ctypes.Structure):
     )
 
 
-class CudaAngles:
+class CudaAngles(OnCard):
     """Angles on one card."""
-
-    def __init__(self, card: Launcher) -> None:
-        self._card = card
 
     def __call__(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype, times: int
@@ -86,11 +83,7 @@ _TIMES = (2, 1, _COMPLEX)
 
 
 class CardAngles:
-    """The `forward` of the module that makes cosines and sines of positions.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-    """
+    """The `forward` of the module that makes cosines and sines of positions."""
 
     def __init__(self, module: Any, kernel: CudaAngles, times: int) -> None:
         self.in_library = module.forward

@@ -68,11 +68,7 @@ class LatentContext:
 
 
 class CardLatents:
-    """The `forward` of one attention module.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-    """
+    """The `forward` of one attention module."""
 
     def __init__(self, module: Any, kernel: CudaLatents, norm: CardNorm, form: LatentForm) -> None:
         self.in_library = module.forward
@@ -156,9 +152,6 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
 
     Args:
         angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
-
-    Returns:
-        How many.
     """
     kernels: dict[torch.device, CudaLatents | None] = {}
     count = 0
@@ -197,11 +190,7 @@ def _norm_of(module: Any) -> CardNorm | None:
 
 
 class _TriedCache:
-    """In the place of the library's cache: latents and rotated keys of some tokens, to which one more is added.
-
-    Attributes:
-        own: what was added.
-    """
+    """In the place of the library's cache: latents and rotated keys of some tokens, to which one more is added."""
 
     def __init__(self, latents: torch.Tensor, keys: torch.Tensor) -> None:
         self._before = latents, keys

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.kernels.cuda.compiled import STATES, Kernel
-from engine.kernels.cuda.driver import Launcher, on_card
+from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.cuda.products import pointer
 
 NORM_KERNEL = Kernel("norm.cu", "norm_kernel", 128)
@@ -29,11 +29,8 @@ class NormArguments(ctypes.Structure):
     )
 
 
-class CudaNorm:
+class CudaNorm(OnCard):
     """Norms on one card."""
-
-    def __init__(self, card: Launcher) -> None:
-        self._card = card
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float, rounds_once: bool
@@ -117,12 +114,7 @@ _FORMS = (NormForm(0.0, rounds_once=False), NormForm(0.0, rounds_once=True), Nor
 
 
 class CardNorm:
-    """The `forward` of one norm.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-        epsilon, form: what it means.
-    """
+    """The `forward` of one norm."""
 
     def __init__(self, module: Any, epsilon: float, kernel: CudaNorm, form: NormForm) -> None:
         self.in_library = module.forward
@@ -170,11 +162,7 @@ class CardNorm:
 
 
 class CardPlainNorm:
-    """The `forward` of one norm without a weight.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-    """
+    """The `forward` of one norm without a weight."""
 
     def __init__(self, module: Any, kernel: CudaNorm, place: torch.device) -> None:
         self.in_library = module.forward
@@ -196,11 +184,7 @@ def scaled_sum(hidden_states: torch.Tensor, more: torch.Tensor, scale: float) ->
 
 
 def speed_up_norms(model: Any) -> int:
-    """Gives every norm that lies on a card with the kernel its forward, if that has been seen to give the same.
-
-    Returns:
-        How many.
-    """
+    """Gives every norm that lies on a card with the kernel its forward, if that has been seen to give the same."""
     count = 0
     for module in model.modules():
         epsilon = _epsilon_of(module)

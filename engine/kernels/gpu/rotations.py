@@ -18,7 +18,7 @@ import torch
 
 from engine.families.library import code_of
 from engine.kernels.cuda.compiled import STATES, Kernel
-from engine.kernels.cuda.driver import Launcher, on_card
+from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.gpu.norms import CardNorm, is_alike
 
 ROTARY_KERNEL = Kernel("rotary.cu", "rotary_kernel", 128)
@@ -83,11 +83,8 @@ class RotaryForm:
     rounds_once: bool
 
 
-class CudaRotary:
+class CudaRotary(OnCard):
     """Rotations on one card."""
-
-    def __init__(self, card: Launcher) -> None:
-        self._card = card
 
     def __call__(
         self,
@@ -105,9 +102,6 @@ class CudaRotary:
             keys: [rows, kv_heads, dim] of the same type.
             cosines, sines: [rows or 1, angles] with the same strides; those of each row, or of all.
             norms: applied before.
-
-        Returns:
-            Both, contiguous.
         """
         dim = queries.shape[2]
         outs = [x.new_empty(x.shape) for x in (queries, keys)]
@@ -153,11 +147,7 @@ _FORMS = tuple(
 
 
 class Rotation:
-    """`apply_rotary_pos_emb` of one attention module.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-    """
+    """`apply_rotary_pos_emb` of one attention module."""
 
     def __init__(self, in_library: Callable[..., Any], kernel: CudaRotary, form: RotaryForm) -> None:
         self.in_library = in_library
@@ -270,9 +260,6 @@ def speed_up_rotations(model: Any, angles: Callable[[torch.Tensor], Any]) -> int
 
     Args:
         angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
-
-    Returns:
-        How many.
     """
     kernels: dict[torch.device, CudaRotary | None] = {}
     forms: dict[tuple[object, torch.dtype], RotaryForm | None] = {}
@@ -371,11 +358,7 @@ def _hidden(module: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _SeenError(Exception):
-    """An attention function was called.
-
-    Attributes:
-        states: queries and keys that it was given.
-    """
+    """An attention function was called."""
 
     def __init__(self, states: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()

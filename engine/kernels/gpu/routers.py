@@ -166,12 +166,7 @@ _CORRECTIONS = ("e_score_correction_bias", f"{_STATICS}.e_score_correction_bias"
 
 
 class CardRouter:
-    """The `forward` of one router.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-        how: it chooses.
-    """
+    """The `forward` of one router."""
 
     def __init__(self, module: Any, kernel: CudaRouter, how: Routing) -> None:
         self.in_library = module.forward
@@ -203,11 +198,7 @@ class CardRouter:
 
 
 def speed_up_routers(model: Any) -> int:
-    """Gives every router that lies on a card with the kernel its forward, if that has been seen to give the same.
-
-    Returns:
-        How many.
-    """
+    """Gives every router that lies on a card with the kernel its forward, if that has been seen to give the same."""
     count, kernels = 0, dict[torch.device, CudaRouter | None]()
     for module in model.modules():
         if not _is_router(module):

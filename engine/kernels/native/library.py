@@ -223,9 +223,6 @@ def watch_file(address: int, nbytes: int, sentence: str) -> Callable[[], None]:
     """Where the file mapped there loses data while it is read, the process ends with this sentence and exit code 2.
 
     Without the kernels, or on Windows, it ends as the system has it.
-
-    Returns:
-        What ends that.
     """
     path = library_path()
     with suppress(OSError, AttributeError):

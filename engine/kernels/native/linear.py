@@ -186,6 +186,17 @@ def _is_plain(module: torch.nn.Module) -> bool:
     return _is_large(module) and module.weight.device.type == "cpu" and module.weight.is_contiguous()
 
 
+def _multiply(
+    kernels: NativeKernels, address: int, tokens: int, rows: torch.Tensor, bias: int | None, out: torch.Tensor
+) -> torch.Tensor:
+    """Fills `out`, of bf16 or float32, with so many rows' products."""
+    multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
+    is_float = int(out.dtype == torch.float32)
+    if multiply(kernels.pool, address, tokens, rows.data_ptr(), bias, is_float, out.data_ptr()):
+        raise out_of_memory()
+    return out
+
+
 class _PlainLinear:
     """The `forward` of one linear layer in bf16."""
 
@@ -204,11 +215,7 @@ class _PlainLinear:
         if not 0 < tokens <= self._most_tokens or input.dtype != torch.bfloat16:
             return torch.nn.functional.linear(input, self._weight, self._bias)
         out = input.new_empty((*input.shape[:-1], self._rows))
-        kernels, input = self._kernels, input.contiguous()
-        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        if multiply(kernels.pool, self._address, tokens, input.data_ptr(), self._bias_address, 0, out.data_ptr()):
-            raise out_of_memory()
-        return out
+        return _multiply(self._kernels, self._address, tokens, input.contiguous(), self._bias_address, out)
 
 
 class QuantisedLinear:
@@ -236,12 +243,9 @@ class QuantisedLinear:
         rows = input.reshape(-1, self._columns)
         if input.dtype != torch.bfloat16:
             rows = rows.bfloat16()
-        rows, tokens, kernels = rows.contiguous(), rows.shape[0], self._kernels
+        rows, tokens = rows.contiguous(), rows.shape[0]
         out = rows.new_empty(tokens, self._rows, dtype=torch.float32 if self._is_head else torch.bfloat16)
-        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        pointers = (rows.data_ptr(), self._bias_address, int(self._is_head), out.data_ptr())
-        if multiply(kernels.pool, self._address, tokens, *pointers):
-            raise out_of_memory()
+        _multiply(self._kernels, self._address, tokens, rows, self._bias_address, out)
         out = out.view(*input.shape[:-1], self._rows)
         return out if self._is_head else out.to(input.dtype)
 
@@ -252,9 +256,6 @@ class TurnedLinear:
     Args:
         stored: of the layer as it is stored.
         order: which stored column each of the layer's is.
-
-    Attributes:
-        stored, order: as given.
     """
 
     def __init__(self, stored: QuantisedLinear, order: torch.Tensor) -> None:
@@ -273,9 +274,6 @@ class LatentHeads:
     Args:
         keys: [heads * rank, width of a key].
         values: [heads * width of a value, rank].
-
-    Attributes:
-        structs: both, for native kernels.
     """
 
     def __init__(self, module: torch.nn.Linear, keys: Blocks, values: Blocks, kernels: NativeKernels) -> None:
@@ -290,13 +288,10 @@ class LatentHeads:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, self._rank).bfloat16().contiguous()
-        tokens, kernels = rows.shape[0], self._kernels
-        values = rows.new_empty(tokens, self._values.rows)
-        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        if multiply(kernels.pool, self._address, tokens, rows.data_ptr(), None, 0, values.data_ptr()):
-            raise out_of_memory()
+        tokens = rows.shape[0]
+        values = _multiply(self._kernels, self._address, tokens, rows, None, rows.new_empty(tokens, self._values.rows))
         weights = torch.empty(self._keys.rows, self._keys.columns, dtype=torch.bfloat16)
-        unpack_into(self._keys, weights, kernels)
+        unpack_into(self._keys, weights, self._kernels)
         keys = torch.matmul(rows, weights.view(self._heads, self._rank, -1)).transpose(0, 1)
         both = torch.cat([keys, values.view(tokens, self._heads, -1)], dim=-1)
         return both.reshape(*input.shape[:-1], -1).to(input.dtype)
@@ -307,9 +302,6 @@ class BlockEmbedding:
 
     Args:
         table: [vocabulary, hidden], which an output layer may share.
-
-    Attributes:
-        dtype: of what it gives.
     """
 
     def __init__(self, module: torch.nn.Embedding, table: Blocks, kernels: NativeKernels) -> None:
@@ -356,9 +348,6 @@ def attention_rows(
         pieces: the sequences of these tokens.
         hidden: float32 or bf16.
         cos, sin: [T, angles], at least one per pair of dimensions.
-
-    Returns:
-        float32.
     """
     hidden, cos, sin = (each.float().contiguous() for each in (hidden, cos, sin))
     out = torch.empty_like(hidden)
