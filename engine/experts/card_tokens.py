@@ -144,10 +144,10 @@ class CardTokens:
             raise
         self._caches: dict[int, _CacheOfTokens] = {}
         self._cards = [CardExpertsStruct(self._exchange.address, None, number) for number in range(len(layers))]
-        for number, (layer, card) in enumerate(zip(layers, self._cards, strict=True)):
+        for number, (layer, struct) in enumerate(zip(layers, self._cards, strict=True)):
             of_tokens = self._caches.setdefault(id(layer.cache), _CacheOfTokens(layer.cache))
             of_tokens.layers[layer.layer] = number
-            of_tokens.cards.append(card)
+            of_tokens.cards.append(struct)
             layer.tokens = self
         for of_tokens in self._caches.values():
             keys = [of_tokens.cache.key_of(layer, 0) for layer in of_tokens.layers]
