@@ -18,10 +18,11 @@ from engine.experts.cache.policies import Key, Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Purpose, Tier, TierCounters
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
+from engine.experts.record import RecordMemory, RecordTable
 from engine.experts.record_source import Held, RecordSource
 from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.kernels.native.paged_attention import CAN_DISCARD
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ class RamTier:
     def _allocate(self, budget: int, policy: str) -> tuple[dict[RecordLayout, _Slots], int]:
         """The slots of every layout, halving the budget while the system refuses it, and the budget used."""
         table = self.disk.table
-        most = {layout: experts for layout, (experts, _) in table.experts.items()} if CAN_GIVE_BACK else {}
+        most = {layout: experts for layout, (experts, _) in table.experts.items()} if CAN_DISCARD else {}
         while True:
             shares = share_slots(table, budget, self._at_least)
             try:
@@ -423,7 +424,7 @@ class RamTier:
             return self.nbytes
 
     def trim(self) -> None:
-        if self._pressure is None or not CAN_GIVE_BACK:
+        if self._pressure is None or not CAN_DISCARD:
             return
         before = self.nbytes
         wanted = self._pressure.advise(before, self.filled_nbytes)

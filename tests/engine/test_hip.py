@@ -21,7 +21,7 @@ from engine.common.paths import cache_dir
 from engine.kernels.cuda import driver
 from engine.kernels.cuda.__main__ import all_kernels
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc, usage_of
+from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc
 from engine.kernels.cuda.nvrtc import CompileError, Usage
 from engine.kernels.cuda.products import ProductArguments, product_kernel
 from engine.kernels.gpu.norms import NORM_KERNEL
@@ -46,6 +46,27 @@ class Seen(ctypes.Structure):
         ("entry", ctypes.c_char * 32),
         ("options", ctypes.c_char * 160),
     )
+
+
+def usage_of(code: bytes) -> Usage:
+    """What a kernel takes of a card, by the notes in its machine code: vector registers, shared memory, and scratch.
+
+    Raises:
+        ValueError: it has no such notes.
+    """
+    numbers = [_noted(code, name) for name in ("vgpr_count", "group_segment_fixed_size", "private_segment_fixed_size")]
+    return Usage(*numbers)
+
+
+def _noted(code: bytes, name: str) -> int:
+    """A number of the notes, which are MessagePack."""
+    key = f".{name}".encode()
+    at = code.find(bytes([0xA0 + len(key)]) + key)
+    if at < 0:
+        raise ValueError(f"no {name} in the code")
+    at += 1 + len(key)
+    width = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(code[at], 0)
+    return int.from_bytes(code[at + 1 : at + 1 + width], "big") if width else code[at]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 
 from engine.kernels.cuda.compiled import Kernel, kept_code, machine_code, sources_of
-from engine.kernels.cuda.nvrtc import CompileError, Machine, RunTimeCompiler, Usage, find_nvrtc
+from engine.kernels.cuda.nvrtc import CompileError, Machine, RunTimeCompiler, find_nvrtc
 
 
 class Launcher(Protocol):
@@ -172,27 +172,6 @@ def compile_for(kernel: Kernel, architecture: str, hiprtc: Hiprtc) -> Machine:
     source, headers, defines = sources_of(kernel)
     options = (*_OPTIONS, f"--offload-arch={architecture}", *defines)
     return hiprtc.compile(source, kernel.source, headers, options)
-
-
-def usage_of(code: bytes) -> Usage:
-    """What a kernel takes of a card, by the notes in its machine code: vector registers, shared memory, and scratch.
-
-    Raises:
-        ValueError: it has no such notes.
-    """
-    numbers = [_noted(code, name) for name in ("vgpr_count", "group_segment_fixed_size", "private_segment_fixed_size")]
-    return Usage(*numbers)
-
-
-def _noted(code: bytes, name: str) -> int:
-    """A number of the notes, which are MessagePack."""
-    key = f".{name}".encode()
-    at = code.find(bytes([0xA0 + len(key)]) + key)
-    if at < 0:
-        raise ValueError(f"no {name} in the code")
-    at += 1 + len(key)
-    width = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(code[at], 0)
-    return int.from_bytes(code[at + 1 : at + 1 + width], "big") if width else code[at]
 
 
 @cache

@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -161,7 +161,7 @@ class PagedLayer:
         for part in (self.keys, self.values, self.key_scales, self.value_scales, self.index):
             if part is not None and part.numel() and part.device.type == "cpu":
                 for own in part.unbind(1) if self.by_head else [part]:
-                    _discard(own, pages)
+                    discard(own, pages)
 
     def held(self, window: int = 0, kept: int = 0) -> PagesStruct:
         """The struct of the pages themselves; it points into them."""
@@ -325,7 +325,7 @@ class StatePages:
     def discard(self, pages: Sequence[int]) -> None:
         for part in (self.recent, self.states):
             if part.numel() and part.device.type == "cpu":
-                _discard(part, pages)
+                discard(part, pages)
 
     def held(self) -> PagesStruct:
         """The struct of the pages; it points into them."""
@@ -345,26 +345,26 @@ def _resized(part: torch.Tensor, pages: int, place: torch.device | None) -> torc
     return resized
 
 
-def _discard(part: torch.Tensor, pages: Sequence[int]) -> None:
-    runs, step = list[tuple[int, int]](), part.stride(0) * part.element_size()
-    for page in sorted(pages):
-        if runs and runs[-1][1] == page:
-            runs[-1] = runs[-1][0], page + 1
-        else:
-            runs.append((page, page + 1))
-    for begin, end in runs:
-        _release_pages(part.data_ptr() + begin * step, (end - begin) * step)
+_GIVE_BACK: int | None = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
+CAN_DISCARD = _GIVE_BACK is not None
+"""Whether single pages can be returned to the system.  Otherwise memory is freed only as a whole."""
 
 
-def _release_pages(address: int, nbytes: int) -> None:
-    """Returns whole pages of anonymous memory to the system, which lose their content; only Linux takes them back."""
-    if sys.platform != "linux":
+def discard(part: torch.Tensor, rows: Iterable[int]) -> None:
+    """Returns whole pages of these rows of anonymous memory to the system; what they held is lost."""
+    if _GIVE_BACK is None or sys.platform == "win32":
         return
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > begin:
-        # What the system refuses stays where it is.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+    runs, step = list[tuple[int, int]](), part.stride(0) * part.element_size()
+    for row in sorted(rows):
+        if runs and runs[-1][1] == row:
+            runs[-1] = runs[-1][0], row + 1
+        else:
+            runs.append((row, row + 1))
+    for first, last in runs:
+        begin = -(-(part.data_ptr() + first * step) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (part.data_ptr() + last * step) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:  # what the system refuses stays where it is
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _GIVE_BACK)
 
 
 @dataclass(frozen=True, slots=True)
