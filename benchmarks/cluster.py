@@ -139,11 +139,7 @@ def requests(count: int, tokens: int, seed: int) -> Iterator[RowRequest]:
 
 
 def bench_real_cluster(config: EngineConfig, plan: RealClusterPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: rows per second of one node and of several, and of as many engines without a cluster.
-
-    Raises:
-        EngineError: this machine has fewer cores than nodes are wanted, Ray is missing, or the model cannot be loaded.
-    """
+    """Adds rows: rows per second of one node and of several, and of as many engines without a cluster."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < plan.nodes:
         raise EngineError(

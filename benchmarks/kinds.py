@@ -17,7 +17,6 @@ from engine.verbs.output import note
 
 
 def add_kinds(kinds: Any) -> None:
-    """Mounts the kinds, and more options of those that there are."""
     decode, prefill, batch = (kinds.choices[name] for name in ("decode", "prefill", "batch"))
     _add_peers(decode)
     decode.add_argument(

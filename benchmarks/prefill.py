@@ -34,9 +34,6 @@ def bench_prefill_beside(
     Args:
         strategies: also run the single ways to serve misses; then the device keeps 25% of the experts unless the
             configuration says otherwise.
-
-    Raises:
-        EngineError: as `load_model`; for strategies, `INVALID_REQUEST` without a device with an expert cache.
     """
     if strategies:
         config = with_quarter_resident(config)

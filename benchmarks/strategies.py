@@ -249,7 +249,6 @@ class _Notes:
                 self.parts.setdefault((name, count), []).append(seconds)
 
     def median(self, name: str, count: int = 0) -> float:
-        """Of one part's measurements."""
         return statistics.median(self.parts[name, count])
 
     def line(self, name: str) -> tuple[float, float]:
@@ -269,9 +268,6 @@ def bench_strategies(config: EngineConfig, plan: StrategyPlan, report: Report, s
 
     Args:
         config: with the device; by default the cache has slots for 25% of the experts.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if the model has no experts to share between a device and the CPU.
     """
     config = with_quarter_resident(config)
     notes, texts = _Notes(), list[ForcedText]()

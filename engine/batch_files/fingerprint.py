@@ -30,7 +30,6 @@ class Stamp:
 
 
 def files_of(source: RowSource) -> tuple[Path, ...]:
-    """The files of an input."""
     return source.files if isinstance(source, FolderRows) else (source.path,)
 
 
@@ -47,21 +46,11 @@ def stamp(source: RowSource) -> Stamp:
 
 
 def file_digest(path: Path) -> str:
-    """A hash of a file's content.
-
-    Raises:
-        OSError: it cannot be read.
-    """
     return _digest(path, lambda _bytes: None)
 
 
 def content_hash(source: RowSource, between: Between = noop) -> str:
-    """A hash of all content and of the file names in a folder; reads everything once.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if a file cannot be read.
-        StoppedError: see `Between`.
-    """
+    """A hash of all content and of the file names in a folder; reads everything once."""
     whole = hashlib.sha256()
     total = max(1, sum(size for _name, size, _time in stamp(source).signs))
     done = 0
@@ -100,12 +89,7 @@ _TOLD_BY = 200
 
 
 def counted_rows(source: RowSource, between: Between = noop) -> int | None:
-    """The number of rows; None if the input is too big to count quickly.
-
-    Raises:
-        EngineError: as the source's `rows`.
-        StoppedError: see `Between`.
-    """
+    """The number of rows; None if the input is too big to count quickly."""
     if sum(size for _name, size, _time in stamp(source).signs) > _COUNTED_BYTES:
         return None
     count = 0
@@ -116,11 +100,7 @@ def counted_rows(source: RowSource, between: Between = noop) -> int | None:
 
 
 def has_rows(source: RowSource, rows: int) -> bool:
-    """Whether there are at least `rows` rows; False if the input is too big to count quickly.
-
-    Raises:
-        EngineError: as the source's `rows`.
-    """
+    """Whether there are at least `rows` rows; False if the input is too big to count quickly."""
     nbytes = sum(size for _name, size, _time in stamp(source).signs)
     # A line takes at least one byte, unless compressed.
     if nbytes > _COUNTED_BYTES or (nbytes < rows and source.path.suffix.lower() in _UNPACKED):
@@ -141,11 +121,9 @@ class RowCount:
 
     @property
     def total(self) -> int | None:
-        """Total rows; None while unknown."""
         return self._total
 
     def read(self, rows: int, share: float) -> None:
-        """Notes that this share of the input had `rows` rows."""
         if not self._exact and share > 0 and rows >= _TOLD_BY:
             self._total = max(rows, round(rows / share))
 

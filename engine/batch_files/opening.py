@@ -77,7 +77,6 @@ class FolderRows(FileRows):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are read, in order."""
         return tuple(self._files)
 
     def all_columns(self) -> tuple[str, ...]:
@@ -161,11 +160,7 @@ _USUAL = "txt, md, csv, tsv, jsonl, parquet, xlsx, pdf, docx or html"
 
 
 def open_source(path: Path, form: InputForm | None = None) -> RowSource:
-    """The rows of a file, or of all supported files of a folder.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: it does not exist, has no rows, or is not supported.
-    """
+    """The rows of a file, or of all supported files of a folder."""
     form = form or InputForm()
     try:
         source = _folder(path, form) if path.is_dir() else _file(path, form)
@@ -182,11 +177,7 @@ def open_source(path: Path, form: InputForm | None = None) -> RowSource:
 
 
 def rows_of(path: Path) -> RowSource:
-    """The rows of a file, which may have none.
-
-    Raises:
-        EngineError: as `open_source`.
-    """
+    """The rows of a file, which may have none."""
     return _file(path, InputForm())
 
 

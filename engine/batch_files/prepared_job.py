@@ -84,10 +84,6 @@ class PreparedJob:
 
         Args:
             model: its fingerprint.
-
-        Raises:
-            EngineError: the input cannot be read.
-            StoppedError: see `Between`.
         """
         job = self.job
         return JobManifest(
@@ -114,9 +110,6 @@ class PreparedJob:
         Args:
             model: its name, for lists of jobs.
             servers: name, address, model and version of each that answers now or did earlier; none: this machine alone.
-
-        Raises:
-            EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: the existing one belongs to another job or is damaged.
         """
         path = journal_path(self.output)
         self.require_own_files()
@@ -143,11 +136,7 @@ class PreparedJob:
         return journal
 
     def require_own_files(self) -> None:
-        """Refuses to overwrite a file that this job did not write, or that was changed since.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`.
-        """
+        """Refuses to overwrite a file that this job did not write, or that was changed since."""
         written = read_written(journal_path(self.output))
         for file in self._files:
             if file == self.output and self.job.start == "restart":  # the user asked to replace it
@@ -166,11 +155,7 @@ class PreparedJob:
 
 
 def prepare(job: BatchJob) -> PreparedJob:
-    """Opens the input and checks everything that can be checked without a model.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, in one sentence.
-    """
+    """Opens the input and checks everything that can be checked without a model."""
     source = open_source(Path(job.input), InputForm(job.encoding, job.whole_files, job.separator, job.sheet))
     output = Path(job.output)
     openai = holds_openai_requests(source)

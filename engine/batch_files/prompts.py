@@ -66,9 +66,6 @@ def parse_template(text: str, columns: Sequence[str], image_column: str = "") ->
 
     Args:
         image_column: one of them, whose pictures make each row another even if the template names none.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: it names an unknown column, or none.
     """
     named = tuple(dict.fromkeys(_PLACE.findall(text)))
     have = ", ".join(columns)
@@ -87,11 +84,7 @@ def parse_template(text: str, columns: Sequence[str], image_column: str = "") ->
 
 
 def template_of(columns: Sequence[str], image_column: str = "") -> Template:
-    """The default template: the only column, or one with a typical name; beside pictures only such a one.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if that is ambiguous.
-    """
+    """The default template: the only column, or one with a typical name; beside pictures only such a one."""
     candidates = [name for name in columns if name not in ("file", "pages", image_column)]
     by_name = {name.lower(): name for name in candidates}
     usual = [by_name[name] for name in _USUAL_COLUMNS if name in by_name]

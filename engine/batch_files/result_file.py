@@ -49,7 +49,6 @@ _NUMBER = re.compile("[+-]?[0-9][0-9.,\u00a0\u202f]*([eE][+-]?[0-9]+)?%?")
 
 
 def _values(answer: Answer, columns: ResultColumns) -> tuple[Any, ...]:
-    """Those of the columns that are added."""
     tokens = answer.prompt_tokens, answer.generated_tokens
     extras = {"reasoning": answer.reasoning, "endpoint": answer.by or HERE}
     return (answer.text, answer.finish_reason, *tokens, answer.problem, *(extras[name] for name in columns.extras))
@@ -152,16 +151,11 @@ def _as_text(
 
 
 def fits_a_sheet(columns: ResultColumns, rows: int) -> bool:
-    """Whether this many rows of these columns fit into a sheet with their answers."""
     return rows < _MOST_SHEET_ROWS and len(columns.own) + len(columns.added) <= _MOST_SHEET_COLUMNS
 
 
 def require_a_sheet(source: RowSource) -> None:
-    """Refuses an input that is known, or quickly found, to exceed a sheet's size with its answers.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, or as the source's `rows`.
-    """
+    """Refuses an input that is known, or quickly found, to exceed a sheet's size with its answers."""
     columns = result_columns(source.columns, [])  # later rows may have more: checked again with the result
     if len(columns.own) + len(columns.added) > _MOST_SHEET_COLUMNS or has_rows(source, _MOST_SHEET_ROWS):
         raise EngineError(
@@ -285,9 +279,6 @@ def check_output(path: Path, source: RowSource, *, openai: bool = False) -> None
 
     Args:
         openai: whether failures go to a separate file, which must not be part of the input either.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
     """
     if path.suffix.lower() not in _FORMATS:
         raise EngineError(
@@ -342,7 +333,6 @@ def write_result(
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is unchanged.
-        StoppedError: see `Between`; the old file is unchanged.
     """
     ledger = ledger or NothingWritten()
     counted = _Counted(_answered(source, iter(answers), between))

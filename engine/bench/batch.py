@@ -64,11 +64,7 @@ def bench_batch(
     say: Callable[[str], None],
     beside: Beside | None = None,
 ) -> None:
-    """Adds rows: generated tokens per second, including prompt time, against each contestant in the same run.
-
-    Raises:
-        EngineError: as `load_model`.
-    """
+    """Adds rows: generated tokens per second, including prompt time, against each contestant in the same run."""
     with opened(config) as loaded, ExitStack() as held:
         prompts = prompts_of(loaded, plan.rows)
         executor = BatchExecutor(loaded)

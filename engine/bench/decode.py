@@ -71,9 +71,6 @@ def bench_decode(
 
     Returns:
         What was measured, by the name of the figure.
-
-    Raises:
-        EngineError: as `load_model`; also `PROMPT_TOO_LONG`.
     """
     with ExitStack() as held:
         models: list[tuple[LoadedModel, _Peers]] = []
@@ -113,7 +110,6 @@ def _at(
     report: Report,
     say: Callable[[str], None],
 ) -> tuple[str, Found]:
-    """The rows of one length of context."""
     loaded = models[0][0]
     prompt: list[int] = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
     name = "decode"

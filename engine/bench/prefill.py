@@ -57,9 +57,6 @@ def bench_prefill(
 
     Returns:
         The rates of all contestants.
-
-    Raises:
-        EngineError: as `opening`.
     """
     hits: tuple[list[float], list[float]] = [], []
 

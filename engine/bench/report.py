@@ -89,19 +89,15 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclass(slots=True)
 class Report:
-    """All rows of one benchmark run."""
-
     machine: dict[str, Any]
     rows: list[ReportRow] = field(default_factory=list)
     peers_not_run: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, name: str, values: list[float], unit: str, **options: Any) -> ReportRow:
-        """Adds a figure; see `row`."""
         self.rows.append(row(name, values, unit, **options))
         return self.rows[-1]
 
     def add_against(self, name: str, ours: list[float], unit: str, others: Mapping[str, list[float]]) -> None:
-        """Adds ours, and ours against each of the others."""
         self.add(name, ours, unit)
         for peer, theirs in others.items():
             self.add(name, ours, unit, peer=peer, peer_values=theirs)
@@ -111,7 +107,6 @@ class Report:
         self.peers_not_run.append({"peer": peer, "reason": reason})
 
     def document(self) -> dict[str, Any]:
-        """The JSON document that `--json` prints."""
         return {
             "machine": self.machine,
             "rows": [asdict(entry) for entry in self.rows],
@@ -119,7 +114,6 @@ class Report:
         }
 
     def text(self) -> str:
-        """The same as a text table."""
         width = max([52, *(len(_label(entry)) for entry in self.rows)])
         lines = [f"{'':{width}} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9} {'predicted':>10}"]
         for entry in self.rows:

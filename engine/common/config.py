@@ -534,7 +534,6 @@ class SamplingParams:
 
     @property
     def uses_dry(self) -> bool:
-        """Whether DRY can change anything."""
         return self.dry_multiplier > 0 and self.dry_range != 0
 
 

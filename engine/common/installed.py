@@ -84,20 +84,16 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A whole part."""
-
     kind: Kind
     folder: Path
     whole: Whole
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return self.whole.name
 
     @property
     def version(self) -> str:
-        """Of Switchyard."""
         return self.whole.version
 
 
@@ -114,11 +110,7 @@ class Current:
 
 
 def bundle() -> Bundle | None:
-    """The bundle that runs; None in a checkout or a Python environment.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if it is damaged.
-    """
+    """The bundle that runs; None in a checkout or a Python environment."""
     root = os.environ.get(BUNDLE_VARIABLE, "")
     return _read_bundle(root) if root else None
 
@@ -169,11 +161,6 @@ def version() -> str:
 
 
 def next_version() -> str:
-    """The version that the next start uses.
-
-    Raises:
-        EngineError: as `bundle`, and if this is no bundle.
-    """
     packed = _need_bundle()
     newer = newer_window()
     return newer.version if newer is not None else packed.version
@@ -271,7 +258,6 @@ def use_parts(**names: str) -> Current:
     """Puts parts into use (`engine=NAME`, `window=NAME`), and keeps what was before them; the next start has them.
 
     Raises:
-        EngineError: `INVALID_REQUEST` (a part is not whole).
         OSError: nothing has changed.
     """
     for kind, name in names.items():
@@ -304,11 +290,7 @@ def previous_parts() -> dict[str, str] | None:
 
 
 def window_folder() -> Path:
-    """The packages that the window runs from: the bundle's own, or a newer one in use.  For the launcher.
-
-    Raises:
-        EngineError: as `bundle`, and if this is no bundle.
-    """
+    """The packages that the window runs from: the bundle's own, or a newer one in use.  For the launcher."""
     packed = _need_bundle()
     newer = newer_window()
     return newer.folder if newer is not None else packed.window
@@ -355,11 +337,7 @@ def _need_bundle() -> Bundle:
 
 
 def engine_module(module: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a module where PyTorch is, and the environment variables that it needs.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE`, if the engine's part is not there yet; `INVALID_REQUEST`, see `bundle`.
-    """
+    """The command that runs a module where PyTorch is, and the environment variables that it needs."""
     packed = bundle()
     if packed is None:
         return python_module(module)
@@ -379,11 +357,7 @@ def packed_module(packed: Bundle, folder: Path, module: str) -> tuple[list[str],
 
 
 def module_command(module: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a module with the engine where it is there, else without what needs it.
-
-    Raises:
-        EngineError: as `bundle`.
-    """
+    """The command that runs a module with the engine where it is there, else without what needs it."""
     packed = bundle()
     if packed is None:
         return python_module(module)
@@ -414,9 +388,6 @@ def before_start(arguments: Sequence[str]) -> None:
     """Goes on in the right folder of packages, if this is not it: the launcher calls this first.
 
     The window runs from the newest one in use, a verb from the engine's part, where PyTorch is.
-
-    Raises:
-        EngineError: as `bundle`.
     """
     packed = bundle()
     if packed is None:

@@ -35,11 +35,7 @@ class _LaterNames(dict[str, Any]):
 
 
 def from_fields(cls: type, raw: dict[str, Any]) -> Any:
-    """The dataclass from which `dataclasses.asdict` and JSON made these fields.
-
-    Raises:
-        EngineError, LookupError, TypeError, ValueError: the fields do not match.
-    """
+    """The dataclass from which `dataclasses.asdict` and JSON made these fields."""
     hints = field_types(cls)
     unknown = raw.keys() - hints.keys()
     if unknown:
@@ -51,11 +47,7 @@ def from_fields(cls: type, raw: dict[str, Any]) -> Any:
 
 
 def fields_of(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Some of a dataclass's fields, read as `from_fields` reads them.
-
-    Raises:
-        EngineError, LookupError, TypeError, ValueError: the fields do not match.
-    """
+    """Some of a dataclass's fields, read as `from_fields` reads them."""
     hints = field_types(cls)
     return {name: _convert(hints[name], value) for name, value in raw.items()}
 

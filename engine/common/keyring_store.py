@@ -25,7 +25,6 @@ def tell_keyring(name: str, secret: str) -> None:
 
 
 def forget_in_keyring(name: str) -> None:
-    """Removes it, if it is there."""
     with passed_over("The keyring forgets nothing"):
         import keyring
 

@@ -341,5 +341,4 @@ WORK: tuple[str, ...] = tuple(track.name for track in TRACKS if track.is_work)
 
 
 def track_number(name: str) -> int:
-    """What spans of this track are recorded under."""
     return next(number for number, track in enumerate(TRACKS) if track.name == name)

@@ -42,16 +42,10 @@ def best_match(text: str, names: Sequence[str]) -> str | None:
 
 
 def profile_names(folder: Path) -> list[str]:
-    """Names of all profiles in a folder, sorted."""
     return sorted(path.stem for path in folder.glob("*.json"))
 
 
 def find_profile(name: str, folder: Path, kind: str) -> Path:
-    """The file of the profile called `name` in `folder`, or the JSON file `name` itself.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, with suggestions.
-    """
     if name.endswith(".json"):
         return Path(name)
     names = profile_names(folder)
@@ -83,7 +77,6 @@ class ProfileFile:
         self.content: Mapping[str, Any] = content
 
     def part(self, key: str, *, optional: bool = False) -> Any:
-        """An object within it."""
         value = self.content.get(key)
         if optional and value is None:
             return None
@@ -92,14 +85,12 @@ class ProfileFile:
         return ProfileFile(self.path, value, f"{self.prefix}{key}.")
 
     def text(self, key: str) -> str:
-        """A text that is not empty."""
         value = self.content.get(key)
         if not isinstance(value, str) or not value.strip():
             raise refused(self.path, f"has no text in {self.prefix + key!r}")
         return value
 
     def number(self, key: str, low: float, high: float) -> float:
-        """A number within limits."""
         return self._checked(self.content.get(key), key, low, high)
 
     def whole(self, key: str, low: int, high: int, *, default: int | None = None) -> int:

@@ -218,7 +218,6 @@ def settings_path() -> Path:
 
 
 def value_in(values: Mapping[str, Any], setting: Setting[Any]) -> Any:
-    """A setting's value among those of a file."""
     return setting.read(values[setting.key]) if setting.key in values else setting.default
 
 
@@ -226,7 +225,6 @@ def read_settings(path: Path) -> SettingsFile:
     """The file, as this version writes it.  One that is missing is empty.
 
     Raises:
-        OSError: it cannot be read.
         ValueError: it is no JSON object.
     """
     try:
@@ -247,7 +245,6 @@ def read_settings(path: Path) -> SettingsFile:
 
 
 def engine_settings(values: Mapping[str, Any], model: str) -> EngineConfig:
-    """A model and what the settings say of how it runs."""
     kept = {each.key: value_in(values, each) for each in settings_of(EngineConfig) if each.name}
     return EngineConfig(model, **kept)
 
@@ -256,7 +253,6 @@ def engine_settings(values: Mapping[str, Any], model: str) -> EngineConfig:
 
 
 def said(setting: Setting[Any], value: Any) -> str:
-    """A value in words."""
     kind = setting.kind
     if value is None:
         return "automatic"
@@ -304,7 +300,6 @@ def _sampling_table() -> str:
 
 
 def with_tables(document: str) -> str:
-    """A document with the tables of settings in their places."""
     for name, table in (("settings", _kept_table()), ("sampling", _sampling_table())):
         begins = _BEGINS.format(name)
         before, _, rest = document.partition(begins)

@@ -88,7 +88,6 @@ def exclusive_access() -> Iterator[None]:
     """The right to change the parts.
 
     Raises:
-        EngineError: `BUSY`.
         OSError: the folder cannot be written to.
     """
     new_folder(parts_dir())
@@ -176,7 +175,6 @@ def put_in_place(partial: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _wheels_at(choice: EngineChoice, given: Path | None, beside: Path) -> Iterator[list[Path]]:
-    """Paths of the wheels, each the very one that is listed."""
     if given is not None and given.is_file():
         apart = beside.with_name(f"{beside.name.removesuffix(PARTIAL)}.files{PARTIAL}")
         apart.mkdir()
@@ -289,11 +287,7 @@ def _link(source: str, target: str) -> None:
 
 
 def proven(packed: Bundle, folder: Path, test: str) -> dict[str, Any]:
-    """What a module that tests itself says of its folder of packages.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE`, if it does not work.
-    """
+    """What a module that tests itself says of its folder of packages."""
     command, variables = packed_module(packed, folder, test)
     home = folder.with_name(f"{folder.name.removesuffix(PARTIAL)}.home{PARTIAL}")
     try:

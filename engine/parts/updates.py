@@ -125,11 +125,7 @@ def can_update() -> bool:
 
 
 def look_for_update() -> Update | None:
-    """A version that is newer than the one that runs and than the one of the next start; None if there is none.
-
-    Raises:
-        EngineError: `DOWNLOAD_FAILED` (no answer, or one that is not signed by us), `INVALID_REQUEST` (no bundle).
-    """
+    """A version that is newer than the one that runs and than the one of the next start; None if there is none."""
     packed, settings = need_bundle(), updates_settings()
     address = (updates_address() or str(settings.get("address", ""))).rstrip("/")
     content, signature = _fetched_small(f"{address}/latest.json"), _fetched_small(f"{address}/latest.json.sig")
@@ -192,11 +188,7 @@ def is_signed(content: bytes, signature: bytes, keys: Sequence[str]) -> bool:
 
 
 def begin_update(update: Update) -> Download:
-    """Puts the new window into the queue of downloads, as the first one.
-
-    Raises:
-        EngineError: `DISK_FULL`, or the disk's.
-    """
+    """Puts the new window into the queue of downloads, as the first one."""
     folder = downloads_folder()
     with disk_errors_explained(folder):
         new_folder(folder)
@@ -236,11 +228,7 @@ def install_update(
 
 
 def begin_engine(of_version: str) -> Download:
-    """Puts the wheels of an update's engine into the queue, once its window is in place.
-
-    Raises:
-        EngineError: as `begin_download`, or the window is not in place.
-    """
+    """Puts the wheels of an update's engine into the queue, once its window is in place."""
     window = part(part_name("window", of_version))
     if window is None:
         raise EngineError(ErrorCode.DOWNLOAD_FAILED, "The new version has not been fetched yet: fetch it first.")
@@ -248,11 +236,7 @@ def begin_engine(of_version: str) -> Download:
 
 
 def go_back() -> str:
-    """Has the next start use what was in use before; returns that version.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if there is nothing to go back to.
-    """
+    """Has the next start use what was in use before; returns that version."""
     before = previous_parts()
     if before is None:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no earlier version on this computer to go back to.")

@@ -53,7 +53,6 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
 
 
 def batch_plan_of(costs: Costs, workload: Workload, found: Outcome) -> BatchPlan:
-    """The plan that a simulated batch schedule is."""
     policy = found.batch
     assert policy is not None
     times = block_times(costs, workload, policy.micro_batch, policy.resident)
@@ -93,11 +92,6 @@ def read_policy(file: str) -> BatchPlan:
 
 
 def policy_of(document: Any) -> BatchPlan:
-    """The same of JSON that was read.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, about a field.
-    """
     given = document["batch"] if isinstance(document, dict) and "batch" in document else document
     if not isinstance(given, dict):
         raise _wrong("batch", "must be the policy of a batch, as `switchyard plan --workload batch --json` prints it")

@@ -178,12 +178,10 @@ def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
 
 
 def activation_token_bytes(model: ModelShape, precision: str) -> int:
-    """Bytes of activations per prompt token."""
     return footprint.activation_token_bytes(model.hidden, model.experts_per_token, as_stored(precision).width)
 
 
 def context_tokens(model: ModelShape, limits: Limits) -> int:
-    """The longest context that the engine will allow."""
     return min(model.context_tokens, limits.context_tokens or model.context_tokens)
 
 
@@ -330,7 +328,6 @@ def picture_plan(costs: Costs, card: TierBytes | None) -> PicturePlan | None:
 
 
 def _weights(costs: Costs) -> Weights:
-    """Sizes in the precision of the costs."""
     model, precision = costs.model, costs.precision
     gpu = costs.machine.gpu
     plain = as_stored(precision).name

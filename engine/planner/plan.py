@@ -203,9 +203,6 @@ def make_plan(
     Args:
         measured: the machine's numbers were measured, so the predicted range is narrower.
         given: a policy of batches by hand, which is planned with if it fits.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
     """
     limits = limits or Limits()
     model = limits.held(model, machine)

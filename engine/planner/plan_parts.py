@@ -192,7 +192,6 @@ class TierBytes:
 
     @property
     def held(self) -> int:
-        """Bytes held by the engine."""
         return self.weights + self.experts + self.staging + self.kv + self.activations + self.pictures
 
     @property

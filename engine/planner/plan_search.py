@@ -90,7 +90,6 @@ def runs_here(policy: str, workload: Workload) -> bool:
 
 
 def ways_to_share(question: Question) -> tuple[Cards, ...]:
-    """How the cards of this machine may share the model."""
     gpu, limits = question.machine.gpu, question.limits
     if gpu is None or gpu.count < 2 or not limits.use_card or question.model.experts < gpu.count:
         return (Cards.LAYERS,)

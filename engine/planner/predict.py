@@ -81,7 +81,6 @@ class Doubt:
     statistics: RoutingSkew
 
     def applied(self, costs: Costs) -> Costs:
-        """The costs at this end."""
         calls = self.calls
         return replace(
             costs,
@@ -173,9 +172,6 @@ def predict_decode(
         routing: experts that consecutive tokens of this model used, [tokens, MoE layers, k], for this model's own hit
             rates; by default routing is synthetic, with published statistics.
         limits: what other programs leave of the machine; by default all of it.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = limits or Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
@@ -210,9 +206,6 @@ def simulate_decode(
 
     Args:
         record: keep the spans of the simulation.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
@@ -312,7 +305,6 @@ def tokens_per_s_by_slots(
         (slots, tokens / s), in the order of the curve.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`: precision is `auto` and no precision of the model fits.
         ValueError: a miss ratio is not between 0 and 1.
     """
     precision = config.precision

@@ -326,7 +326,6 @@ def group_of(speed: PublishedSpeed) -> str:
 
 
 def document(speeds: Sequence[ComparedSpeed]) -> dict[str, object]:
-    """Everything as one JSON-like document."""
     ranked = orders(speeds)
     return {
         "results": [_entry(speed) for speed in speeds],

@@ -71,9 +71,6 @@ class Endpoint:
         price_in, price_out: of a million tokens read and written, in `currency`; None: not known.
         ca_file: a file of certificates in PEM to trust besides the system's; or the server's own, which alone is then
             trusted for it, whatever names it bears.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
     """
 
     name: str
@@ -160,7 +157,6 @@ def called(endpoint: Endpoint) -> str:
 
 
 def named_at(name: str, host: str) -> str:
-    """A name, and the host if that is another."""
     return name if name == host else f"{name} ({host})"
 
 
@@ -177,11 +173,7 @@ def is_loopback(host: str) -> bool:
 
 
 def normal_url(text: str) -> str:
-    """An address as it is kept: with its scheme, without the usual port, and ending in `/v1` unless it has a path.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
-    """
+    """An address as it is kept: with its scheme, without the usual port, and ending in `/v1` unless it has a path."""
     text = text.strip()
     what = quoted(text)
     if "://" not in text:
@@ -223,22 +215,14 @@ def _is_near(name: str) -> bool:
 
 
 def endpoint_at(address: str, name: str = "", **more: Any) -> Endpoint:
-    """The endpoint at an address, `#MODEL-ID` behind it if wanted; named after its host if it is given no name.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
-    """
+    """The endpoint at an address, `#MODEL-ID` behind it if wanted; named after its host if it is given no name."""
     place, _, model = address.strip().partition("#")
     url = normal_url(place)
     return Endpoint(name.strip() or urlsplit(url).netloc[-40:], url, **{"model": unquote(model), **more})
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """A saved endpoint by its name, or one by its address, such as `http://10.0.0.5:8000/v1#model-id`.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, `MODEL_NOT_FOUND`.
-    """
+    """A saved endpoint by its name, or one by its address, such as `http://10.0.0.5:8000/v1#model-id`."""
     name, _, model = text.strip().partition("#")
     for each in saved_endpoints():
         if each.name.casefold() == name.strip().casefold():
@@ -249,12 +233,10 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def is_remote(model: str) -> bool:
-    """Whether a model's name means one of an endpoint."""
     return model.startswith(REMOTE)
 
 
 def remote_name(endpoint: Endpoint, model: str) -> str:
-    """How a model of an endpoint is named by one string."""
     return f"{REMOTE}{endpoint.name}/{model}"
 
 
@@ -262,9 +244,6 @@ def parse_remote(text: str) -> tuple[Endpoint, str]:
     """The endpoint and the model's id that `endpoint:NAME/MODEL-ID` means, or `endpoint:ADDRESS#MODEL-ID`.
 
     The id may be empty: the endpoint's own choice, if it has one.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, `MODEL_NOT_FOUND`.
     """
     rest = text.strip().removeprefix(REMOTE)
     if "://" in rest:
@@ -279,16 +258,11 @@ def parse_remote(text: str) -> tuple[Endpoint, str]:
 
 
 def endpoints_file() -> Path:
-    """Where they are kept."""
     return config_dir() / "endpoints.json"
 
 
 def saved_endpoints() -> tuple[Endpoint, ...]:
-    """Those that people added, in the order of their names; entries that make no sense here are left out.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: the file cannot be read.
-    """
+    """Those that people added, in the order of their names; entries that make no sense here are left out."""
     found: list[Endpoint] = []
     for raw in _read():
         with suppress(EngineError, LookupError, TypeError, ValueError, AttributeError):
@@ -297,11 +271,7 @@ def saved_endpoints() -> tuple[Endpoint, ...]:
 
 
 def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
-    """Keeps an endpoint, in the place of the one of this name, or of `instead_of`.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: another one has a name that cannot be told from this one's.
-    """
+    """Keeps an endpoint, in the place of the one of this name, or of `instead_of`."""
     mine = {plain_name(instead_of or endpoint.name)}
 
     def change(entries: list[Any]) -> list[Any]:
@@ -313,11 +283,7 @@ def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
 
 
 def remove_endpoint(name: str) -> None:
-    """Forgets the endpoint of this name; its key stays until `engine.remote.trust.forget_key`.
-
-    Raises:
-        EngineError: `MODEL_NOT_FOUND`.
-    """
+    """Forgets the endpoint of this name; its key stays until `engine.remote.trust.forget_key`."""
 
     def change(entries: list[Any]) -> list[Any]:
         left = [raw for raw in entries if _name_of(raw) != plain_name(name)]

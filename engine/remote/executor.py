@@ -164,11 +164,6 @@ class SpreadRows:
     def run(
         self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
-        """See `RowExecutor`.
-
-        Raises:
-            EngineError: nobody can answer, or nobody did for `patience_s`.
-        """
         self._spread.is_read = False
         while True:
             self._take_events(on_row)
@@ -372,12 +367,10 @@ class _Here:
         self._thread.start()
 
     def give(self, turn: Turn) -> None:
-        """One more row to answer."""
         self._given.append(turn)
         self._news.set()
 
     def stop(self) -> None:
-        """Nothing more is wanted."""
         self._is_over = True
         self._news.set()
 

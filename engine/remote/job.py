@@ -38,8 +38,6 @@ class OwnModel(Protocol):
 
 
 class RemoteClient(Asked, Protocol):
-    """See `engine.remote.client.Client`."""
-
     def models(self, cancelled: CancelCheck) -> Found: ...
 
     def only_model(self, cancelled: CancelCheck) -> str: ...
@@ -79,7 +77,6 @@ class Met:
 
     @property
     def place(self) -> Place:
-        """As rows are spread over it."""
         endpoint = self.endpoint
         return Place(
             endpoint.name,
@@ -127,9 +124,6 @@ def run_remote_sample(
 
     Returns:
         what these rows say of the whole job; None if it was cancelled.
-
-    Raises:
-        EngineError: nobody can answer.
     """
     with _meeting(prepared.job.endpoints, watcher.cancelled, make_client) as met:
         if met is None:
@@ -161,11 +155,7 @@ def _sampled(tries: Sequence[RowAnswer], seconds: float, places: Sequence[PlaceP
 
 
 def endpoints_of(names: Sequence[str]) -> list[Endpoint]:
-    """The endpoints that a job names, without this machine.
-
-    Raises:
-        EngineError: there is no such endpoint, or one is named twice.
-    """
+    """The endpoints that a job names, without this machine."""
     found: dict[str, Endpoint] = {}
     for name in names:
         if name == HERE:
@@ -181,11 +171,7 @@ def endpoints_of(names: Sequence[str]) -> list[Endpoint]:
 
 @contextmanager
 def _meeting(names: Sequence[str], cancelled: CancelCheck, make_client: MakeClient) -> Iterator[list[Met] | None]:
-    """Looks at all endpoints at once; None if it was cancelled meanwhile.  Their clients are closed in the end.
-
-    Raises:
-        EngineError: what none of them can answer without somebody doing something.
-    """
+    """Looks at all endpoints at once; None if it was cancelled meanwhile.  Their clients are closed in the end."""
     clients = list[tuple[Endpoint, RemoteClient]]()
     try:
         for endpoint in endpoints_of(names):
@@ -228,9 +214,6 @@ def answerer_of(met: Sequence[Met], own: OwnModel | None, earlier: KnownJob | No
     Args:
         earlier: the job so far, if there is one.
         may_mix: answers of other models may be added to those that are there.
-
-    Raises:
-        EngineError: the answers so far are of other models.
     """
     models = {each.model for each in met if each.model}
     names = [remote_name(each.endpoint, each.model) for each in met]
@@ -260,7 +243,6 @@ def _own_digest(digest: str, precision: str) -> str:
 
 
 def _models_of(earlier: KnownJob) -> list[str]:
-    """The models that a job's answers may be of."""
     try:
         models = json.loads(earlier.digest)
     except ValueError:
@@ -271,7 +253,6 @@ def _models_of(earlier: KnownJob) -> list[str]:
 
 
 def _listed(models: Sequence[str]) -> str:
-    """Models for people."""
     names = ("a model of this PC" if model.startswith(f"{HERE}:") else model for model in models)
     return " and ".join(names) or "another model"
 

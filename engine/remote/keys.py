@@ -22,7 +22,6 @@ _asking = threading.Lock()
 
 
 def variable_of(endpoint: Endpoint) -> str:
-    """The environment's variable that may hold its key."""
     return f"SWITCHYARD_KEY_{plain_name(endpoint.name)}"
 
 
@@ -38,11 +37,7 @@ def key_of_this_run(endpoint: Endpoint) -> str:
 
 
 def save_key(endpoint: Endpoint, key: str) -> bool:
-    """Keeps a key; returns whether it stays after this run.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` (this cannot be a key, or others could read it on its way).
-    """
+    """Keeps a key; returns whether it stays after this run."""
     key = check_key(endpoint, key)
     account = _account(endpoint)
     _this_run[account] = key
@@ -64,11 +59,7 @@ def forget_key(endpoint: Endpoint) -> None:
 
 
 def check_key(endpoint: Endpoint, key: str) -> str:
-    """The key without white space around it.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` (this cannot be a key, or others could read it on its way).
-    """
+    """The key without white space around it."""
     key = key.strip()
     if not key:
         return key

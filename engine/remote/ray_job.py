@@ -59,11 +59,7 @@ def _as_begun(prepared: PreparedJob, config: EngineConfig) -> EngineConfig:
 
 
 def _where(model: str) -> tuple[tuple[str, ...], str]:
-    """What nodes may find a model by, and its digest; a name will do if it is not on this machine.
-
-    Raises:
-        EngineError: it is damaged, or there is nothing at its path.
-    """
+    """What nodes may find a model by, and its digest; a name will do if it is not on this machine."""
     try:
         path = resolve(model)
     except EngineError as error:

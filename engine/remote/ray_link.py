@@ -132,12 +132,10 @@ class RayNodeState:
     _since_s: float = 0.0
 
     def begin(self, now: float) -> None:
-        """An engine starts there."""
         self.life += 1
         self.stage, self.why, self.doing, self._since_s = "opening", "", "starts", now
 
     def works(self, at_once: int, now: float) -> None:
-        """It answers from now on."""
         self.stage, self.why, self._since_s, self.at_once = "working", "", now, at_once
 
     def refuses(self, why: str) -> None:
@@ -155,12 +153,10 @@ class RayNodeState:
         self.rests_until_s = now + min(_LONGEST_REST_S, _FIRST_REST_S * 2 ** (self.failures - 1))
 
     def leaves(self) -> None:
-        """The node is no longer in the cluster."""
         self.stage, self.why = "gone", "it left the cluster"
         self.under_way = self.under_way_tokens = 0
 
     def answered(self, answer: RowAnswer, now: float) -> None:
-        """One answer has come."""
         self.failures = 0
         self.rows += 1
         self.failed += bool(answer.error)

@@ -131,11 +131,7 @@ class RayRows:
         return self._asked.digest, self._asked.config.precision
 
     def open(self, cancelled: Check) -> bool:
-        """Waits until one node can answer; False if cancelled.
-
-        Raises:
-            EngineError: there is no such cluster, or no node of it can.
-        """
+        """Waits until one node can answer; False if cancelled."""
         while not self._has_opened:
             if cancelled():
                 return False
@@ -267,7 +263,6 @@ class RayRows:
                 self._lead_no_more(node)
 
     def _see(self, found: Iterable[ClusterNode]) -> None:
-        """The nodes that are in the cluster now."""
         there = {each.ident: each for each in found if each.cpus > 0}  # a head often has none, to be left alone
         for ident, each in there.items():
             if ident not in self._nodes:
@@ -334,11 +329,7 @@ class RayRows:
             self._lose_link("it has been silent" if self._has_heard else "", now)
 
     def _lose_link(self, why: str, now: float) -> None:
-        """With it all engines on nodes end.
-
-        Raises:
-            EngineError: `DEVICE_UNAVAILABLE`: there never was a connection.
-        """
+        """With it all engines on nodes end."""
         self.close()
         if not self._has_heard:
             raise EngineError(
@@ -354,10 +345,6 @@ class RayRows:
         self._leader = ""
 
     def _require_hope(self, now: float) -> None:
-        """
-        Raises:
-            EngineError: `DEVICE_UNAVAILABLE`: no node will answer.
-        """
         stages = {node.stage for node in self._nodes.values()}
         if stages & {"new", "opening", "working"}:
             self._worked_s = now

@@ -102,7 +102,6 @@ class LayerLog:
         self._taking = threading.Lock()
 
     def follow(self, source: StampSource) -> None:
-        """Collects the stamps of this source from now on."""
         with self._taking:
             self._source = source
             source.switch(self._on)
@@ -156,7 +155,6 @@ class LayerLog:
         return 0 if self._source is None else self._source.dropped - self._dropped
 
     def take(self) -> LoggedLayers | None:
-        """Takes the steps that have ended; None if there were none."""
         with self._taking:
             ends = [self._ends.popleft() for _ in range(len(self._ends))]
             if not ends or self._source is None:

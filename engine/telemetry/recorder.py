@@ -210,11 +210,9 @@ class Recorder:
 
     @property
     def next_request(self) -> int:
-        """Number of the next request."""
         return self._requests + 1
 
     def begin_request(self, now_ns: int | None = None) -> None:
-        """Later records belong to a new request."""
         self._log_layers()
         self._requests += 1
         self.request = self._requests
@@ -251,7 +249,6 @@ class Recorder:
         self.layer = -1
 
     def end_request(self) -> None:
-        """Later records belong to no request."""
         self._log_layers()
         self.request, self.step, self.layer = 0, -1, -1
         self._forget_forward()
@@ -387,7 +384,6 @@ class Recorder:
 
     @property
     def dropped_steps(self) -> int:
-        """Steps dropped since `start`."""
         return self._steps.dropped
 
     def _log_layers(self) -> None:

@@ -25,7 +25,6 @@ class RequestLog:
 
     @property
     def number(self) -> int:
-        """Which request its spans are of."""
         return self._number
 
     def reads(self, tokens: int) -> None:
@@ -48,7 +47,6 @@ class RequestLog:
         self._since_ns = now_ns
 
     def has_written(self, tokens: int) -> None:
-        """So many tokens of the answer are there."""
         if self._name != self._writes:
             self._end()
             self._name, self._tokens, self._told = self._writes, 0, 0
@@ -66,7 +64,6 @@ class RequestLog:
             self._end()
 
     def ends(self) -> None:
-        """It is over, however it ended."""
         self._end()
 
     def _end(self, at_ns: int | None = None) -> None:

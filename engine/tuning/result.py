@@ -144,12 +144,10 @@ class TuningResult:
 
     @property
     def won(self) -> Timed | None:
-        """The winner's timing."""
         return next((one for one in self.timed if one.contestant.name == self.winner and not one.problem), None)
 
     @property
     def before(self) -> Timed | None:
-        """The timing of the earlier settings; None if not timed."""
         return next((one for one in self.timed if one.contestant.is_before), None)
 
     @property

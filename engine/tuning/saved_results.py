@@ -88,7 +88,6 @@ def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction,
 
 
 def read_result(path: Path) -> TuningResult | None:
-    """The result in a file; None if there is none, or it is not one of ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
@@ -143,7 +142,6 @@ class AppliedTuning:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether any setting was tuned."""
         return self.note.startswith("Tuned")
 
 
@@ -246,7 +244,6 @@ def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | N
 
 
 def machine_changes(result: TuningResult, machine: dict[str, str]) -> tuple[str, ...]:
-    """What has changed since it was tuned, in sentences."""
     return tuple(
         f"The {fact.name} was {fact.value} and is now {machine.get(fact.name, 'unknown')}."
         for fact in result.machine

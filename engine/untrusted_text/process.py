@@ -124,7 +124,6 @@ class UntrustedText:
 
         Raises:
             UntrustedTextError: it is unusable.
-            RequestCancelled: `cancelled()` returned true.
         """
         early, self._early = self._early, None
         if early is not None and early[0] == _identity(folder):
@@ -190,7 +189,6 @@ class UntrustedText:
             written: the parts of it in which a control token is read as such, and not as text; None for all.
 
         Raises:
-            UntrustedTextError, RequestCancelled: as `check`.
             TooManyTokensError: a part of it has more than `most_tokens`.
         """
         with self._locked(cancelled):
@@ -219,7 +217,6 @@ class UntrustedText:
 
         Raises:
             TemplateRefusedError: the template is broken, or rejects these values.
-            UntrustedTextError, RequestCancelled: as `check`.
         """
         request = {"do": "render", "template": template, "values": values, "own": own or {}}
         with self._locked(cancelled):

@@ -217,7 +217,6 @@ def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
 
 
 def _begun(output: Path) -> KnownJob | None:
-    """The job with this output, if it has answers."""
     from engine.batch_files.journal import journal_path, read_job
 
     begun = read_job(journal_path(output))
@@ -471,7 +470,6 @@ def pace_text(pace: Pace) -> str:
 
 
 def _place_text(place: PlacePace) -> str:
-    """A place in a few words."""
     name = place.name or "this PC"
     if place.state == "starting":
         return place.why.removesuffix(".")
@@ -481,7 +479,6 @@ def _place_text(place: PlacePace) -> str:
 
 
 def prediction_text(prediction: JobPrediction) -> str:
-    """How a job will run, in a sentence."""
     rows = prediction.batch_rows
     share = f"{rows:,} rows share each weight load" if rows > 1 else "one row at a time"
     chunks = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
@@ -513,7 +510,6 @@ def _span(seconds: float) -> str:
 
 
 def sample_words(sample: BatchSampled) -> str:
-    """What a sample measured, in a sentence."""
     each = f"{sample.prompt_tokens:,.0f} tokens read and {sample.generated_tokens:,.0f} written"
     cost = "" if sample.cost is None else f", at {sample.cost:,.2g} {sample.currency}".rstrip()
     return f"a row took {sample.row_s:.1f} s with few asked at once, {each}{cost}; many at once are faster"

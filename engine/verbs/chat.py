@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def traced(engine: Engine, path: Path | None) -> Iterator[None]:
-    """If `path` is given, records the block and writes it there: a table of spans (`.csv`), otherwise a trace.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if it cannot be written.
-    """
+    """If `path` is given, records the block and writes it there: a table of spans (`.csv`), otherwise a trace."""
     if path is None:
         yield
         return
@@ -62,9 +58,6 @@ def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, 
 
     Args:
         lost: number of dropped spans.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if it cannot be written.
     """
     from engine.telemetry.trace_export import write_spans, write_trace
 
@@ -89,8 +82,6 @@ _HELP = "/reset starts over, /quit or Ctrl-D quits, Ctrl-C stops an answer."
 
 
 class Answer(Protocol):
-    """What is told of an answer."""
-
     @property
     def text(self) -> str: ...
     @property
@@ -191,7 +182,6 @@ class _Shown:
             write_text("\n")
 
     def end_thought(self) -> None:
-        """What follows is not thought."""
         if self._thinks:
             self._thinks = False
             write_aside("\n\n")

@@ -151,7 +151,6 @@ def _sentence(text: str) -> str:
 
 
 def _torch_build() -> torch_builds.Build:
-    """The installed build, by what it was made for."""
     cuda = torch_cuda_version()
     if cuda is not None:
         label = f"cu{cuda.replace('.', '')}"
@@ -290,7 +289,6 @@ def torch_cuda_version() -> str | None:
 
 
 def torch_hip_version() -> str | None:
-    """The same for ROCm."""
     return _torch_built_for("hip")
 
 
@@ -566,7 +564,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def hardware_findings(hardware: Probe) -> list[Finding]:
-    """Findings about the machine."""
     vectors = ", ".join(hardware.instructions) or "not known"
     memory = f"{hardware.ram_available_bytes / _GIB:.1f} GiB free of {hardware.ram_bytes / _GIB:.1f} GiB"
     where = hardware.where
@@ -667,7 +664,6 @@ def _finding(finding: Finding) -> list[str]:
 
 
 def _flat(value: Any, name: str = "") -> Iterable[str]:
-    """A line for each value inside."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(each, f"{name}.{key}" if name else str(key))

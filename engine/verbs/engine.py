@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mounts the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "engine",
         help="get what answers, for an installed package: once, without the window",

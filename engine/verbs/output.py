@@ -50,7 +50,6 @@ def show_progress(text: str) -> None:
 
 
 def clear_progress() -> None:
-    """Clears that line."""
     sys.stderr.write("\r\x1b[K")
     sys.stderr.flush()
 

@@ -68,11 +68,7 @@ def asked_limits(args: argparse.Namespace) -> Limits:
 
 
 def this_machine(limits: Limits, device: str = "auto") -> tuple[MachineLook, Limits]:
-    """(this machine with a device, what other programs leave of the limits).
-
-    Raises:
-        EngineError: there is no such device.
-    """
+    """(this machine with a device, what other programs leave of the limits)."""
     from engine.tuning.machine_state import look_at_machine
 
     look = look_at_machine(device if limits.use_card else "cpu")
@@ -82,11 +78,6 @@ def this_machine(limits: Limits, device: str = "auto") -> tuple[MachineLook, Lim
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """The chosen workload.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
-    """
     from engine.planner.plan_parts import parse_workload
 
     try:
@@ -96,11 +87,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> Plan:
-    """The requested plan; on this machine corrected by timings of this model, as in Tune.
-
-    Raises:
-        EngineError: as `make_plan`.
-    """
+    """The requested plan; on this machine corrected by timings of this model, as in Tune."""
     from engine.planner.batch_plan import read_policy
     from engine.planner.plan import make_plan
     from engine.planner.plan_parts import CHAT

@@ -53,11 +53,6 @@ class RemoteTalk:
         cancelled: Callable[[], bool],
         tools: tuple[Tool, ...] = (),
     ) -> Told:
-        """Answers the last message.
-
-        Raises:
-            EngineError: a `RemoteError`.
-        """
         said: list[str] = []
         thought: list[str] = []
         pieces = 0
@@ -96,11 +91,7 @@ def run(
     given: dict[str, Any],
     use: Callable[[RemoteTalk, str, SamplingParams], int],
 ) -> int:
-    """Opens the endpoint that `--model` names, and hands it to `use` with a line about it and the sampling.
-
-    Raises:
-        EngineError: there is no such endpoint, or what was asked needs a model on this PC.
-    """
+    """Opens the endpoint that `--model` names, and hands it to `use` with a line about it and the sampling."""
     for option in ("record_routing", "trace"):
         if getattr(args, option, None) is not None:
             name = f"--{option.replace('_', '-')}"
@@ -113,7 +104,6 @@ def run(
 
 
 def document(told: Told, args: argparse.Namespace) -> dict[str, Any]:
-    """What `--json` prints."""
     endpoint, _model = parse_remote(args.model)
     fields = ("text", "reasoning", "prompt_tokens", "generated_tokens", "ttft_s", "tokens_per_s", "finish_reason")
     return {

@@ -86,7 +86,6 @@ _MODELS = {
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for name, published in _MODELS.items():
         yield from _of_model(_Model(name), published, given=name == "mixtral-8x7b")
 

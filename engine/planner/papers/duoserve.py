@@ -37,7 +37,6 @@ ALL_RIGHT, ONE_RIGHT = (statistics.fmean(column) for column in zip(*_BOTH_RIGHT.
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for name, title in _MODELS.items():
         yield from _peaks(name, title)
     latency = 1e3 * _PREDICTOR_OPERATORS * EFFICIENCY.operator_s

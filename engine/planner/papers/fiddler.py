@@ -66,7 +66,6 @@ def hit_rate_bounds(popularity: Sequence[float], slots: int) -> HitRateBounds:
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     was = {1: (25.2, 18.7, 21.9), 2: (53.0, 44.6, 48.8)}
     for environment, machine in _MACHINES.items():
         costs = Costs(read_machine(machine), read_model("mixtral-8x7b"))

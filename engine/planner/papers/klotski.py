@@ -94,7 +94,6 @@ _TABLE_3 = (
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for column in _TABLE_3:
         yield from _throughputs(column)
     yield from _one_block()

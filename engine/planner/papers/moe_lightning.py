@@ -44,7 +44,6 @@ _THEORY = Efficiency(arithmetic=1, card_memory=1, host_memory=1, operator_s=0)
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for (task, card), cells in _TABLE_4.items():
         prompt, generated = _TASKS[task]
         costs = _costs(card)

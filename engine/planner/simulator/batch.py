@@ -138,7 +138,6 @@ def _grid(name: str, performance: PerformanceModel, setting: Setting, share: flo
 
 
 def _counts(name: str, setting: Setting, micro_batch: int, share: float) -> list[int]:
-    """Numbers of micro-batches to try."""
     most = -(-setting.workload.sequences // micro_batch)
     if name == DEEPSPEED:
         return [1]

@@ -67,7 +67,6 @@ class PassCosts:
     dense_stays: bool = False
 
     def times(self, policy: OffloadPolicy) -> LayerTimes:
-        """Times of a layer under this policy."""
         costs, model, count = self.costs, self.costs.model, policy.micro_batches
         used = costs.used_experts(self.rows)
         wanted = max(1, round(costs.used_experts(self.rows * count)))
@@ -111,7 +110,6 @@ class PassCosts:
         )
 
     def _attention(self) -> float:
-        """Of one micro-batch on the card."""
         if self.prefill:
             # Causal: on average a row attends to half of the prompt.
             return self.costs.card_attention(self.rows, self.context / 2, prompts=self.sequences)

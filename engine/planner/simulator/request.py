@@ -264,7 +264,6 @@ class RequestSimulation:
         )
 
     def _card(self, expert: int) -> int:
-        """That has this expert, or brings it."""
         return expert * self._cards // self._costs.model.experts
 
     # Before the router has run

@@ -215,7 +215,6 @@ class SimulatedCard:
         return self._halves.setdefault(index, _Half())
 
     def put(self, index: int, times: LayerTimes) -> None:
-        """Puts a layer's weights on the card from the start."""
         self._halves[index] = _Half(0.0, [0.0] * times.experts)
 
     def leave(self, index: int, *, keep: bool) -> None:

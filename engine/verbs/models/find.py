@@ -164,6 +164,5 @@ def _table(found: list[Known]) -> str:
 
 
 def row_of(one: Known) -> tuple[str, ...]:
-    """Its cells."""
     marks = ("yes" if one.is_native else "", one.shares, "yes" if one.has_draft_head else "")
     return (one.model_type, ", ".join(one.architectures) or "-", *(mark or "-" for mark in marks))

@@ -154,11 +154,7 @@ def _fit_of_hub(args: argparse.Namespace) -> int:
 
 
 def candidate_for_here(reference: str) -> Candidate:
-    """The candidate that a reference means: of several that can run, where none is named, the best one for this PC.
-
-    Raises:
-        EngineError: as `find_candidate`.
-    """
+    """The candidate that a reference means: of several that can run, where none is named, the best one for this PC."""
     from engine.checkpoint.hub import HubError, candidates, find_candidate, parse_reference
     from engine.planner.plan_parts import Limits
 
