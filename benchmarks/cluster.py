@@ -30,8 +30,7 @@ from engine.common.paths import python_module
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.process.ray_driver import INSTALL
 from engine.protocol import ClusterEvent, ClusterJob, ClusterNodes
-from engine.remote.ray_link import Link, RayLink
-from engine.remote.ray_rows import RayRows
+from engine.remote.ray_rows import Link, RayLink, RayRows
 
 _MEMORY = 4 * 10**9
 _WARM_ROWS = 32

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from benchmarks.peers.beside import ON_CPU, reading_peers
 from benchmarks.peers.library import LIBRARY
 from benchmarks.shared_experts import opened_with_cache, with_quarter_resident, without_cache
+from engine.bench.decode import PrefillPlan, bench_prefill, read_rate
 from engine.bench.opened import opened
-from engine.bench.prefill import PrefillPlan, bench_prefill, read_rate
 from engine.bench.report import Report
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.bench.batch import batch_rate, prompts_of
+from engine.bench.decode import batch_rate, prompts_of
 from engine.bench.opened import opened
 from engine.bench.report import Report, in_turn
 from engine.common import clock

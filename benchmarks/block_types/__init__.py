@@ -24,7 +24,7 @@ _HEADERS = Path(__file__).parents[2] / "engine" / "kernels" / "native" / "src"
 
 
 def bench_blocks(repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds a row of ticks for each type and instruction set: with one vector, against ggml's, with four, in a prompt."""
+    """Adds rows of ticks for each type and instruction set: with one vector, against ggml's, four, and a prompt."""
     ggml = next(LLAMA_CPP.home().rglob("libggml-cpu.so"), None) if LLAMA_CPP.home().is_dir() else None
     if ggml is None:
         report.skip_peer("ggml", f"it is not built: run {LLAMA_CPP.how_to_build()}")

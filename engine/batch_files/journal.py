@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import xxhash
 
-from engine.batch_files.fingerprint import file_digest
+from engine.batch_files.opening import file_digest
 from engine.batch_files.rows import CUT_OFF, Answer
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile, is_full, is_locked, private_file, private_folder, restrict_files, take_lock

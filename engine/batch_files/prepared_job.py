@@ -10,7 +10,6 @@ from typing import Any
 
 import xxhash
 
-from engine.batch_files.fingerprint import content_hash
 from engine.batch_files.job_watcher import Between, noop
 from engine.batch_files.journal import (
     JobManifest,
@@ -23,7 +22,7 @@ from engine.batch_files.journal import (
     read_written,
 )
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
-from engine.batch_files.opening import InputForm, open_source
+from engine.batch_files.opening import InputForm, content_hash, open_source
 from engine.batch_files.prompts import (
     OpenAiPrompts,
     PictureColumn,

@@ -19,10 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.batch_files.fingerprint import files_of, has_rows
 from engine.batch_files.job_watcher import Between, noop
 from engine.batch_files.journal import Ledger, NothingWritten, WrittenFile, absolute, is_there, put_in_place
 from engine.batch_files.openai_format import errors_path, write_openai
+from engine.batch_files.opening import files_of, has_rows
 from engine.batch_files.prompts import as_text, json_value
 from engine.batch_files.rows import Answer, ResultColumns, Row, RowSource, result_columns
 from engine.batch_files.tables import ParquetRows

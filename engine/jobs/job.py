@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from engine.batch_files.fingerprint import RowCount, content_hash, counted_rows, stamp
 from engine.batch_files.job_watcher import (
     Between,
     ComputingClock,
@@ -24,6 +23,7 @@ from engine.batch_files.job_watcher import (
 )
 from engine.batch_files.journal import JobManifest, Journal, SafeKeeping, StopRequest, journal_path, read_job
 from engine.batch_files.openai_format import errors_path
+from engine.batch_files.opening import RowCount, content_hash, counted_rows, stamp
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_result
 from engine.batch_files.rows import Answer, RowRequest

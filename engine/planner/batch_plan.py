@@ -27,15 +27,14 @@ from engine.planner.engine_memory import (
     ram_usable,
     written_bytes,
 )
-from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.memory import share_on_disk, with_all_visits
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
-from engine.planner.policy_search import PAGE, PerformanceModel
+from engine.planner.policy_search import PAGE, PerformanceModel, block_times, fewest_batches
 from engine.planner.schedules import SCHEDULES
-from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSystem, run_batch, system_of
-from engine.planner.simulator.batch_costs import OffloadPolicy
+from engine.planner.simulator.plans import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSystem, run_batch, system_of
 from engine.planner.simulator.request import Outcome
+from engine.planner.simulator.sweeps import OffloadPolicy
 
 GIVEN = "The policy that was given"
 _MOST_SEQUENCES = 512

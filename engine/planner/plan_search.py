@@ -11,8 +11,7 @@ from engine.hardware.machine import HardwareProfile
 from engine.planner.costs import Cards, Observed, engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk, memory_rule
 from engine.planner.plan_parts import Limits, Workload, worthwhile
-from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
-from engine.planner.simulator.plans import BATCH_SYSTEMS, POLICIES, run_all
+from engine.planner.simulator.plans import BATCH_SYSTEMS, CGOPIPE, FLEXGEN_S4, KLOTSKI, POLICIES, run_all
 from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import Setting
 from engine.planner.simulator.strategy import expected_statistics

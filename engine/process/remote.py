@@ -189,7 +189,7 @@ def runner_at(request: StartBatch, own: OwnModel | None) -> JobRunner:
 
 
 def _on_a_cluster(prepared: PreparedJob, request: StartBatch, watcher: JobWatcher) -> JobEnding:
-    from engine.remote.ray_job import run_cluster_job
+    from engine.remote.ray_rows import run_cluster_job
 
     if request.config is None:
         raise EngineError(

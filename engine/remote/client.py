@@ -32,7 +32,7 @@ from engine.common.plain_text import plain_line
 from engine.common.untrusted import parse_json
 from engine.protocol import Token
 from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteRequest, chosen, request_body
-from engine.remote.endpoint import Endpoint, Found, Lack, Server, called
+from engine.remote.endpoint import Endpoint, Found, Lack, Server, called, check_key, read_key
 from engine.remote.failures import (
     RemoteError,
     Trouble,
@@ -45,7 +45,6 @@ from engine.remote.failures import (
     said_in_stream,
     unreachable,
 )
-from engine.remote.keys import check_key, read_key
 from engine.remote.trust import trust_of
 
 MINUTE_S = 60.0

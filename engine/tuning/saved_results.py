@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime
 from pathlib import Path
 
 from engine.checkpoint.shards import content_digest
@@ -21,7 +20,7 @@ from engine.common.paths import data_dir
 from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
-from engine.tuning.result import Correction, Fact, TuningResult
+from engine.tuning.result import Correction, Fact, TuningResult, day
 
 _VERSION = 1
 _MARK = 16
@@ -249,15 +248,6 @@ def machine_changes(result: TuningResult, machine: dict[str, str]) -> tuple[str,
         for fact in result.machine
         if machine.get(fact.name) != fact.value
     )
-
-
-def day(taken_at: str) -> str:
-    """`21 Nov 2026` of an ISO time; the text itself if it is not a time."""
-    try:
-        moment = datetime.fromisoformat(taken_at).astimezone()
-    except ValueError:
-        return taken_at
-    return f"{moment.day} {moment:%b %Y}"
 
 
 def _lower(sentence: str) -> str:

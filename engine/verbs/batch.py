@@ -208,7 +208,7 @@ def _at_endpoints(args: argparse.Namespace, prepared: PreparedJob) -> int:
 
 
 def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
-    from engine.remote.ray_job import run_cluster_job
+    from engine.remote.ray_rows import run_cluster_job
 
     if args.sample:
         raise EngineError(ErrorCode.INVALID_REQUEST, "A sample is answered on this computer: leave out --ray.")

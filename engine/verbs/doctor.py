@@ -47,7 +47,8 @@ from engine.hardware.gpu_info import HIDING
 from engine.hardware.measured import changes, described, load_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, free_disk_bytes, probe
 from engine.hardware.surroundings import DISPLAY_VARIABLES, has_display
-from engine.tuning.saved_results import all_results, day, machine_changes
+from engine.tuning.result import day
+from engine.tuning.saved_results import all_results, machine_changes
 from engine.verbs.output import emit, note
 
 _CAPABILITIES = {"12": ((5, 0), (9, 9)), "13": ((7, 5), (99, 9))}

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.common.consoles import tell
 from engine.common.errors import EngineError
-from engine.common.plain_text import plain, plain_line
+from engine.common.plain_text import plain, plain_line, tell
 
 
 def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> None:

@@ -26,9 +26,8 @@ from engine.planner.memory import CHUNKS_TOGETHER, with_all_visits
 from engine.planner.plan_parts import BatchPlan, Limits, Workload
 from engine.planner.policy_search import PAGE, PerformanceModel, policies
 from engine.planner.schedules import MULTI_BATCH, S3, Schedule
-from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, run_batch, system_of
-from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
-from engine.planner.simulator.sweeps import CopyCost, SimulatedCard, Timeline
+from engine.planner.simulator.plans import CGOPIPE, FLEXGEN_S4, KLOTSKI, run_batch, system_of
+from engine.planner.simulator.sweeps import CopyCost, OffloadPolicy, PassCosts, SimulatedCard, Timeline
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import ExpertsCall

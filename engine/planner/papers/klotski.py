@@ -17,9 +17,8 @@ from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.plan_parts import Workload
 from engine.planner.policy_search import PerformanceModel
 from engine.planner.schedules import HOT_ONLY_ON_CARD, KLOTSKI_ON_CARD, MULTI_BATCH_ON_CARD, Schedule
-from engine.planner.simulator.batch import BatchSystem, pass_seconds, run_batch
-from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
-from engine.planner.simulator.sweeps import Timeline
+from engine.planner.simulator.plans import BatchSystem, pass_seconds, run_batch
+from engine.planner.simulator.sweeps import OffloadPolicy, PassCosts, Timeline
 
 PAPER = "Klotski"
 USED, HOT_RIGHT, ALONE_RIGHT = 100.0, 58.89, 42.24
