@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
@@ -72,21 +72,8 @@ class WrittenFile:
             return False
 
 
-class Ledger(Protocol):
-    """Records what a job wrote; implemented by `engine.batch_files.journal.Journal`."""
-
-    def written(self) -> Sequence[WrittenFile]:
-        """All files that the job may replace."""
-
-    def remember(self, file: WrittenFile) -> None:
-        """Records a file before it is renamed into place, so that it is known even after a kill in between."""
-
-    def keep_only(self, files: Sequence[WrittenFile]) -> None:
-        """Removes all other records."""
-
-
 class NothingWritten:
-    """A ledger without records, which ignores new ones."""
+    """Stands for the journal of a job that keeps no records of what it wrote."""
 
     def written(self) -> Sequence[WrittenFile]:
         return ()
@@ -121,7 +108,7 @@ def is_own(path: Path, written: Sequence[WrittenFile]) -> bool:
     return any(file.is_at(path) for file in written)
 
 
-def put_in_place(new: NewFile, path: Path, kind: WrittenKind, ledger: Ledger) -> WrittenFile:
+def put_in_place(new: NewFile, path: Path, kind: WrittenKind, ledger: Journal | NothingWritten) -> WrittenFile:
     """Renames a completely written file into place, and records it.
 
     That is `path`, if it is free or the ledger knows its file; otherwise `path` with a number: files that others wrote
@@ -530,7 +517,7 @@ class Journal:
         return written_files(self._connection)
 
     def remember(self, file: WrittenFile) -> None:
-        """See `engine.batch_files.journal.Ledger`.
+        """Records a file before it is renamed into place, so that it is known even after a kill in between.
 
         Raises:
             EngineError: `DISK_FULL`; the file is not recorded.
@@ -539,7 +526,7 @@ class Journal:
             self._connection.execute("INSERT INTO written VALUES (?, ?, ?, ?, ?)", _values(file))
 
     def keep_only(self, files: Sequence[WrittenFile]) -> None:
-        """See `engine.batch_files.journal.Ledger`."""
+        """Removes all other records."""
         with self._explained(), self._transaction():
             self._connection.execute("DELETE FROM written")
             self._connection.executemany("INSERT INTO written VALUES (?, ?, ?, ?, ?)", map(_values, files))

@@ -16,15 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import Constraint, RowRequest, grammar_of
 from engine.common.chat import calls_as_json
-from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowCallback
 from engine.protocol import Token
 from engine.remote.chat_form import RemoteAnswer, RemoteRequest
+from engine.remote.client import Client
 from engine.remote.failures import RemoteError
 from engine.remote.spread import MOST_AT_ONCE, Place, Spread, Turn
 
@@ -66,16 +67,6 @@ _HERE = ""
 _KEPT = "The answers so far are kept: resume the job once that has changed."
 
 
-class Asked(Protocol):
-    """A server that answers: see `engine.remote.client.Client`."""
-
-    def ask(
-        self, request: RemoteRequest, on_delta: Callable[[Token], None], cancelled: CancelCheck
-    ) -> RemoteAnswer: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Server:
     """An endpoint that rows are asked of.
@@ -87,7 +78,7 @@ class Server:
     """
 
     place: Place
-    client: Asked
+    client: Client
     model: str = ""
 
 

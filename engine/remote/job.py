@@ -19,8 +19,8 @@ from engine.jobs.job import Answerer, run_first_rows, run_job
 from engine.jobs.rows import ClosingExecutor, RowAnswer
 from engine.protocol import BatchSampled
 from engine.remote.client import Client
-from engine.remote.endpoint import Endpoint, Found, parse_endpoint, remote_name
-from engine.remote.executor import Asked, Server, SpreadRows
+from engine.remote.endpoint import Endpoint, parse_endpoint, remote_name
+from engine.remote.executor import Server, SpreadRows
 from engine.remote.failures import RemoteError
 from engine.remote.spread import OUT, Place
 
@@ -37,13 +37,7 @@ class OwnModel(Protocol):
         """Who answers rows here, and how many at once at most."""
 
 
-class RemoteClient(Asked, Protocol):
-    def models(self, cancelled: CancelCheck) -> Found: ...
-
-    def only_model(self, cancelled: CancelCheck) -> str: ...
-
-
-MakeClient = Callable[[Endpoint], RemoteClient]
+MakeClient = Callable[[Endpoint], Client]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class Met:
     """
 
     endpoint: Endpoint
-    client: RemoteClient
+    client: Client
     model: str
     server: str = ""
     version: str = ""
@@ -172,7 +166,7 @@ def endpoints_of(names: Sequence[str]) -> list[Endpoint]:
 @contextmanager
 def _meeting(names: Sequence[str], cancelled: CancelCheck, make_client: MakeClient) -> Iterator[list[Met] | None]:
     """Looks at all endpoints at once; None if it was cancelled meanwhile.  Their clients are closed in the end."""
-    clients = list[tuple[Endpoint, RemoteClient]]()
+    clients = list[tuple[Endpoint, Client]]()
     try:
         for endpoint in endpoints_of(names):
             clients.append((endpoint, make_client(endpoint)))
@@ -192,7 +186,7 @@ def _meeting(names: Sequence[str], cancelled: CancelCheck, make_client: MakeClie
             client.close()
 
 
-def _met(endpoint: Endpoint, client: RemoteClient, cancelled: CancelCheck) -> Met:
+def _met(endpoint: Endpoint, client: Client, cancelled: CancelCheck) -> Met:
     try:
         found = client.models(cancelled)
     except RemoteError as error:

@@ -36,37 +36,6 @@ class DeviceWork(Protocol):
     def ended_s(self) -> float: ...
 
 
-class QueuedWork(Protocol):
-    """Marks in the queues of devices, where the caller's thread only queues the dense work between experts.
-
-    Places are torch devices.  A mark is None if none could be set.
-    """
-
-    def begin(self) -> None:
-        """A forward starts."""
-
-    def head(self, name: int, layer: int, count: int) -> None:
-        """The forward has ended with this."""
-
-    def forget(self) -> None:
-        """No forward is running."""
-
-    def experts_begin(self, place: Any) -> DeviceWork | None:
-        """Experts without spans of their own start; returns the mark before them."""
-
-    def routed(self, mark: DeviceWork | None, device: int) -> None:
-        """At this mark of a device, the inputs of a layer's experts are ready."""
-
-    def experts_done(self, begun: DeviceWork, place: Any, experts: int) -> None:
-        """All of a layer's experts were queued on a device since this mark: records their span."""
-
-    def submitted(self, work: DeviceWork) -> None:
-        """The latest work submitted by experts."""
-
-    def experts_end(self, place: Any) -> None:
-        """Later work is not experts'."""
-
-
 RING_SPANS = 2**16
 """Capacity per thread: some seconds of the fastest decode."""
 RING_STEPS = 2**13
@@ -148,7 +117,8 @@ class Recorder:
             steps with more tokens: prefills, and batches of many rows.
         dense_lane: lane where the caller's thread computes between expert layers; None if it only queues that work, so
             that its time is unknown here.
-        queued: then records it with the devices' clocks; otherwise None.
+        queued: then records it with the devices' clocks (`engine.runtime.telemetry.model_telemetry.QueuedDense`);
+            otherwise None.
         piece: (name, layer, count) of the captured graph being replayed, for its span.
         uses: called with (step, layer, experts used, hits among them) of each layer of decode steps, if set; or for
             many layers at once, none of whose experts can be hits: arrays (steps, layers, concatenated experts, experts
@@ -164,7 +134,7 @@ class Recorder:
         self.layers = LayerLog()
         self.on_cpu = self.many_on_cpu = 0
         self.dense_lane: int | None = CPU_ATTENTION
-        self.queued: QueuedWork | None = None
+        self.queued: Any = None
         self.piece: tuple[int, int, int] | None = None
         self.uses: deque[tuple[Any, ...]] | None = None
         self._capacity = capacity

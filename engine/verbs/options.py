@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from engine.common.config import EngineConfig, SamplingParams, is_device
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Texts, settings_of
@@ -178,10 +178,5 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 MODEL = "`starter`, the name of a model on this machine, a checkpoint directory or a GGUF file"
 
-
-class AddAction(Protocol):
-    """Adds an action, with `--json`; returns its parser for its other arguments."""
-
-    def __call__(
-        self, name: str, help_text: str, function: Callable[[argparse.Namespace], int]
-    ) -> argparse.ArgumentParser: ...
+AddAction = Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]
+"""Adds an action, with `--json`, by its name, help and function; returns its parser for its other arguments."""
