@@ -482,7 +482,7 @@ def _run_prefill(args: argparse.Namespace, report: Report) -> None:
     _limit(args)
     config = config_of(args)
     from benchmarks.cut import cut_of
-    from benchmarks.prefill import bench_prefill_beside
+    from benchmarks.strategies import bench_prefill_beside
     from engine.bench.decode import PrefillPlan
 
     cut = cut_of(args.model)

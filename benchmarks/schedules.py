@@ -59,7 +59,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
     for name, values in rates.items():
         report.add(f"{title}, {name}", values, "tokens/s", predicted=predicted.get(name))
     ours = rates.pop(CGOPIPE.name)
-    report.add_against(f"{title}, CGOPipe", ours, "tokens/s", rates)
+    report.add_against(f"{title}, CGOPipe", ours, rates)
     for name, pairs in found.items():
         report.add(f"link busy, {name}", [statistics.median(100 * share for _rate, share in pairs)], "%", limit=100.0)
 

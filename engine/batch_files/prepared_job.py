@@ -14,11 +14,13 @@ from engine.batch_files.job_watcher import Between, noop
 from engine.batch_files.journal import (
     JobManifest,
     Journal,
+    KnownJob,
     WrittenFile,
     discard,
     is_own,
     is_there,
     journal_path,
+    read_job,
     read_written,
 )
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
@@ -37,6 +39,7 @@ from engine.batch_files.rows import Answer, Constraint, RowRequest, RowSource, f
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import remove_left_over
+from engine.formats import AUTO, is_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,12 @@ class PreparedJob:
                     asked = failed(row.index, "has the custom_id of an earlier row")
                 ids.add(digest)
             yield row.share, asked
+
+    @property
+    def begun_precision(self) -> str:
+        """What a job that goes on began with, whatever was tuned since; `AUTO` if it has no answers."""
+        found = begun(self.output) if self.job.goes_on else None
+        return found.precision if found is not None and is_precision(found.precision) else AUTO
 
     def manifest(self, model: str, precision: str, between: Between = noop) -> JobManifest:
         """What the answers depend on; reads the whole input once.
@@ -151,6 +160,12 @@ class PreparedJob:
     def _files(self) -> tuple[Path, ...]:
         """All files that the job will write, unless the names are taken meanwhile."""
         return (self.output, errors_path(self.output)) if self.openai else (self.output,)
+
+
+def begun(output: Path) -> KnownJob | None:
+    """The job with this output, if it has answers."""
+    found = read_job(journal_path(output))
+    return found if found is not None and found.kept else None
 
 
 def prepare(job: BatchJob) -> PreparedJob:

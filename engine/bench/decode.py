@@ -236,7 +236,7 @@ def bench_prefill(
     rates = in_turn(contestants, plan.repeats, report, say, warm_ups=0)
     name = f"prefill of {plan.prompt_tokens:,} tokens on {config.device}"
     name += f", {plan.words}" if plan.words else ""
-    report.add_against(name, rates["ours"], "tokens/s", {who: rates[who] for who in rates if who != "ours"})
+    report.add_against(name, rates["ours"], {who: rates[who] for who in rates if who != "ours"})
     if hits[0]:
         report.add("hits of decode after it", hits[1], "%", peer="before it", peer_values=hits[0])
     return rates
@@ -333,7 +333,7 @@ def bench_batch(
         turns = {name: partial(run, contestant) for name, contestant in contestants.items()}
         rates = in_turn(turns, plan.repeats, report, say)
     ours = rates.pop("ours")
-    report.add_against(f"{plan.rows} rows, {plan.tokens} tokens each", ours, "tokens/s", rates)
+    report.add_against(f"{plan.rows} rows, {plan.tokens} tokens each", ours, rates)
 
 
 def batch_rate(executor: BatchExecutor, prompts: Sequence[Sequence[int]], tokens: int) -> float:

@@ -97,10 +97,11 @@ class Report:
         self.rows.append(row(name, values, unit, **options))
         return self.rows[-1]
 
-    def add_against(self, name: str, ours: list[float], unit: str, others: Mapping[str, list[float]]) -> None:
-        self.add(name, ours, unit)
+    def add_against(self, name: str, ours: list[float], others: Mapping[str, list[float]]) -> None:
+        """Tokens per second."""
+        self.add(name, ours, "tokens/s")
         for peer, theirs in others.items():
-            self.add(name, ours, unit, peer=peer, peer_values=theirs)
+            self.add(name, ours, "tokens/s", peer=peer, peer_values=theirs)
 
     def skip_peer(self, peer: str, reason: str) -> None:
         """Reports a peer that could not run, and why, instead of omitting it silently."""

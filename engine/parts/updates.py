@@ -20,7 +20,6 @@ import base64
 import binascii
 import json
 import shutil
-import signal
 import sys
 import time
 import zipfile
@@ -62,6 +61,7 @@ from engine.parts.install import (
     finish,
     install,
     new_partial,
+    print_steps,
     proven,
     sweep,
     taken_over,
@@ -250,8 +250,7 @@ def _window(name: str, of_version: str, on_step: OnStep) -> Part:
     packed = need_bundle()
     with disk_errors_explained(downloads_folder()), exclusive_access():
         if part(name) is None and not taken_over(name):
-            partial = new_partial(name)
-            try:
+            with new_partial(name) as partial:
                 on_step(CHECKING)
                 file = _fetched(name)
                 require_space(partial, _UNPACKED * file.stat().st_size)
@@ -262,8 +261,6 @@ def _window(name: str, of_version: str, on_step: OnStep) -> Part:
                 if said.get("version") not in (None, of_version):
                     raise _untrue(f"holds version {said['version']} where {of_version} was promised")
                 finish(partial, Whole(name, of_version, packed.platform, this_python(), proven=said))
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
     window = part(name)
     if window is None:
         raise _untrue("does not fit this computer")
@@ -324,22 +321,11 @@ def _untrue(what: str) -> EngineError:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Installs, and prints how it goes on; returns the exit code."""
+    def work(on_step: OnStep) -> dict[str, str]:
+        needs_engine = install_update(arguments[0], on_step) is not None
+        return {"needs": "engine"} if needs_engine else {"installed": arguments[0]}
 
-    def say(**what: str) -> None:
-        sys.stdout.write(json.dumps(what) + "\n")
-        sys.stdout.flush()
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        if install_update(arguments[0], lambda step: say(step=step)) is not None:
-            say(needs="engine")
-            return 0
-    except EngineError as error:
-        say(error=error.message, code=str(error.code))
-        return 2
-    say(installed=arguments[0])
-    return 0
+    return print_steps(work)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,18 @@ from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.downloads.records import PARTS, PlannedFile
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, new_folder, require_space
-from engine.common.installed import Bundle, Part, bundle, part, part_name, parts_dir, this_python, version, whole_parts
-from engine.common.integrity import lost_files
+from engine.common.installed import (
+    Bundle,
+    Part,
+    bundle,
+    lost_files,
+    part,
+    part_name,
+    parts_dir,
+    this_python,
+    version,
+    whole_parts,
+)
 from engine.hardware import torch_builds
 from engine.hardware.torch_builds import BUILDS, Choice
 

@@ -27,8 +27,7 @@ from engine.planner.engine_memory import (
     ram_usable,
     written_bytes,
 )
-from engine.planner.memory import share_on_disk, with_all_visits
-from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload
+from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload, share_on_disk, with_all_visits
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
 from engine.planner.policy_search import PAGE, PerformanceModel, block_times, fewest_batches
 from engine.planner.schedules import SCHEDULES

@@ -12,7 +12,6 @@ from engine.common.costs import Cost, picture_on_card
 from engine.formats import BF16, STORED, as_stored, careful, format_of, head_format
 from engine.hardware.machine import GpuProfile
 from engine.planner.costs import Cards, Costs
-from engine.planner.memory import MemoryRule
 from engine.planner.placement import (
     Budgets,
     DeviceBudget,
@@ -26,7 +25,7 @@ from engine.planner.placement import (
     converted_bytes,
     resolve,
 )
-from engine.planner.plan_parts import Limits, PicturePlan, TierBytes
+from engine.planner.plan_parts import Limits, MemoryRule, PicturePlan, TierBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.planner.costs import Costs
-from engine.planner.memory import CHUNKS_TOGETHER, MemoryRule, usual_rule
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import CHUNKS_TOGETHER, MemoryRule, Workload, usual_rule
 from engine.planner.simulator.sweeps import OffloadPolicy
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -250,15 +250,11 @@ class BlockTimes:
         )
 
 
-def fewest_batches(times: BlockTimes, *, at_most: int = 4096) -> int | None:
-    """n, the smallest number of batches that satisfies (4) to (7); None if `at_most` are not enough."""
-    low, high = 1, at_most
-    if not all(times.inequalities(high)):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if all(times.inequalities(middle)) else (middle + 1, high)
-    return low
+def fewest_batches(times: BlockTimes) -> int | None:
+    """n, the smallest number of batches that satisfies (4) to (7); None if thousands are not enough."""
+    most = 4096
+    enough = bisect_left(range(most + 1), True, lo=1, key=lambda batches: all(times.inequalities(batches)))
+    return enough if enough <= most else None
 
 
 def block_times(costs: Costs, workload: Workload, micro_batch: int, resident: float = 0.0) -> BlockTimes:

@@ -25,7 +25,7 @@ from engine.protocol import (
     Token,
 )
 from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
-from engine.telemetry.request_log import RequestLog
+from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
     from engine.remote.chat_form import RemoteAnswer

@@ -21,7 +21,6 @@ from itertools import islice
 from typing import Protocol, cast
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace, PlaceState
-from engine.batch_files.journal import journal_path, read_job
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import RowRequest
 from engine.checkpoint.names import name_of, resolve
@@ -31,7 +30,7 @@ from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
-from engine.formats import AUTO, is_precision
+from engine.formats import AUTO
 from engine.jobs.job import Answerer, run_job
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.protocol import (
@@ -578,7 +577,8 @@ def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWat
         EngineError: the job cannot start or continue; its answers so far are kept.
     """
     models, digest = _where(config.model)
-    config = _as_begun(prepared, config)
+    if config.precision == AUTO:
+        config = replace(config, precision=prepared.begun_precision)
     sample = [(share, row) for share, row in islice(prepared.asked(), SAMPLE_ROWS) if isinstance(row, RowRequest)]
     asked = ClusterJob(models, digest, config, prepared.job, tuple(sample))
     known = Pace(0, 0, None, 0.0, None, None)
@@ -592,16 +592,6 @@ def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWat
             return JobEnding(False, known, 0)
         digest, precision = rows.model
         return run_job(prepared, Answerer(models[-1], digest, precision), lambda _watcher: rows, watcher)
-
-
-def _as_begun(prepared: PreparedJob, config: EngineConfig) -> EngineConfig:
-    """A job with answers keeps its precision, unless another is asked for."""
-    if config.precision != AUTO or not prepared.job.goes_on:
-        return config
-    begun = read_job(journal_path(prepared.output))
-    if begun is None or not begun.kept or not is_precision(begun.precision):
-        return config
-    return replace(config, precision=begun.precision)
 
 
 def _where(model: str) -> tuple[tuple[str, ...], str]:

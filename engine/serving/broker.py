@@ -27,7 +27,7 @@ from engine.runtime.decode.split_answer import thinking_for
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.serving.link import CLOSING, MOST_WAITING, TOO_MANY, Event, State, Ticket
-from engine.telemetry.request_log import RequestLog
+from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

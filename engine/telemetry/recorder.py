@@ -8,6 +8,7 @@ and events.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 from collections import deque
@@ -19,7 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.common import clock
-from engine.telemetry.lanes import CPU_ATTENTION, HEAD, JOB, PHASE, READING, REQUESTS, SWEEPS, WRITING
+from engine.telemetry.lanes import (
+    CPU_ATTENTION,
+    ELSEWHERE,
+    HEAD,
+    JOB,
+    KEPT_DISK,
+    KEPT_RAM,
+    PHASE,
+    QUEUED,
+    READING,
+    REQUESTS,
+    SWEEPS,
+    WRITING,
+    WRITTEN_ELSEWHERE,
+)
 from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
@@ -183,19 +198,15 @@ class Recorder:
         return self._requests + 1
 
     def begin_request(self, now_ns: int | None = None) -> None:
-        self._log_layers()
         self._requests += 1
-        self.request = self._requests
-        self.step = self._next_step
-        self._since_ns = self.layer_since_ns = clock.now_ns() if now_ns is None else now_ns
-        self.layer = -1
+        self.resume_request(self._requests, now_ns)
 
-    def resume_request(self, request: int) -> None:
+    def resume_request(self, request: int, now_ns: int | None = None) -> None:
         """Later records belong to a request that had begun before: others had their turn meanwhile."""
         self._log_layers()
         self.request = request
         self.step = self._next_step
-        self._since_ns = self.layer_since_ns = clock.now_ns()
+        self._since_ns = self.layer_since_ns = clock.now_ns() if now_ns is None else now_ns
         self.layer = -1
 
     def phase(self, name: int, tokens: int, now_ns: int | None = None) -> None:
@@ -400,3 +411,64 @@ def seconds_ns(moment_s: float) -> int:
 
 RECORDER = Recorder()
 """The recorder of this process."""
+
+
+PIECE_NS = 500_000_000
+"""A long phase is recorded in pieces of about this length, so that it can be seen while it lasts."""
+_numbers = itertools.count(1)
+
+
+class RequestLog:
+    """Follows a request from now on; costs next to nothing while nothing is recorded."""
+
+    def __init__(self, recorder: Recorder = RECORDER, *, is_elsewhere: bool = False) -> None:
+        """`is_elsewhere`: another server answers it, of whose doings only what comes from there is known."""
+        self._recorder = recorder
+        self._number = next(_numbers)
+        self._waits, self._writes = (ELSEWHERE, WRITTEN_ELSEWHERE) if is_elsewhere else (QUEUED, WRITING)
+        self._name, self._since_ns, self._tokens, self._told = self._waits, clock.now_ns(), 0, 0
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def reads(self, tokens: int) -> None:
+        """It is its turn: a prompt of so many tokens is read."""
+        self.ends()
+        self._name, self._tokens = READING, tokens
+
+    def reuses(self, from_ram: int, from_disk: int, seconds: float) -> None:
+        """So many tokens of its prompt were brought from where they are kept, which took so long until now."""
+        if not from_ram + from_disk:
+            return
+        now_ns = clock.now_ns()
+        at_ns = max(self._since_ns, now_ns - round(seconds * 1e9))
+        self.ends(at_ns)
+        for name, tokens in ((KEPT_RAM, from_ram), (KEPT_DISK, from_disk)):
+            end_ns = at_ns + (now_ns - self._since_ns) * tokens // (from_ram + from_disk)
+            if tokens and self._recorder.on:
+                self._recorder.request_did(name, at_ns, end_ns, self._number, tokens)
+            at_ns = end_ns
+        self._since_ns = now_ns
+
+    def has_written(self, tokens: int) -> None:
+        self._wrote(self._writes, tokens)
+
+    def has_answered(self, tokens: int) -> None:
+        """For a job: its rows have so many tokens of answers."""
+        self._wrote(JOB, tokens)
+
+    def _wrote(self, name: int, tokens: int) -> None:
+        if self._name != name:
+            self.ends()
+            self._name, self._told = name, 0
+        self._tokens = tokens
+        if clock.now_ns() - self._since_ns >= PIECE_NS:
+            self.ends()
+
+    def ends(self, at_ns: int | None = None) -> None:
+        now_ns = clock.now_ns() if at_ns is None else at_ns
+        if self._recorder.on:
+            tokens = self._tokens - self._told if self._name in (self._writes, JOB) else self._tokens
+            self._recorder.request_did(self._name, self._since_ns, now_ns, self._number, tokens)
+        self._since_ns, self._told = now_ns, self._tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from engine.tools.rounds import OfferedTool, Step
 from engine.verbs.chat_tools import ChatTools, add_tool_options, answer_with_tools, tools_of, use_document
 from engine.verbs.models.library import ProgressLine
 from engine.verbs.options import add_engine_options, add_sampling_options, engine_config, given_sampling
-from engine.verbs.output import emit, note, write_aside, write_text
+from engine.verbs.output import emit, note, stopped_by_ctrl_c, write_aside, write_text
 
 if TYPE_CHECKING:
     from engine.protocol import LoadPhase
@@ -238,7 +237,7 @@ def _turn(
 ) -> list[ChatMessage]:
     """Answers the last message; returns the new conversation, without the message if answering failed."""
     try:
-        with _stopped_by_ctrl_c() as stopped:
+        with stopped_by_ctrl_c() as stopped:
             result, steps, turns = _answer(talker, sampling, messages, tools, _Shown(), stopped)
     except EngineError as error:
         note(f"switchyard: {error.message}")
@@ -274,24 +273,6 @@ def _answer(
         return result
 
     return answer_with_tools(ask, messages, tools, cancelled)
-
-
-@contextlib.contextmanager
-def _stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Inside the block, Ctrl-C sets a flag instead of interrupting a computation; a second one interrupts."""
-    presses = 0
-
-    def on_press(_signal: int, _frame: object) -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, on_press)
-    try:
-        yield lambda: presses > 0
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def add_parser(subparsers: Any) -> None:

@@ -34,8 +34,7 @@ from engine.checkpoint.library import starter_is_built
 from engine.common import installed
 from engine.common.anonymous import of_log, without_names
 from engine.common.files import disk_errors_explained, write_whole
-from engine.common.installed import bundle, current_engine, version, window_folder
-from engine.common.integrity import give_up_damaged
+from engine.common.installed import bundle, current_engine, give_up_damaged, version, window_folder
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir, python_module
 from engine.common.settings import SettingsFile, kept_settings, read_settings, said, settings_path
 from engine.common.sizes import about

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,24 @@ def write_text(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Inside the block, the first Ctrl-C interrupts nothing, and what this yields says so; a second one interrupts."""
+    presses = 0
+
+    def on_press(_signal: int, _frame: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, on_press)
+    try:
+        yield lambda: presses > 0
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _json_value(value: Any) -> Any:

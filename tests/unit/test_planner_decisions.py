@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import Costs, distinct_experts
-from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
 from engine.planner.papers.fiddler import hit_rate_bounds
 from engine.planner.plan import HierarchicalRoofline, Level, operational_intensity, roofline_of
-from engine.planner.plan_parts import WORKLOADS, Workload, parse_workload
+from engine.planner.plan_parts import (
+    WORKLOADS,
+    Workload,
+    card_memory,
+    expert_slots,
+    indexes,
+    parse_workload,
+    share_on_disk,
+)
 from engine.planner.policy_search import BlockTimes, PerformanceModel, fewest_batches, search_policy
 from engine.planner.simulator.sweeps import OffloadPolicy
 

@@ -14,10 +14,9 @@ from typing import Any
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs
-from engine.planner.memory import card_memory, expert_slots, indexes
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.papers.fiddler import REFERENCE_CODE
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import Workload, card_memory, expert_slots, indexes
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import (
     COLLABORATIVE,

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs
-from engine.planner.memory import RUNTIME_BYTES, USABLE_SHARE, usual_rule
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import RUNTIME_BYTES, USABLE_SHARE, Workload, usual_rule
 from engine.planner.policy_search import PerformanceModel
 from engine.planner.schedules import HOT_ONLY_ON_CARD, KLOTSKI_ON_CARD, MULTI_BATCH_ON_CARD, Schedule
 from engine.planner.simulator.plans import BatchSystem, pass_seconds, run_batch

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.planner import schedules
 from engine.planner.costs import Costs
-from engine.planner.memory import CHUNKS_TOGETHER, card_memory, share_on_disk, usual_rule, with_all_visits
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import CHUNKS_TOGETHER, Workload, card_memory, share_on_disk, usual_rule, with_all_visits
 from engine.planner.policy_search import PAGE, PerformanceModel, best_of, block_times, fewest_batches, policies
 from engine.planner.schedules import Schedule
 from engine.planner.simulator.request import Outcome, utilisation
