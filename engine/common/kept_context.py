@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.common.files import is_locked, new_folder, private_folder, take_lock, write_private
-from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import cache_dir, config_dir
 from engine.common.schema import Number, Switch, entry
+from engine.common.settings import ask_keyring, tell_keyring
 
 SUFFIX = ".kept"
 PART = ".part"

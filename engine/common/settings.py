@@ -1,4 +1,4 @@
-"""The settings that people can change: those of the window, those of the engine, and the file that keeps them."""
+"""The settings that people can change, of the window and of the engine; their file; and secrets in the keyring."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from engine.common.config import MODEL_CARD, EngineConfig, SamplingParams
+from engine.common.falls import passed_over
 from engine.common.paths import config_dir
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Text, settings_of
 from engine.common.sizes import about
@@ -310,3 +311,30 @@ def with_tables(document: str) -> str:
 if __name__ == "__main__":
     document = Path("docs/command-line.md")
     document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+_SERVICE = "Switchyard"
+
+
+def ask_keyring(name: str) -> str:
+    """What is kept under this name, or an empty string.  May wait for people who unlock it."""
+    with passed_over("The keyring was not read"):  # there is none, it is locked, or no session to ask in
+        import keyring
+
+        return keyring.get_password(_SERVICE, name) or ""
+    return ""
+
+
+def tell_keyring(name: str, secret: str) -> None:
+    """Keeps a secret, if there is a keyring: ask to know."""
+    with passed_over("The keyring keeps nothing"):  # what its backends raise is not documented
+        import keyring
+
+        keyring.set_password(_SERVICE, name, secret)
+
+
+def forget_in_keyring(name: str) -> None:
+    with passed_over("The keyring forgets nothing"):
+        import keyring
+
+        keyring.delete_password(_SERVICE, name)

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
+from engine.common.json_fields import ProfileFile
 from engine.common.paths import resources_dir
-from engine.common.profile_file import ProfileFile
 from engine.hardware.machine import HardwareProfile, machine_in
 from engine.planner.costs import Costs, Dispatch, Efficiency, Factor
 from engine.planner.plan_parts import USABLE_SHARE

@@ -21,9 +21,9 @@ from urllib.parse import unquote, urlsplit
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, holding, private_folder, write_private
 from engine.common.json_fields import from_fields
-from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line, quoted
+from engine.common.settings import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.untrusted import parse_json, read_untrusted
 
 REMOTE = "endpoint:"

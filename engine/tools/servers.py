@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.common.chat import Tool
-from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
+from engine.common.settings import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.untrusted import DEEPEST, parse_json
 
 SERVERS, ALLOWED = "tool_servers", "allowed_tools"

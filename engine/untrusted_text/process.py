@@ -22,8 +22,7 @@ from engine.common.confined import Exchange, end, memory_of, started
 from engine.common.errors import RequestCancelled
 from engine.common.plain_text import plain_line
 from engine.untrusted_text.child import MEMORY_BYTES, TOKENIZER_NAME
-from engine.untrusted_text.provenance import Spans
-from engine.untrusted_text.templates import TemplateRefusedError
+from engine.untrusted_text.templates import Spans, TemplateRefusedError
 
 _CHILD = "engine.untrusted_text.child"
 _LOOK_S, _SENT_WITHIN_S = 0.02, 0.1
