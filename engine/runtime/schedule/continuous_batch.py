@@ -461,12 +461,12 @@ class ContinuousBatch:
             or self._gives_pages(2)
         ):
             pass
-        elif len(work) > 1 or self._has_others(work):
-            self._most_rows = max(1, len(self.rows) // 2)
+        elif len(work) == 1 and work[0].tokens > PAGE_TOKENS and not work[0].is_exact:
+            self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
+        elif work and (count := len({*self.rows, *(each.row for each in work)})) > 1:  # the newest wait
+            self._most_rows = max(1, count // 2)
             while len(self.rows) > self._most_rows:
                 self.give_way()
-        elif work and work[0].tokens > PAGE_TOKENS and not work[0].is_exact:
-            self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
         elif work and self.is_short():
             return False
         elif work:
@@ -474,11 +474,6 @@ class ContinuousBatch:
             said = error if isinstance(error, EngineError) else self._no_memory(row)
             self._leave(row).on_row(row.answer(error=said))
         return bool(work)
-
-    def _has_others(self, work: list[Work]) -> bool:
-        """Whether other rows hold memory beside one that was by itself, over its session."""
-        is_single = bool(work) and self._model.sessions is not None and work[0].is_exact
-        return is_single and any(row is not work[0].row for row in self.rows)
 
     def _gives_pages(self, level: int) -> bool:
         """Gives up memory of pages, with a level of 2 the prefix cache too: once, as the next try may take it again."""
@@ -543,14 +538,16 @@ class ContinuousBatch:
     def _admit(self) -> None:
         """Admits rows while there are pages: first those that stepped aside, then new ones."""
         able = [source for source in self.sources if not source.rests]
-        while sum(not self._source_of[row].rests for row in self.rows) < self._most_at_once:
-            if self._aside:
-                if not self._reserve(self._aside[0]):
-                    if self.rows or not self._has_outgrown(self._aside[0]):
-                        return
-                    continue
-                self.rows.append(self._aside.popleft())
+        while (active := sum(not self._source_of[row].rests for row in self.rows)) < self._most_at_once:
+            aside = next((row for row in self._aside if not self._source_of[row].rests), None)
+            if aside is not None and self._reserve(aside):
+                self._aside.remove(aside)
+                self.rows.append(aside)
                 continue
+            if aside is not None and not self.rows and self._has_outgrown(aside):
+                continue
+            if aside is not None and active:  # it is next; rows that rest may keep their pages for long
+                return
             if not able:
                 return
             source = min(able, key=lambda source: len(source.rows))

@@ -232,11 +232,10 @@ class Scheduler:
         """Whether other programs have taken memory of the devices, or left it."""
         return self.loaded.devices is not None and self.loaded.devices.have_news(monotonic())
 
-    def _heed(self) -> None:
+    def _tell(self) -> None:
+        """Says what devices lack; sweeps follow the news themselves."""
         devices = self.loaded.devices
-        if self._has_news():
-            assert devices is not None
-            devices.heed()
+        self._has_news()
         note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
         if note != self._note:
             self._note = note
@@ -244,7 +243,7 @@ class Scheduler:
 
     @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _advance(self, until: Check) -> None:
-        self._heed()
+        self._tell()
         for lane in self._beside():
             lane.drop_piggybacked()
         self._admit()
