@@ -13,15 +13,18 @@ from engine.common.config import SamplingParams
 from engine.planner.placement import NotEnoughRamError
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.pages import PagePool
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.single_streams import Alone
+from tests.engine.test_background import Job, serve
 from tests.engine.test_family_parity import loaded as loaded_there
 from tests.engine.test_kept_prefixes import ROOT, A, ask, files_in
 from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config
@@ -160,6 +163,43 @@ def test_what_lies_behind_a_window_is_compressed_in_pages_of_cards(tmp_path: Pat
 
 def _note_windows(pool: PagePool, held: list[int], _text: str, _tokens: int) -> None:
     held.append(pool.held_windows)
+
+
+@pytest.mark.parametrize(("family", "cards"), [("deepseek_v4", 1), ("qwen3_next", 2), ("qwen3", 1)])
+def test_rows_of_jobs_are_in_the_pages_of_chats_where_cards_attend(family: str, cards: int, tmp_path: Path) -> None:
+    options = CHOOSING.get(family, {})
+    folder = tiny_checkpoint(family, tmp_path, **options)
+    library = model_class(tiny_config(family, **options)).from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = {row.row: tuple(library_tokens(library, row.ids, 5)) for row in _rows()}
+    with on_devices.opened(folder, cards) as loaded:
+        scheduler, ends, shared = Scheduler(loaded), dict[int, Outcome](), list[bool]()
+        job = Job(scheduler, _rows(), BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=60, micro_batch_tokens=64))
+        batch = scheduler._batch
+        assert batch is not None
+        assert batch.model.caches is not None
+
+        def arrive() -> bool:
+            if batch.below:
+                shared.append(batch.below[0].model is batch.model)
+                if len(ends) < 2 and not scheduler.is_busy:
+                    asked = _rows()[len(ends)]
+                    scheduler.submit(asked, partial(ends.__setitem__, asked.row))
+            if len(shared) in (3, 9):  # states of a card get other memory in the midst of a sweep
+                batch.model.caches.state_generation += 1  # type: ignore[union-attr]
+            return False
+
+        serve(scheduler, [job], arrive)
+        assert job.place.note == ""
+        assert shared
+        assert all(shared)
+        assert {row: answer.token_ids for row, answer in job.answers.items()} == wanted
+        for number, end in ends.items():
+            assert isinstance(end, GenerationResult)
+            assert end.token_ids == wanted[number]
+        assert len(ends) == 2
+        batch._left.give_up()
+        assert (batch.pool.held, batch.pool.held_states, batch.pool.in_use) == (0, 0, 0)
+        scheduler.close()
 
 
 def _least(folder: Path) -> int:

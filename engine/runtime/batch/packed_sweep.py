@@ -239,6 +239,11 @@ class PackedModel:
         return self.are_packed
 
     @property
+    def places_of_states(self) -> int:
+        """Another one whenever a card's states get other memory, where a sweep under way would not find them."""
+        return self.caches.state_generation if self.caches is not None else 0
+
+    @property
     def are_packed(self) -> bool:
         """The same, as far as it is known."""
         return self._is_open and not self.apart

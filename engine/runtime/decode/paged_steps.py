@@ -65,6 +65,11 @@ def has_pages(loaded: LoadedModel) -> bool:
     )
 
 
+def attends_there(loaded: LoadedModel) -> bool:
+    """Whether the cards of a model attend for rows of jobs, too, over pages there: no schedule orders their layers."""
+    return has_pages(loaded) and not (packs_mixers(loaded) and loaded.caches)
+
+
 class PagedSteps:
     """Of one model.
 

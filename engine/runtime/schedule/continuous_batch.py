@@ -129,7 +129,7 @@ class ContinuousBatch:
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
             kind = self._kind_of(model, window=sizes.window_tokens)
-            if exact or model.sessions is not None:
+            if exact or model.sessions is not None or policy.on_device:
                 longest = PagePool(0, model.pages_beside, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             if most_pages:
@@ -163,6 +163,8 @@ class ContinuousBatch:
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
         self._work: list[Work] = []
+        self._places = 0
+        """Where states were when it began, see `PackedModel.places_of_states`."""
         self._request = self._of_all = 0
         """Numbers of the recorded requests: that of the sweep under way, and that of rows that share sweeps."""
         self._round: Iterator[list[Work]] = iter(())
@@ -311,6 +313,8 @@ class ContinuousBatch:
 
     def _is_sweeping(self) -> bool:
         """Whether a sweep is under way; begins one if there are rows."""
+        if self._sweep is not None and self._places != self._model.places_of_states:
+            self._end_sweep()
         if self._sweep is None:
             self._sweep_s = 0.0
             self._model.heed(self.pool.fit)
@@ -322,7 +326,7 @@ class ContinuousBatch:
                 aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
             self._work = work + self._riders(work)
             self._record(work)
-            self._sweep = self._model.sweep(self._work)
+            self._sweep, self._places = self._model.sweep(self._work), self._model.places_of_states
             self.turns += 1
         return True
 

@@ -352,11 +352,8 @@ class Scheduler:
         self._admitted[request.row] = asked
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
-        """Where jobs are answered: over the pages of requests.
-
-        On a card each has its own: sweeps of both would be under way in the same memory at once.
-        """
-        lane, note = lane_for(self.loaded, policy, self._ready() if self.loaded.devices is None else None)
+        """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
+        lane, note = lane_for(self.loaded, policy, self._ready())
         if self._batch is not None and lane.model is self._batch.model:
             lane.piggybacked = self._piggybacked
         return lane, note
