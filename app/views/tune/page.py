@@ -42,8 +42,7 @@ from engine.protocol import (
 )
 from engine.tuning.known_speed import with_timed
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.report import report_text
-from engine.tuning.result import TuningResult
+from engine.tuning.result import TuningResult, report_text
 
 LOOK_AGAIN_MS = 10_000
 
