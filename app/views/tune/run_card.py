@@ -52,7 +52,7 @@ from app.widgets.scaffold import (
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.text_table import show_whole_rows
 from engine.common.settings import STARTER
-from engine.tuning.result import TuningKind, TuningResult
+from engine.tuning.result import TuningKind, TuningResult, day, verdict
 
 _STEPS = 1000
 
