@@ -31,8 +31,8 @@ class _Child:
         PeerError: it is not built, or cannot be started.
     """
 
-    def __init__(self, edition: Edition) -> None:
-        python = edition.python()
+    def __init__(self, edition: Edition, python: Path | None = None) -> None:
+        python = python or edition.python()
         if python is None:
             raise PeerError(f"it is not built: run {edition.how_to_build()}")
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
