@@ -62,7 +62,7 @@ def dies_after(seconds: float) -> Iterator[None]:
 # --- the parent's end ---
 
 
-def started(module: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def started(module: str, variables: Mapping[str, str] | None = None, *arguments: str) -> subprocess.Popen[bytes]:
     """The child, which runs one of our modules.
 
     Args:
@@ -74,7 +74,7 @@ def started(module: str, variables: Mapping[str, str] | None = None) -> subproce
     if sys.platform == "win32":
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
     return subprocess.Popen(
-        command,
+        [*command, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -264,9 +264,7 @@ class UntrustedText(ConfinedChild):
             raise self.over(0, most_bytes)
         raise UntrustedTextError(f"fails ({plain_line(answer['problem']).rstrip('.')})")
 
-    def _begin(
-        self, request: dict[str, Any], body: bytes = b"", *, cancelled: CancelCheck = never_cancelled
-    ) -> Exchange:
+    def _begin(self, request: dict[str, Any], body: bytes = b"", cancelled: CancelCheck = never_cancelled) -> Exchange:
         """Sends a request, after collecting an earlier request's pending answer."""
         before = self._exchange
         if before is not None:
