@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.common.paths import resources_dir
-from engine.experts.prediction.mlp import WIDTHS
+from engine.experts.prediction.mlp import WIDTHS, TrainedMlp, paths, train
 from engine.experts.prediction.predictors import BatchCorrelation, Correlation
-from engine.experts.prediction.training import TrainedMlp, paths, train
 from engine.experts.replay import RoutingTrace, read_trace
 from engine.planner.papers import REPLAYED, PublishedCell, duoserve, klotski
 

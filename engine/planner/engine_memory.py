@@ -198,7 +198,7 @@ def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
         ),
         elsewhere=in_files[1],
         kv_per_token=round(model.kv_bytes_per_token()) * plain.width // 2,
-        state_bytes=model.state_bytes,
+        fixed_kv=model.fixed_bytes(plain.width),
         activations_per_token=activation_token_bytes(model, precisions[0]),
         context_tokens=context_tokens(model, limits),
         experts_per_token=model.experts_per_token,
@@ -433,8 +433,8 @@ def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False, les
     weights = kv = 0
     if dense:
         weights = dense_in_ram(model, costs.precision) - less
-        per_token = round(model.kv_bytes_per_token()) * as_stored(costs.precision).width // 2
-        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token + 2 * model.state_bytes
+        tokens = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS)
+        kv = round(model.context_bytes(tokens, in_pages=True)) * as_stored(costs.precision).width // 2
     return TierBytes(
         total,
         weights,

@@ -162,7 +162,7 @@ class Sizes:
         context_tokens: the longest context requested.
         experts_per_token: experts that a token uses in one layer.
         tower: of what sees, which is read with the first picture: RAM that is left free for it, where there is as much.
-        state_bytes: of what layers sum up of a sequence, however long it is.
+        fixed_kv: of what a sequence holds however long it is: states, or windows behind which layers compress.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Sizes:
     context_tokens: int
     experts_per_token: int
     tower: int = 0
-    state_bytes: int = 0
+    fixed_kv: int = 0
 
 
 # Available memory
@@ -647,12 +647,12 @@ class _Need:
     piece: int
     activations: int
     kv_per_token: int
-    state_bytes: int
+    fixed_kv: int
     first_context: int
     fewest_context: int
 
     def kv(self, tokens: int) -> int:
-        return self.state_bytes + tokens * self.kv_per_token
+        return self.fixed_kv + tokens * self.kv_per_token
 
     @property
     def least(self) -> int:
@@ -665,17 +665,17 @@ class _Need:
     def context_room(self, wanted: int) -> int:
         if not self.kv_per_token:
             return wanted
-        return min(wanted, (self.device.free - self.dense - self.activations - self.state_bytes) // self.kv_per_token)
+        return min(wanted, (self.device.free - self.dense - self.activations - self.fixed_kv) // self.kv_per_token)
 
 
 def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, device: DeviceBudget) -> _Need:
     if of_layer:
         mine = [layer for layer, at in enumerate(of_layer) if at == index]
         dense = sum(weights.dense_layers[layer] for layer in mine) + (weights.dense_elsewhere if index == 0 else 0)
-        kv, states = (-(-each * len(mine) // len(of_layer)) for each in (sizes.kv_per_token, sizes.state_bytes))
+        kv, states = (-(-each * len(mine) // len(of_layer)) for each in (sizes.kv_per_token, sizes.fixed_kv))
     else:
         dense = sum(weights.dense_layers) + weights.dense_elsewhere if index == 0 else 0
-        kv, states = (sizes.kv_per_token, sizes.state_bytes) if index == 0 else (0, 0)
+        kv, states = (sizes.kv_per_token, sizes.fixed_kv) if index == 0 else (0, 0)
     each, context = sizes.activations_per_token, sizes.context_tokens
     room = device.free - dense
     return _Need(

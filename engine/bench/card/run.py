@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.devices.device import Device
-    from engine.kernels.cuda.launcher import Launcher
+    from engine.kernels.cuda.driver import Launcher
     from engine.kernels.gpu.stored import CardKernels
 
 Figures = dict[str, Any]
@@ -170,12 +170,11 @@ def works(
     import torch
 
     from engine.formats.int4 import INT4
-    from engine.kernels.cuda.norm import CudaNorm
-    from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
-    from engine.kernels.cuda.router import CudaRouter, Routing
-    from engine.kernels.gpu.joined import JoinedLinears
-    from engine.kernels.gpu.linear import CardLinear
-    from engine.kernels.quantise import quantise
+    from engine.kernels.gpu.linear import CardLinear, JoinedLinears
+    from engine.kernels.gpu.norms import CudaNorm
+    from engine.kernels.gpu.rotations import CudaRotary, HeadNorms, RotaryForm
+    from engine.kernels.gpu.routers import CudaRouter, Routing
+    from engine.kernels.repack import quantise
 
     generator = torch.Generator().manual_seed(1)
 
