@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
+from engine.experts.cache.tier import BUDGET_S, BURST_STEPS, PolicySampler
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import Lookup, VramCache

@@ -17,7 +17,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens, choice_for, tried_tokens
-from engine.experts.dispatch import BANK_LAYER, bound_kernel
+from engine.experts.dispatch import BANK_LAYER, ExpertsSite, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor
 from engine.experts.latency import LatencyModel, load_latency, measure, save_latency
@@ -35,9 +35,7 @@ from engine.experts.prediction.target import (
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import PartOfRecords, RecordSource
 from engine.experts.shared import Between, Part, SharedExperts, SharedPrefetch, Ways
-from engine.experts.sites import ExpertsSite
-from engine.experts.slot_segments import KernelMaker
-from engine.experts.vram_cache import VramCache
+from engine.experts.vram_cache import KernelMaker, VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.families import fast_path_of
 from engine.formats.layouts import RecordLayout
