@@ -129,6 +129,9 @@ class Staged:
 class Staging:
     """A ring of slots.  They are given out in turn, and computed in the order in which they were given out.
 
+    A group is computed by one launch while the next one arrives (DuoServe, section IV), and once a layer's last group
+    is on its way, the first experts of the layer after it follow, while attention computes.
+
     Args:
         layer_numbers: decoder layer of each layer, for the timeline.
         counters: experts that are brought ahead are counted as prefetches, once each: when their copy begins, whatever

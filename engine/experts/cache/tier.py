@@ -67,6 +67,9 @@ def step_pool(pool: Pool, keys: Sequence[Key]) -> tuple[int, int]:
 class PolicySelector:
     """Shadow pools of every candidate policy for one real pool, and the choice which to adopt.
 
+    No single policy is right for all models: expert popularity is stable in one and useless in another.  A shadow is a
+    pool without bytes.  Adoption has hysteresis, because switching evicts residents that the new policy would not keep.
+
     Args:
         capacity: slots of the real pool.
         candidates: names of the policies to simulate.
@@ -127,7 +130,13 @@ class PolicySelector:
 
 
 class PolicySampler:
-    """Feeds the steps of some layers to shadows, and says which policy the tier should adopt."""
+    """Feeds the steps of some layers to shadows, and says which policy the tier should adopt.
+
+    A step through all shadows takes tens of microseconds, so a whole tier is judged by a sample: first a sample of its
+    layers (as in SHARDS, Waldspurger et al. 2015: a fraction of the keys in a cache of that fraction of the size has
+    the same hit rate), and if that is still too slow, bursts of consecutive steps, since recency is meaningless unless
+    every use within a burst is seen.
+    """
 
     def __init__(
         self,

@@ -51,7 +51,10 @@ class Machine:
 
 
 class RunTimeCompiler:
-    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's."""
+    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's.
+
+    It needs no card, driver, toolkit or C++ compiler; the machine code of a kernel takes it a fraction of a second.
+    """
 
     name: ClassVar[str]
     _prefix: ClassVar[str]
