@@ -34,7 +34,6 @@ def recorded_trace() -> RoutingTrace:
 
 
 def answers(trace: RoutingTrace, first: int, last: int | None = None) -> RoutingTrace:
-    """A trace of some of the answers."""
     starts = trace.sequence_starts[first : None if last is None else last + 1]
     part = slice(int(starts[0]), int(starts[-1]))
     return RoutingTrace(trace.experts[part], trace.weights[part], starts - starts[0], trace.num_experts)

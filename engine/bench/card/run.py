@@ -45,7 +45,6 @@ def number_of(device: str) -> int:
 
 
 def median_seconds(work: Callable[[], object]) -> float:
-    """Of several calls."""
     spans = []
     for _ in range(REPEATS):
         begun_s = clock.now()
@@ -56,8 +55,6 @@ def median_seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer."""
-
     hidden: int
     heads: int
     kv_heads: int
@@ -298,9 +295,6 @@ def bench_card(
 
     Returns:
         What was written.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if the folder cannot be written to.
     """
     run = run or _run
     begun = datetime.now(UTC)

@@ -36,7 +36,7 @@ _MOST_CHOSEN = 2**16
 
 
 class NativeStamps:
-    """An `engine.telemetry.layer_log.StampSource`; there is one ring for all of the process."""
+    """Where native code stamps its steps: one ring for all of the process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         library.switchyard_stamps.restype = ctypes.POINTER(StampCountsStruct)
@@ -79,7 +79,10 @@ class NativeStamps:
         return int(self._counts.taken)
 
     def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
-        """See `StampSource.take`; one caller at a time."""
+        """The oldest stamps, at most `most`, and the experts that they chose, one after the other.
+
+        One caller at a time.
+        """
         stamps, chosen = [np.empty(0, STAMP)], [np.empty(0, np.int32)]
         some, ids = self._some, self._ids
         while most > 0:

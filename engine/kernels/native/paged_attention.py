@@ -216,6 +216,7 @@ class CompressedPages:
         key_dim: width of keys and entries; `index_dim`: of what the index looks up, 0 without one.
         raw, index_raw: width of what compressors make of a token.
         windows: pages of what is recent; 0 if these are the same.
+        place: see `PagedLayer`.
     """
 
     def __init__(
@@ -231,6 +232,7 @@ class CompressedPages:
         overlaps: bool = False,
         windows: int = 0,
         by_head: bool = False,
+        place: torch.device | None = None,
     ) -> None:
         self.rate, self.key_dim, self.index_dim = rate, key_dim, index_dim
         self.reach = 2 * rate if overlaps else rate
@@ -239,12 +241,11 @@ class CompressedPages:
         def width(dim: int) -> int:
             return -(-self.of_page * dim // PAGE_TOKENS)
 
-        self.recent = PagedLayer(
-            KvShape(1, 1, key_dim, raw), kv_type, windows or pages, by_head=by_head, index_dim=index_raw
-        )
-        self.entries = PagedLayer(
-            KvShape(1, 1, width(key_dim), 0), kv_type, pages, by_head=by_head, index_dim=width(index_dim)
-        )
+        def layer(shape: KvShape, pages: int, index_dim: int) -> PagedLayer:
+            return PagedLayer(shape, kv_type, pages, by_head=by_head, index_dim=index_dim, place=place)
+
+        self.recent = layer(KvShape(1, 1, key_dim, raw), windows or pages, index_raw)
+        self.entries = layer(KvShape(1, 1, width(key_dim), 0), pages, width(index_dim))
 
     def held(self, window: int) -> PagesStruct:
         struct, entries = self.recent.held(window), self.entries

@@ -164,7 +164,7 @@ class ModelDevices:
         self._heeded = self._budgets()
 
     def have_news(self, now_s: float) -> bool:
-        """Whether other programs have taken memory of the devices, or left it, and `heed` is to be called.
+        """Whether other programs have taken memory of the devices, or left it, since that was heeded last.
 
         Args:
             now_s: of a clock that never goes back.
@@ -203,11 +203,17 @@ class ModelDevices:
         notes = [device.watch.note for device in self.devices if device.watch is not None]
         return next(filter(None, notes), "")
 
-    def heed(self) -> None:
-        """Between steps: caches grow where there is memory again; by themselves they shrink, before their next step."""
-        before, self._heeded = self._heeded, self._budgets()
-        if any(now > then for now, then in zip(self._heeded, before, strict=True)):
-            self.experts.take_back()
+    def heed(self, now_s: float) -> Sequence[int]:
+        """Between steps: caches grow where there is memory again; by themselves they shrink, before their next step.
+
+        Returns:
+            Bytes that the devices may use now: others than before are news to whoever asks.
+        """
+        if self.have_news(now_s):
+            before, self._heeded = self._heeded, self._budgets()
+            if any(now > then for now, then in zip(self._heeded, before, strict=True)):
+                self.experts.take_back()
+        return self._heeded
 
     def _budgets(self) -> list[int]:
         return [device.memory.total for device in self.devices]
