@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import openpyxl
-from app.views.batch.rows_card import CUT_OFF
 from PySide6.QtCore import QEventLoop, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QColor, QImage, QPainter
 from PySide6.QtWidgets import QApplication, QScrollArea, QWidget
@@ -40,6 +39,7 @@ from app.services.services import Services
 from app.services.settings import Settings
 from app.services.updates import UpdateStage
 from app.theme import ThemeController
+from app.views.batch.job_view import CUT_OFF
 from app.views.batch.page import BatchPage
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.attachment_row import PassageDialog
