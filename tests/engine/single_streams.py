@@ -1,8 +1,9 @@
-"""Answers over a cache of its own, one after the other: what every other way to answer is held to."""
+"""Answers one after the other, with nobody beside: what every other way to answer is held to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,14 +11,12 @@ import torch
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.session_rows import Session
 from engine.runtime.decode.beam_search import Beams
 from engine.runtime.decode.generation import BeamModel, GenerationResult
 from engine.runtime.decode.speculation import StepPrices
+from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.continuous_batch import ContinuousBatch
+from engine.runtime.schedule.executor import batch_for
 from engine.runtime.schedule.request import BatchRequest, Preparation
 
 _Result = TypeVar("_Result")
@@ -37,20 +36,13 @@ def search_over(model: BeamModel, search: Beams[_Result], device: torch.device) 
 
 
 class Alone:
-    """One request at a time, each with the session that the one before has left."""
+    """One request at a time, each with all of what the ones before it have left."""
 
-    def __init__(self, loaded: LoadedModel, **how: Any) -> None:
-        policy = BatchPolicy(rows=1, ahead=64)
-        model = PackedModel(loaded, policy, in_sessions=True, **how)
-        assert model.sessions is not None
-        self._rows = model.sessions
-        self._rows.prepare()
-        self._batch = ContinuousBatch(model, policy, kept=how.get("kept"), keeps=True, exact=True)
+    def __init__(self, loaded: LoadedModel, *, kept: KeptPrefixes | None = None, speculates: bool | None = None) -> None:
+        if speculates is not None:
+            loaded = replace(loaded, speculates=speculates)
+        self._batch = batch_for(loaded, kept)
         self._preparation = Preparation(loaded)
-
-    @property
-    def _session(self) -> Session:
-        return [*self._rows._in_use, *self._rows._idle][0]
 
     @property
     def _prices(self) -> StepPrices:

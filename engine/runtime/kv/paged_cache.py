@@ -435,6 +435,9 @@ class PagedCaches:
         cache.layers = list(map(layer_of, self.layers, self.structs, self.windows))
         return cache
 
+    def keep(self, piece: Piece, cache: Any) -> None:
+        """After a forward: what it wrote is in pages."""
+
     def copy_page(self, source: int, target: int) -> None:
         """What a page holds, into another one."""
         _copy(self.in_full, source, target)
@@ -488,6 +491,18 @@ def _discard(layers: Sequence[LayerPages | None], pages: Sequence[int]) -> None:
     for paged in layers:
         if paged is not None and not isinstance(paged, StatePages):
             paged.discard(pages)
+
+
+def may_hold(model: Any) -> bool:
+    """Whether pages may hold what a model's own cache does: nothing is computed to find that out."""
+    cache: Any = library_cache(model)
+    return type(cache) is DynamicCache and all(
+        type(each) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+        or (type(each) is StateLayer and each.number_of_states == 1)
+        or index_of(each) is not None
+        or compresses(each)
+        for each in cache.layers
+    )
 
 
 def index_of(layer: Any) -> int | None:

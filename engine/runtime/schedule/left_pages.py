@@ -50,7 +50,7 @@ class LeftPages:
         kept, caches = self._kept, model.caches
         if kept is not None and kept.is_there(row.request.chat):
             self._left_by[row.request.chat] = self._pool.prefixes(row.pages.tolist())
-            if caches is not None and kept.keeps(row.request.chat):
+            if isinstance(caches, PagedCaches) and kept.keeps(row.request.chat):
                 pages = row.pages.clone()
                 for page in pages.tolist():
                     self._pool.fork(page)
