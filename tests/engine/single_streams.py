@@ -38,7 +38,9 @@ def search_over(model: BeamModel, search: Beams[_Result], device: torch.device) 
 class Alone:
     """One request at a time, each with all of what the ones before it have left."""
 
-    def __init__(self, loaded: LoadedModel, *, kept: KeptPrefixes | None = None, speculates: bool | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, kept: KeptPrefixes | None = None, speculates: bool | None = None
+    ) -> None:
         if speculates is not None:
             loaded = replace(loaded, speculates=speculates)
         self._batch = batch_for(loaded, kept)

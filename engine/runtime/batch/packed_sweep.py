@@ -328,6 +328,9 @@ class PackedModel:
                 token = torch.zeros(1, 1, dtype=torch.long, device=loaded.device)
                 _, read = StepModel(loaded.model, 1)(token, library_cache(loaded.model), 0)
             self._loaded.read = read
+        own_positions = any(getattr(each, "indexer_position_ids", None) is not None for each in read.layers)
+        if own_positions and self._loaded.sight is not None:
+            return None  # behind pictures they are not as many as there are tokens
         return PagedCaches.like(read, self._kv_type, pages, states, windows, by_head=by_head)
 
     def _shares_pages(self, pages: int, windows: int, *, by_head: bool) -> bool:

@@ -31,7 +31,6 @@ from engine.kernels.native.paged_attention import (
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.narrow import narrowed, widened
-from engine.runtime.kv.parts import parts_of_pages
 
 
 class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -128,11 +127,12 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
 class PagedIndexedLayer(PagedCacheLayer):
     """The same with the keys of an index of important tokens."""
 
-    indexer_position_ids = None
-
     def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece, pages: torch.Tensor) -> None:
         super().__init__(paged, struct, 0, piece, pages)
         self._indexed = piece.held
+        # Where a model has the positions of its index kept here: of text, as many as there are tokens on each axis.
+        positions = torch.arange(piece.held, device=pages.device).expand(_AXES, 1, -1)
+        self.indexer_position_ids = positions if piece.held else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -153,6 +153,10 @@ class PagedIndexedLayer(PagedCacheLayer):
     def update_index(self, states: torch.Tensor) -> torch.Tensor:
         """The same of [1, 1, q, D], as MiniMax-M3 calls it."""
         return self.update_indexer(states[:, 0])[:, None]
+
+
+_AXES = 3
+"""Of positions: time, height and width."""
 
 
 class PagedCompressedLayer(PagedCacheLayer):
@@ -334,7 +338,7 @@ class PagedCaches:
                 and (layer.keys.dtype == kv_type.dtype or (is_narrow and not slides[-1]))
             ):
                 made.append(_pages_like(layer, kv_type, own_pages, by_head=by_head))
-            elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
+            elif index is not None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
                 made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
             elif compresses(layer) and layer.keys.device.type == "cpu":
@@ -468,6 +472,16 @@ class PagedCaches:
         """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
             paged.discard(pages)
+
+
+def parts_of_pages(paged: LayerPages | None) -> list[torch.Tensor]:
+    """Of each token, [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]; states have none."""
+    if isinstance(paged, CompressedPages):
+        return [*parts_of_pages(paged.recent), *parts_of_pages(paged.entries)]
+    if not isinstance(paged, PagedLayer):
+        return []
+    parts = (paged.keys, paged.values, paged.key_scales, paged.value_scales, paged.index)
+    return [part for part in parts if part is not None and part.shape[-1]]
 
 
 def _kinds(paged: LayerPages, *, slides: bool) -> tuple[LayerPages | None, LayerPages | None]:

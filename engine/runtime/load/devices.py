@@ -314,8 +314,8 @@ class PageRoom:
     """What pages take of a model's devices: as many have memory there as are in use.
 
     Args:
-        caches: of the pages, all of which there may ever be if the CPU reads them: memory comes as it is written to.  Of
-            the library's caches, pages count the tokens.
+        caches: of the pages, all of which there may ever be if the CPU reads them: memory comes as it is written to.
+            Where they are the library's, pages count their tokens.
         longest: pages of the longest context, which there is room for once experts have given way.
     """
 

@@ -196,7 +196,7 @@ class ContinuousBatch:
         if begun is None:
             self._new.append(new)
             return
-        row = self._row_of(new, begun)
+        row = self.row_of(new, begun)
         row.step_aside()
         self._own.rows.append(row)
         self._source_of[row] = self._own
@@ -575,7 +575,7 @@ class ContinuousBatch:
         try:
             with of_one():
                 is_cancelled = new.request.cancelled()
-                sequence = new.begin(self._model.answer_prefix(new), self._model.logits_place)
+                row = self.row_of(new)
         except SequenceError as error:
             source.on_row(new.ended(error))
             return True
@@ -586,7 +586,6 @@ class ContinuousBatch:
         if self.pool.needs(needs, self._kind) > self.pool.capacity:
             source.on_row(new.ended(_too_long(new, self.pool.most_tokens(self._kind))))
             return True
-        row = self._row_of(new, sequence)
         if not self._reserve(row):
             source.next = new
             return False
@@ -596,8 +595,14 @@ class ContinuousBatch:
         self.most_rows = max(self.most_rows, len(self.rows))
         return True
 
-    def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
+    def row_of(self, new: PreparedRow, begun: AnswerSequence | None = None) -> PagedRow:
+        """A row that has no place yet.
+
+        Args:
+            begun: its answer, if some of it is there.
+        """
         most_tokens = new.limits.max_tokens
+        sequence = begun or new.begin(self._model.answer_prefix(new), self._model.logits_place)
         row = PagedRow(
             *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
             layout=new.layout,
