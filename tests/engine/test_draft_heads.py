@@ -58,6 +58,12 @@ class Oracle:
         self._at += 1
         assert self._answer[self._at] == token_id
 
+    def take(self, *_heard: object) -> None:
+        """Of hidden states it makes nothing."""
+
+    def take_back(self, tokens: int) -> None:
+        """It knows."""
+
     def hopes(self) -> float:
         return 1.0
 
@@ -248,6 +254,9 @@ def _answers_stay_the_same(loaded: LoadedModel, vocabulary: int = 300) -> None:
     exact.drafter = lambda: told
     result = session.generate_from_ids(prompt, sampling, end_ids=NO_END)
     assert result.token_ids == whole.token_ids
+    if exact.most_rows == 1:
+        assert result.guessed_tokens == 0  # the library computes steps
+        return
     assert result.accepted_tokens > 10
     assert min(told.came_true) < 0  # some were taken back
     del exact.drafter

@@ -391,9 +391,10 @@ def test_a_step_without_memory_loses_no_answer(loaded: LoadedModel, monkeypatch:
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "no memory")
         return logits
 
-    monkeypatch.setattr(PagedSteps, "write", failing)
     prompts = [random_prompt(40, seed=seed) for seed in range(2)]
-    results = ask(scheduler, *prompts, tokens=12, chat="")
+    with monkeypatch.context() as patched:
+        patched.setattr(PagedSteps, "write", failing)
+        results = ask(scheduler, *prompts, tokens=12, chat="")
     for prompt, result in zip(prompts, results, strict=True):
         assert_same_but_for_a_near_tie(loaded, prompt, result.token_ids, fresh(loaded, prompt, 12))
     close(scheduler)
