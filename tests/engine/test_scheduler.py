@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from engine.bench.opened import OneSequence
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.footprint import pages_for
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import PAGE_TOKENS, Piece
@@ -29,12 +28,12 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone, search_over
+from tests.engine.single_streams import Alone, answered_together, search_over
 from tests.engine.tiny_families import tiny_checkpoint
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
@@ -251,17 +250,15 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
     def fails_for_one(steps: PagedSteps, ids: Sequence[int], pieces: Sequence[Piece], *more: Any) -> torch.Tensor:
         return fails() if has_own and pieces[0].held >= 7 else write(steps, ids, pieces, *more)
 
-    live, answers = LiveRows(loaded, scheduler), dict[int, GenerationResult]()
     with monkeypatch.context() as patched:
         patched.setattr(PagedSteps, "write", fails_for_one)
         ask("it", tuple(random_prompt(7)))
         ask("beside it", tuple(random_prompt(4)))
         scheduler.serve()
         sampling = SamplingParams(max_tokens=3)
-        asked = [
-            BatchRequest(n, ids=tuple(random_prompt(7 - 3 * n)), sampling=sampling, end_ids=NO_END) for n in range(2)
-        ]
-        live.run(iter(asked), lambda answer: answers.__setitem__(answer.row, answer))
+        prompts = [tuple(random_prompt(length)) for length in (7, 4)]
+        asked = [BatchRequest(n, ids=ids, sampling=sampling, end_ids=NO_END) for n, ids in enumerate(prompts)]
+        answers = answered_together(scheduler, asked)
     assert isinstance(ends["it"], EngineError if has_own else GenerationResult)
     assert isinstance(ends["beside it"], GenerationResult)
     assert [answers[n].error is not None for n in range(2)] == [has_own, False]
