@@ -86,7 +86,7 @@ class PagedSteps:
         )
         kinds = kinds_by_length(loaded.model)
         self._follows_length = "dynamic" in kinds
-        self._caches, self._most_tokens = caches, loaded.context_tokens
+        self._caches = caches
         self._threads = torch.get_num_threads()
         self.chunk_tokens = loaded.chunk_tokens
         self._device, self._has_card = loaded.device, has_card
@@ -122,7 +122,7 @@ class PagedSteps:
 
     def drafter(self) -> HeadDrafter | None:
         """What guesses coming tokens of one answer beside its text, if the model has a head for that."""
-        return HeadDrafter(self._model, self._head, self._most_tokens) if self._head is not None else None
+        return HeadDrafter(self._model, self._head) if self._head is not None else None
 
     @contextmanager
     def listening(self) -> Iterator[list[torch.Tensor]]:

@@ -30,7 +30,24 @@ from engine.kernels.native.paged_attention import (
 )
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
-from engine.runtime.kv.narrow import narrowed, widened
+
+_MOST_FP16 = 65504.0
+
+
+def narrowed(states: torch.Tensor, kv_type: KvType) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """States [..., D] as this type stores them, and their scales [...] if it has any."""
+    if kv_type is KvType.INT8:
+        most = states.float().abs().amax(-1)
+        stored = (states.float() * (127 / most.clamp(min=1e-30))[..., None]).round().nan_to_num(0)
+        return stored.to(torch.int8), most / 127
+    if kv_type is KvType.FP16:
+        return states.clamp(-_MOST_FP16, _MOST_FP16).to(torch.float16), None
+    return states, None
+
+
+def widened(stored: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What was `narrowed`, in another type."""
+    return stored.to(dtype) if scales is None else (stored.float() * scales[..., None]).to(dtype)
 
 
 class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped

@@ -324,7 +324,7 @@ class PageRoom:
         self._page, self._window, self._state = ([0] * len(devices.devices) for _ in range(3))
         if isinstance(caches, LibraryCaches):
             self._page = [PAGE_TOKENS * kv.per_token for kv in devices.kv]
-            self._state = [kv.fixed for kv in devices.kv]
+            self._state = [-(-kv.fixed // 2) for kv in devices.kv]  # a row has two, which share most of it
             layers: Sequence[tuple[LayerPages | None, LayerPages | None]] = ()
         else:
             layers = list(zip(caches.in_full, caches.in_windows, strict=True))
