@@ -139,7 +139,6 @@ def test_chats_and_rows_are_answered_as_if_alone(
         scheduler.serve(arrive)
     executor.close()
     assert (batch.pool.held, len(answers), scheduler.is_busy) == (0, len(rows), False)
-    batch.pool.elsewhere = int
     assert batch.pool.reserve(batch.pool.capacity)
     scheduler.close()
     alone = Alone(mixtral)

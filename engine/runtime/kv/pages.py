@@ -422,6 +422,10 @@ class PagePool:
                 return state, count
             end += PAGE_TOKENS
 
+    def discard_free_states(self) -> None:
+        """Returns the memory of those that nobody holds or can go on from."""
+        self._states.discard(self._states.free)
+
     # --- windows ----------------------------------------------------------------------------------------
 
     def offer_window(self, page: int, prefix: Prefix) -> None:

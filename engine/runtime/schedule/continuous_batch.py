@@ -513,6 +513,8 @@ class ContinuousBatch:
         source = self._source_of.pop(row)
         source.rows.remove(row)
         row.close()  # last: a lost device fails here, and again whenever what is left is given up
+        if isinstance(self._model.caches, LibraryCaches):
+            self.pool.discard_free_states()  # each is as long as its row
         # There may be memory for more again.
         self._most_rows, self._sweep_tokens = min(self._policy.rows, self._most_rows + 1), self._policy.sweep_tokens
         return source
