@@ -28,7 +28,7 @@ from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.runtime.kv.library_caches import LibraryCaches
-from engine.runtime.kv.paged_cache import PagedCaches, has_compressing, may_hold
+from engine.runtime.kv.paged_cache import PagedCaches, may_hold
 from engine.runtime.kv.reuse import exact_tokens, kinds_by_length, restart_angles
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
@@ -54,12 +54,14 @@ def packs_mixers(loaded: LoadedModel) -> bool:
 
 def has_pages(loaded: LoadedModel) -> bool:
     """Whether pages may hold what a model's layers keep; nothing is computed to find that out."""
-    return (
-        not getattr(loaded.model.config, "is_encoder_decoder", False)
-        # Pages of what is compressed lie in RAM only.
-        and (loaded.devices is None or not has_compressing(loaded.model))
-        and (_are_native(loaded) or may_hold(loaded.model))
+    return not getattr(loaded.model.config, "is_encoder_decoder", False) and (
+        _are_native(loaded) or may_hold(loaded.model)
     )
+
+
+def attends_there(loaded: LoadedModel) -> bool:
+    """Whether the cards of a model attend for rows of jobs, too, over pages there: no schedule orders their layers."""
+    return has_pages(loaded) and not (packs_mixers(loaded) and loaded.caches)
 
 
 class PagedSteps:
@@ -109,6 +111,7 @@ class PagedSteps:
                 takes_rows=family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows,
                 tokens=loaded.devices.experts.tokens,
             )
+            self.guesses = self.guesses and self.graphs.takes_guesses
         self._head = draft_head_of(loaded.model) if self.guesses else None
 
     @classmethod

@@ -44,6 +44,7 @@ class LibraryCaches:
 
     have_states = True
     are_of_card = False
+    state_generation = 0
 
     def __init__(self, model: Any) -> None:
         self._model, self._encodes = model, bool(getattr(model.config, "is_encoder_decoder", False))

@@ -15,7 +15,7 @@ from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
-from engine.runtime.decode.paged_steps import has_pages
+from engine.runtime.decode.paged_steps import attends_there, has_pages
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.loaded_model import LoadedModel
@@ -32,6 +32,10 @@ def lane_for(
         above: whose pages they share, if they can.
     """
     is_alike = not policy.window and policy.kv_type is loaded.kv_type
+    if is_alike and attends_there(loaded):
+        policy = on_device(loaded, policy)
+    if loaded.devices is not None and above is not None and not (policy.on_device and above.model.room is not None):
+        above = None  # what they hold lies elsewhere
     model = above.model if above is not None and is_alike else PackedModel(loaded, policy)
     if not model.packs():
         policy, note = replace(policy, rows=1), f"Rows are answered one by one: {model.apart}."
