@@ -459,7 +459,7 @@ def test_chats_that_follow_each_other_take_no_more_of_a_card_than_is_kept_of_the
 
 
 def test_what_nobody_can_go_on_from_gives_way_before_anything_else() -> None:
-    pool, room, kind = PagePool(400, None, 0, PageSizes(1, 1, 1, 40)), _Room(), PageKind(window=40)
+    pool, room, kind = PagePool(400, 0, PageSizes(1, 1, 1, 40)), _Room(), PageKind(window=40)
     pool.room = room
     assert pool.reserve(7)
     page, windows = pool.take(kind), [pool.take_window(kind) for _ in range(6)]
