@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import gguf as gguf_file
+from benchmarks import shapes
 from benchmarks.peers import build as building
 from benchmarks.peers.beside import Beside, Room, best_flags, files_beside
 from benchmarks.peers.build import Builder, PeerBuildError, find_sources
@@ -280,7 +280,7 @@ SMALL = "synthetic:qwen3-moe-small?experts=8&layers=1&vocab=512&gguf="
 @needs_peer
 @pytest.mark.usefixtures("users_peers")
 def test_a_synthetic_model_is_quantised_by_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_file, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(shapes, "cache_dir", lambda: tmp_path)
     file = resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
     assert {path.name for path in file.parent.iterdir()} == {file.name}
     written = file.stat().st_mtime_ns
