@@ -60,9 +60,9 @@ def cut_of(model: str) -> Cut | None:
     plain, kind = without_file_type(model)
     name, _, query = plain.partition("?")
     if (published := name.removeprefix("synthetic:")) not in SHAPES:
-        options = options_of(plain, [*SHAPES, *PUBLISHED])[1]
+        chosen = options_of(plain, [*SHAPES, *PUBLISHED])[1]
         layers = published_layers(published)
-        return Cut(options.get("layers", layers), layers, 0, 0, None) if options else None
+        return Cut(chosen.get("layers", layers), layers, 0, 0, None) if chosen else None
     whole, shape = SHAPES[published], parse(plain)[1]
     if (shape.layers, shape.vocab) == (whole.layers, whole.vocab):
         return None

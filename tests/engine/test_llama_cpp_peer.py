@@ -279,7 +279,7 @@ SMALL = "synthetic:qwen3-moe-small?experts=8&layers=1&vocab=512&gguf="
 
 @needs_peer
 @pytest.mark.usefixtures("users_peers")
-def test_a_synthetic_model_is_quantised_by_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synthetic_file_has_the_types_that_llama_cpp_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "cache_dir", lambda: tmp_path)
     file = resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
     assert {path.name for path in file.parent.iterdir()} == {file.name}
