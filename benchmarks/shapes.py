@@ -26,7 +26,7 @@ from benchmarks.gguf import texts_of
 from benchmarks.peers.editions import LLAMA_CPP
 from benchmarks.peers.peer import FILE_TYPES, chosen_types
 from engine.bench.report import PeerError
-from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.file import WHOLE, read_gguf
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.synthetic import SHAPES, config_of, options_of, parse, write_tokenizer
 from engine.common.errors import EngineError, ErrorCode
@@ -401,9 +401,10 @@ def _write(plain: Path, kinds: Mapping[str, str], file: Path, file_type: int) ->
     last = list(reader.fields.values())[-1]
     head = bytearray(reader.data[: last.offset + sum(part.nbytes for part in last.parts)])
     aligned = int(reader.alignment)
+    types = {**GGML, WHOLE.name: WHOLE}
     infos, nbytes = bytearray(), 0
     for name, entry in tensors.items():
-        block, text = GGML[kinds[name]], name.encode()
+        block, text = types[kinds[name]], name.encode()
         layout = f"<Q{len(text)}sI{len(entry.shape)}QIQ"
         infos += struct.pack(layout, len(text), text, len(entry.shape), *reversed(entry.shape), block.id, nbytes)
         nbytes += -(-entry.numel // block.elements * block.nbytes // aligned) * aligned
@@ -415,7 +416,7 @@ def _write(plain: Path, kinds: Mapping[str, str], file: Path, file_type: int) ->
             if entry.numel <= _LARGEST and kinds[name] == entry.dtype:
                 made.write(reader.data[entry.offset : entry.offset + entry.nbytes])
             else:
-                _write_random(made, GGML[kinds[name]], entry)
+                _write_random(made, types[kinds[name]], entry)
         made.write(bytes(-made.tell() % aligned))
         made.flush()
         os.fsync(made.fileno())

@@ -76,7 +76,8 @@ def _in_blocks(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
     with suppress(NotImplementedError, KeyError):
         return np.asarray(quantize(values, _type(kind)))
     own = GGML[kind]
-    return random_blocks(own, values.size // own.elements, float(values.std())).reshape(*values.shape[:-1], -1)
+    raw = random_blocks(own, values.size // own.elements, float(values.std()), seed=values.size)
+    return raw.reshape(*values.shape[:-1], -1)
 
 
 HIDDEN, WIDTH, EXPERTS = 16, 12, 4
