@@ -322,10 +322,16 @@ def test_rows_below_one_another_stay_in_blocks(tmp_path: Path) -> None:
     with loaded(file, "auto") as ours, torch.no_grad():
         shared = [layer.shared_mlp.input_linear for layer in ours.model.model.layers]
         assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in shared)
+        step = StepModel(ours.model, 64)
+        assert step._single is not None
+        assert step._single._whole is not None
+        cache = new_cache(ours.model)
+        rows = [step(PROMPT_IDS[:, at : at + 1], cache, at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
         with routes_of(ours.model) as routes:
             found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
     wanted = _reference(file, PROMPT_IDS, routes)
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
+    assert (torch.stack(rows) - found).norm() < 0.04 * wanted.norm()
 
 
 def test_biases_and_alternating_rows(tmp_path: Path) -> None:

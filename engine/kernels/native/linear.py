@@ -12,7 +12,7 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16, SMALLEST, TiledFormat, head_format, is_router, tiled_format
-from engine.formats.ggml import BlockType
+from engine.formats.ggml import BLOCK_TYPES, BlockType
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.structs import IN_BLOCKS, MatrixStruct, matrix_struct, plain_struct
@@ -116,10 +116,14 @@ def halves_of(struct: MatrixStruct) -> tuple[MatrixStruct, MatrixStruct] | None:
     upper, lower = MatrixStruct.from_buffer_copy(struct), MatrixStruct.from_buffer_copy(struct)
     upper.rows = lower.rows = rows
     if struct.format == IN_BLOCKS:
-        if not struct.second:
+        if struct.second:
+            upper.second = lower.second = None
+            lower.weights, lower.type = struct.second, struct.second_type
+        elif struct.order:
             return None
-        upper.second = lower.second = None
-        lower.weights, lower.type = struct.second, struct.second_type
+        else:
+            kind = BLOCK_TYPES[struct.type]
+            lower.weights += rows * (columns // kind.elements) * kind.nbytes
     elif struct.format == BF16.native:
         lower.weights += 2 * rows * columns
     else:
