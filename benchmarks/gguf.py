@@ -35,9 +35,6 @@ def gguf_of(
     Args:
         say: called with progress messages.
         vocabulary: a name of the tokenizer's keys, in that of the file, and these keys; else ids without texts.
-
-    Raises:
-        EngineError: as `write_gguf`, and `DISK_FULL`.
     """
     own = gguf_at(checkpoint)
     if own is not None:
@@ -75,9 +72,6 @@ def texts_of(checkpoint: Path) -> Metadata:
     """The vocabulary, the merges and the chat template of a checkpoint whose tokens are made of bytes.
 
     Where there are no merges, the first made-up word becomes the result of the only one.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`: its tokenizer is of another kind.
     """
     content = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     if content["model"]["type"] != "BPE" or content["model"].get("byte_fallback"):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.families import fast_path_of
-from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.library import NativeKernels, out_of_memory
 from engine.kernels.native.linear import (
     MixedRows,
     TurnedLinear,
@@ -23,7 +23,6 @@ from engine.kernels.native.linear import (
     is_plain,
     is_readable,
     linear_struct,
-    out_of_memory,
     reads_together,
 )
 from engine.kernels.native.paged_attention import KvType, Piece, Pieces, StatePages
