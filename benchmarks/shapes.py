@@ -238,6 +238,7 @@ def _write_outline(folder: Path, config: Any, published: Published) -> None:
         return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
     model = build_skeleton(model_class, config, torch.bfloat16, None)
+    torch.manual_seed(0)
     for module in model.modules():
         own = own_of(module)
         if own and sum(each.numel() for each in own) <= _LARGEST:
