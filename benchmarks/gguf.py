@@ -15,8 +15,8 @@ from gguf import TokenType
 
 from benchmarks.peers.peer import FILE_TYPES, quantise
 from engine.bench.report import PeerError
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.export import Metadata, Quantisation, write_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.checkpoint.synthetic import parse, plain_nbytes, write_checkpoint

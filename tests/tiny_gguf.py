@@ -23,7 +23,7 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 from numpy.typing import NDArray
 
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.safetensors_numpy import read_safetensors
+from engine.checkpoint.packed import read_safetensors
 from engine.formats.ggml import GGML
 from tests.k_quants import quantise_k
 

@@ -131,7 +131,7 @@ def as_quantised(shape: ModelShape, label: str) -> ModelShape:
         shape: of the model in 16 bits.
         label: `Q4_K_M`, say.
     """
-    named = [each.name for each in GGML.values() if each.split is not None and each.name in label.upper()]
+    named = [each.name for each in GGML.values() if each.is_blocks and each.name in label.upper()]
     mixes = (each[1:] for each in _BY_LABEL if each[0].search(label.upper()))
     in_file, half_in_file = next(mixes, (named[-1], named[-1]) if named else ("", ""))
     if not in_file:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_json
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import quoted
 from engine.common.untrusted import parse_json, read_untrusted

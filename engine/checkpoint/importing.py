@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
-from engine.checkpoint.gguf.names import SUFFIX, gguf_at
+from engine.checkpoint.gguf import SUFFIX, gguf_at
 from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, counted, sha256_of, write_manifest
 from engine.checkpoint.model_directories import NO_NAME, check_connected

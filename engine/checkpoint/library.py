@@ -31,7 +31,7 @@ from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
 from engine.checkpoint.embedding import MODULES, PART_FOLDER, embedding_of, is_of_embedding
-from engine.checkpoint.gguf.names import LABEL, SUFFIX, all_parts, gguf_at
+from engine.checkpoint.gguf import LABEL, SUFFIX, all_parts, gguf_at
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
 from engine.checkpoint.model_directories import FOLDER, OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
@@ -43,7 +43,7 @@ from engine.common.json_fields import fields_of
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
 from engine.common.untrusted import open_untrusted, parse_json, read_untrusted, reason
 from engine.families.pictures import SIGHTS
-from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
+from engine.families.replies.reader import may_think, takes_tools, thinking_choices
 
 LEAST_TOKENS = 16
 """An answer of fewer tokens says nothing about speed."""

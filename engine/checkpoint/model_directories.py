@@ -34,7 +34,7 @@ import platformdirs
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
 from engine.checkpoint.embedding import MODULES
-from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
+from engine.checkpoint.gguf import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
 from engine.common.errors import EngineError, ErrorCode

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.checkpoint.gguf.names import SUFFIX
+from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.importing import copy_file, discard, staging_folder, sweep
 from engine.checkpoint.library import (
     LibraryEntry,

@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME
-from engine.checkpoint.gguf.names import SUFFIX, gguf_at, stem_of
+from engine.checkpoint.gguf import SUFFIX, gguf_at, stem_of
 from engine.checkpoint.model_directories import OWN, Found, find_models, name_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import EXPERTS, MAX_CONFIG_BYTES, PER_TOKEN, read_config, read_json, text_part
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
 from engine.checkpoint.manifest import read_manifest
 from engine.checkpoint.pictures import why_blind
-from engine.checkpoint.quantised.declared import quantisation_of
+from engine.checkpoint.quantised import quantisation_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError

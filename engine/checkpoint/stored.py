@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.names import SUFFIX
+from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import LatentHeads, PackedEntry, RotaryRows, Rows, is_blocks
 from engine.checkpoint.quantised.packings import ByRows

@@ -21,7 +21,7 @@ from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
 from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
 from engine.experts.record_source import Held, RecordSource
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import Purpose, TierCounters
 from engine.experts.record_source import Held
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.telemetry import lanes
 

@@ -26,7 +26,7 @@ from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Copy, Purpose, Tier, TierCounters
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.slot_segments import DeviceSlots, KernelMaker, Segment, Staging
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import ExpertKernel
 
 _log = logging.getLogger(__name__)

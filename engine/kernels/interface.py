@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from engine.families.library import gates_as_usual
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.activation import Activation, activation_of
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 from engine.formats import TiledFormat
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import ROUNDS, Pairing, TiledMatrix, TiledShape, quantise_in_torch
+from engine.formats.tiles import ROUNDS, Pairing, RecordLayout, TiledMatrix, TiledShape, quantise_in_torch
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import matrix_struct
 

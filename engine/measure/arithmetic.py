@@ -18,8 +18,7 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.experts.dispatch import StandardExperts
 from engine.experts.record import allocate_records
 from engine.formats import tiled_format
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing
+from engine.formats.tiles import Pairing, RecordLayout
 from engine.hardware.measured import Arithmetic, ExpertTime, RamRead
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords

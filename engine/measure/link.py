@@ -25,7 +25,7 @@ from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
 from engine.experts.direct_file import DirectFile, bytes_of
 from engine.experts.disk_tier import DEFAULT_READERS, PIECE_BYTES
 from engine.experts.record import allocate_records
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.hardware.measured import CopyTime, DiskRead
 from engine.measure.run import NotMeasuredError, Run
 

@@ -38,7 +38,7 @@ pytestmark = needs_compiler
 CPU = torch.device("cpu")
 KERNELS = emulated_kernels()
 IN_GROUPS = CardKernels(KERNELS.few, 4, KERNELS.many, KERNELS.unpack)
-TYPES = [kind for kind in BLOCK_TYPES.values() if kind.split is not None]
+TYPES = [kind for kind in BLOCK_TYPES.values() if kind.is_blocks]
 COMPILED = (*IN_BLOCKS, "Q4_K Q6_K")
 """What the emulated card multiplies."""
 

@@ -24,11 +24,10 @@ from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
-from engine.families import PACKAGES, family_at, family_of, fast_path_of, library
+from engine.families import PACKAGES, TABLE, family_at, family_of, fast_path_of, library
 from engine.families.family import Family
 from engine.families.gguf import Made
 from engine.families.gguf.table import GGUF, gguf_of
-from engine.families.table import TABLE
 from engine.runtime.adapters import adapter_for
 from engine.runtime.engine import Engine
 from engine.runtime.load.library_models import build_skeleton, model_class_for, quiet_library, read_library_config

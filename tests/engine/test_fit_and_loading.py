@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine.bench.opened import decode_seconds, opened, random_text
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.counted_shape import as_quantised
-from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import Candidate, RepoFile, Repository
 from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from engine.checkpoint.downloads import pace, parts, queue, records, source, transfer
-from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS
+from engine.checkpoint.downloads import parts, queue, records, source, transfer
+from engine.checkpoint.downloads.parts import FIRST_CONNECTIONS
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.downloads.records import Progress
 from engine.checkpoint.hub import http as tokens
@@ -89,7 +89,7 @@ def test_every_byte_once(hub: HubServer, repo: Repo) -> None:
 
 
 def test_the_commit_and_the_etag_are_pinned(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "FIRST_CONNECTIONS", 1)
+    monkeypatch.setattr(parts, "FIRST_CONNECTIONS", 1)
     assert_whole(fetched(hub))
     first, *others = hub.asked(FIRST, "second")
     assert first.if_range == ""

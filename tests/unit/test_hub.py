@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.hub import (
     Candidate,
     HubError,

@@ -30,12 +30,12 @@ from engine.checkpoint.gguf.checkpoint import expanded, gguf_config, gguf_tensor
 from engine.checkpoint.gguf.file import GgufFile
 from engine.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, PreTokenizer
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.safetensors_numpy import from_bfloat16
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import parse_json, read_untrusted
 from engine.families.gguf import Gguf, Key, Made
 from engine.families.gguf.table import gguf_of
+from engine.formats.coded import from_bfloat16
 
 Bytes = NDArray[np.uint8]
 Metadata = dict[str, Any]

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
+from engine.checkpoint.gguf import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, damaged
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line

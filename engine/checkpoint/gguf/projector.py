@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf, read_projector
-from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, Packing
-from engine.checkpoint.quantised.declared import MLX
+from engine.checkpoint.quantised import MLX
 from engine.checkpoint.quantised.packings import Affine, Awq, Gptq, Nvfp4, PackedIntegers, Scaled, damaged
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line, quoted

@@ -42,7 +42,7 @@ from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.families import fast_path_of
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels import choose_kernel
 from engine.kernels.cuda.driver import nvidia_card
 from engine.kernels.gpu.angles import speed_up_angles

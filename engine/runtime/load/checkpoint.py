@@ -15,7 +15,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
 from engine.checkpoint.pictures import is_of_tower, seeing_part, why_blind, why_gguf_is_blind
 from engine.checkpoint.profile import ModelProfile, profile_of
-from engine.checkpoint.quantised.declared import left_out_note
+from engine.checkpoint.quantised import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode

@@ -40,8 +40,7 @@ from engine.experts.container import (
 from engine.experts.record import LayerSpec, allocate_records
 from engine.experts.sites import ExpertsSite, empty_modules
 from engine.formats import TiledFormat
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing, TiledMatrix
+from engine.formats.tiles import Pairing, RecordLayout, TiledMatrix
 from engine.kernels.native.library import NativeKernels
 from engine.planner.placement import Budgets, require_ram
 from engine.runtime.load.checkpoint import OpenedCheckpoint, read_headers

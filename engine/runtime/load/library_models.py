@@ -31,11 +31,11 @@ from transformers.utils import ContextManagers
 from transformers.utils import logging as library_logging
 
 from engine.checkpoint.config_file import read_json
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.checkpoint import gguf_generation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.kept_tokenizer import kept_end_token_ids
-from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.quantised.declared import LIBRARY_METHODS
+from engine.checkpoint.quantised import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.families import family_of

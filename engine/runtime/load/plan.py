@@ -27,8 +27,7 @@ from engine.planner.placement import Budgets, DeviceBudget, Experts, Made, Place
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.conversion import Conversion, keeps_nothing
-from engine.runtime.load.forms import Forms, tensor_sizes
-from engine.runtime.load.in_place import ALL_TYPES, BLOCKS, formats_on_cards, lies_in_place
+from engine.runtime.load.forms import ALL_TYPES, BLOCKS, Forms, formats_on_cards, lies_in_place, tensor_sizes
 from engine.runtime.load.records import working_bytes
 from engine.runtime.load.tables import StoredTable
 

@@ -21,8 +21,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.record import RecordMemory, allocate_records
 from engine.experts.sites import ExpertsSite
-from engine.formats.layouts import PartSpec, RecordLayout
-from engine.formats.tiles import Pairing, TiledMatrix
+from engine.formats.tiles import Pairing, PartSpec, RecordLayout, TiledMatrix
 from engine.kernels.interface import LayerRecords
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.quantise import quantise_record

@@ -20,7 +20,7 @@ from engine.devices.emulated import Meter
 from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.sites import ExpertsSite
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.exchange import MISSED
 from engine.runtime.decoder_layers import decoder_layers, layer_names

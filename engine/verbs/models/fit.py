@@ -38,7 +38,7 @@ def add_actions(action: AddAction) -> None:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    from engine.checkpoint.find_shape import find_shape, is_on_hub  # imports numpy, which no other action needs
+    from engine.checkpoint.catalogue import find_shape, is_on_hub  # imports numpy, which no other action needs
     from engine.hardware.machine import read_machine
     from engine.planner.plan_words import picture_words
     from engine.tuning.fit import verdict_of
