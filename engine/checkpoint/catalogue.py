@@ -112,7 +112,6 @@ class Catalogue:
 
 
 def catalogue_dir() -> Path:
-    """The shipped catalogue's folder."""
     return resources_dir() / "catalogue"
 
 
@@ -238,7 +237,6 @@ def is_on_hub(model: str) -> bool:
 
 
 def _known(hub_id: str) -> ModelShape | None:
-    """The shipped profile of a model on the hub."""
     shapes = map(read_model, model_names())
     return next((shape for shape in shapes if shape.hub_id.casefold() == hub_id.casefold()), None)
 

@@ -281,7 +281,6 @@ def _kept_linear(entry: TensorEntry) -> TiledFormat | None:
 
 
 def _expert_formats(matrices: list[TensorEntry]) -> list[tuple[str, str]]:
-    """Formats of the matrices of each MoE layer's experts: gate and up, down."""
     layers: dict[int, tuple[list[TensorEntry], list[TensorEntry]]] = {}
     for entry in matrices:
         layers.setdefault(_layer(entry.key), ([], []))[bool(_DOWN.search(entry.key))].append(entry)

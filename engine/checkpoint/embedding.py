@@ -50,7 +50,6 @@ class Embedding:
 
 
 def is_of_embedding(name: str) -> bool:
-    """Whether a file of this name, with its folder, says how a model embeds."""
     return _OF_EMBEDDING.fullmatch(name) is not None
 
 

@@ -171,11 +171,7 @@ def import_model(
 
 
 def weights_of(source: Path) -> list[Path]:
-    """The files with the weights of a checkpoint, if it is whole and understood.
-
-    Raises:
-        EngineError: as `import_model`.
-    """
+    """The files with the weights of a checkpoint, if it is whole and understood."""
     read_config(source)
     tensors = read_tensors(source)
     check_filled(tensors.values())

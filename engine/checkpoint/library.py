@@ -85,7 +85,6 @@ def model_at(place: str) -> Path | None:
 
 
 def read_usage(model: Path) -> Usage:
-    """What is remembered of the checkpoint at a path; nothing if there is no readable record."""
     try:
         found = parse_json(read_untrusted(_file(model), _MOST_BYTES))
         used, how, speeds = found["last_used"], str(found["how"]), found["tokens_per_s"]
@@ -95,7 +94,6 @@ def read_usage(model: Path) -> Usage:
 
 
 def is_any_known() -> bool:
-    """Whether any model was ever used on this machine."""
     return any(_file(Path()).parent.glob("*.json"))
 
 
@@ -122,7 +120,6 @@ def move_usage(model: Path, to: Path) -> None:
 
 
 def forget_usage(model: Path) -> None:
-    """Removes the record of a model that is gone."""
     with contextlib.suppress(OSError):
         _file(model).unlink(missing_ok=True)
 
@@ -181,7 +178,6 @@ def _locks_of(model: Path) -> Path:
 
 @contextlib.contextmanager
 def _announced(model: Path, prefix: str) -> Iterator[Path]:
-    """A locked file of ours in the model's folder of locks."""
     folder, path = _locks_of(model), None
     new_folder(folder)
     try:
@@ -241,7 +237,6 @@ def remove_converted(files: list[Path]) -> int:
 
 
 def converted_dir() -> Path:
-    """Where converted weights are kept; need not exist."""
     own = os.environ.get(PREPARED_VARIABLE)
     return Path(own) if own else data_dir() / "converted"
 
@@ -264,7 +259,6 @@ def leftovers() -> list[Path]:
 
 
 def remove_leftovers() -> int:
-    """Deletes them and returns the bytes freed."""
     freed = remove_converted(leftovers())
     with contextlib.suppress(OSError):  # there is none, or something else is in it
         (data_dir() / "banks").rmdir()
@@ -326,7 +320,6 @@ class LibraryEntry:
 
     @property
     def can_chat(self) -> bool:
-        """Whether it can be loaded to chat."""
         return not self.problem and not self.embeds
 
     @property
@@ -386,11 +379,7 @@ def list_models() -> list[LibraryEntry]:
 
 
 def show(model: str) -> LibraryEntry:
-    """One model, by its name or at a path.
-
-    Raises:
-        EngineError: as `resolve`.
-    """
+    """One model, by its name or at a path."""
     path = resolve(model)
     if path.parent == models_dir():
         return describe(path, path.name)
@@ -441,7 +430,6 @@ def _entry(model: Found) -> LibraryEntry:
 
 
 def _read(path: Path) -> LibraryEntry:
-    """What the files of a model say about it."""
     manifest = read_manifest(path)
     entry = LibraryEntry(
         name="",
@@ -473,7 +461,6 @@ def _read(path: Path) -> LibraryEntry:
 
 
 def precision_words(path: Path, profile: ModelProfile) -> str:
-    """How its weights are stored, for people."""
     stored = profile.quantization or profile.dtype
     gguf = gguf_at(path)
     mix = LABEL.search(f"{gguf.name} {name_of(path)}".upper()) if gguf is not None else None
@@ -513,7 +500,6 @@ class _Descriptions:
             self.seen[model.path] = LibraryEntry(model.name, model.path, origin=model.origin, problem=problem)
 
     def load(self) -> None:
-        """Reads the file, once."""
         if self._is_loaded_from == _descriptions_file():
             return
         self._is_loaded_from = _descriptions_file()
@@ -633,7 +619,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def total_bytes(files: list[Path]) -> int:
-    """The size of files that are there."""
     total = 0
     for file in files:
         with contextlib.suppress(OSError):

@@ -96,11 +96,7 @@ def chosen_proxy() -> str:
 
 
 def use_proxy(address: str) -> str:
-    """Reaches all but this machine through this proxy from now on; empty for the system's.  Returns what is kept.
-
-    Raises:
-        EngineError: as `use_mirror`.
-    """
+    """Reaches all but this machine through this proxy from now on; empty for the system's.  Returns what is kept."""
     before = chosen_proxy()
     kept = _use("proxy", address)
     for name in _PROXY_VARIABLES:

@@ -188,8 +188,6 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A folder to look in, by the layout that its owner gives it."""
-
     origin: str
     folder: Path
 
@@ -499,11 +497,7 @@ class _Walk:
     seen: set[tuple[int, int]] = field(default_factory=set)
 
     def open(self, folder: Path) -> dict[str, os.DirEntry[str]]:
-        """What is in a folder, by name and without what is hidden; nothing if it was seen before.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """What is in a folder, by name and without what is hidden; nothing if it was seen before."""
         status = folder.stat()
         if (status.st_dev, status.st_ino) in self.seen:
             return {}
@@ -544,7 +538,6 @@ def _models_of(directory: ModelDirectory, walk: _Walk) -> Iterator[Found]:
 
 
 def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iterator[Found]:
-    """Every whole model in a folder and the folders in it."""
     try:
         entries = walk.open(folder)
     except OSError:

@@ -34,7 +34,6 @@ class AttentionShape:
     query_latent: int = 0
 
     def weights(self, hidden: int) -> int:
-        """Parameters of the projections."""
         if not self.latent:
             return hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         rotary = 64
@@ -137,7 +136,6 @@ class ModelShape:
 
     @property
     def dense_layer_weights(self) -> int:
-        """Parameters of one dense layer."""
         if self.other_weights:
             return self._mean_layer_weights
         return self.attention.weights(self.hidden) + 3 * self.hidden * self.dense_width
@@ -153,7 +151,6 @@ class ModelShape:
 
     @property
     def non_expert_weights(self) -> int:
-        """Everything but the routed experts."""
         return self.other_weights or (
             self.moe_layers * self.layer_weights
             + self.dense_layers * self.dense_layer_weights

@@ -118,7 +118,6 @@ def export(
 
 
 def _of_library(model: str) -> Found:
-    """A model that is ours to move."""
     found = named(model)
     if found.origin != OWN or not is_ours(found):
         whose = "is not in the library" if is_ours(found) else f"belongs to {owner(found)}"

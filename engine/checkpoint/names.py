@@ -22,7 +22,6 @@ _WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com
 
 
 def starter_folder() -> Path:
-    """The starter's folder in the model library, built or not."""
     return models_dir() / STARTER_NAME
 
 
@@ -118,7 +117,6 @@ def find_named(name: str) -> Found | None:
 
 
 def not_in_library(name: str) -> EngineError:
-    """The error for an unknown name."""
     return EngineError(
         ErrorCode.MODEL_NOT_FOUND,
         f"There is no model called {name!r} in the library: `switchyard models list` shows what there is, "
@@ -127,7 +125,6 @@ def not_in_library(name: str) -> EngineError:
 
 
 def is_path_like(model: str) -> bool:
-    """Whether this is meant as a path."""
     return any(character in model for character in "/\\~") or model in (".", "..") or Path(model).exists()
 
 

@@ -52,7 +52,6 @@ def named(name: str) -> Found:
 
 
 def _listed_at(path: Path) -> Found | None:
-    """The model that is listed with this path."""
     if path.parent == models_dir():
         return Found(path.name, path, OWN) if in_library(path.name) is not None else None
     return next((found for found in find_models()[0] if found.path == path), None)
@@ -108,7 +107,6 @@ def _of_the_hub(folder: Path) -> list[Path]:
 
 
 def has_record(path: Path) -> bool:
-    """Whether a manifest names the model's files."""
     manifest = read_manifest(path)
     return manifest is not None and bool(manifest.files)
 
@@ -132,9 +130,6 @@ def to_remove(found: Found, folders: Iterable[Path]) -> tuple[list[Path], list[P
 
     Args:
         folders: of models, which always stay.
-
-    Raises:
-        EngineError: as `own_files`.
     """
     path = found.path
     if path.is_symlink():

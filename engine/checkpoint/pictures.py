@@ -21,7 +21,6 @@ _TOWER = re.compile(
 
 
 def is_of_tower(key: str) -> bool:
-    """Whether a tensor of this name is a part of what sees."""
     return _TOWER.search(key) is not None
 
 

@@ -207,7 +207,6 @@ def number_of(config: dict[str, Any], names: Iterable[str]) -> int:
 
 
 def _kinds(text: dict[str, Any], layers: int) -> list[str]:
-    """The type of each layer."""
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and types:
         return [str(kind) for kind in types]
@@ -329,7 +328,6 @@ def read_profile(directory: Path) -> ModelProfile:
 
 
 def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelProfile:
-    """The profile of a model with this configuration and these tensors."""
     text = text_part(config)
     tensors = list(tensors)
     experts = [entry for entry in tensors if is_expert_key(entry.key)]
@@ -397,7 +395,6 @@ def _stretched(rope: dict[str, Any], trained: int, own: object) -> int:
 
 
 def _layers(text: dict[str, Any]) -> int:
-    """Number of layers, including an encoder's."""
     if text.get("is_encoder_decoder"):
         return number_of(text, ("encoder_layers", *LAYERS)) + number_of(text, DECODER_LAYERS)
     types = text.get("layers_block_type") or text.get("layer_types")
@@ -405,7 +402,6 @@ def _layers(text: dict[str, Any]) -> int:
 
 
 def is_expert_key(key: str) -> bool:
-    """Whether a tensor of this name belongs to routed experts."""
     return _EXPERT_KEY.search(key) is not None and _SHARED_KEY.search(key) is None
 
 

@@ -284,9 +284,6 @@ def _unsafe(directory: Path, name: str) -> EngineError:
 def fingerprint(directory: Path) -> dict[str, Any]:
     """What tells this checkpoint, where it lies, from any other and from what it was before: names, sizes and times of
     its weights' files, and `content_digest`.
-
-    Raises:
-        EngineError: as `content_digest`.
     """
     described: list[list[Any]] = []
     return {"content": _digest(directory, described), "files": described}

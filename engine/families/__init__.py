@@ -68,7 +68,7 @@ TABLE: dict[str, Family] = {
     "beam": Family(packs_rows=True),
     "cohere2": Family(replies=COHERE),
     "cohere2_moe": Family(replies=COHERE, packs_rows=True),
-    "dbrx": Family(adapter="dbrx", packs_rows=True),
+    "dbrx": Family(adapter="dbrx.DbrxAdapter", packs_rows=True),
     # DeepSeek-MoE, the first of all.
     "deepseek": Family(
         own=True,
@@ -261,8 +261,8 @@ TABLE: dict[str, Family] = {
     # Between its layers the model hands on more than hidden states.
     "inkling2": Family(types=("inkling2", "inkling2_text"), takes_turns=True),
     "inkling2_loop": Family(types=("inkling2_loop", "inkling2_loop_text"), takes_turns=True),
-    "jamba": Family(adapter="jamba"),
-    "jetmoe": Family(adapter="jetmoe", packs_rows=True),
+    "jamba": Family(adapter="jamba.JambaAdapter"),
+    "jetmoe": Family(adapter="jetmoe.JetMoeAdapter", packs_rows=True),
     # K2 Horizon: dense, with experts, or with experts of attention's values, too.
     "k2_horizon": Family(own=True, packs_rows=True),
     "kimi_k25": Family(replies=KIMI),
@@ -302,8 +302,8 @@ TABLE: dict[str, Family] = {
     "llada": Family(types=("llada", "lladamoe"), own=True, refused=FILLS_IN),
     "llama": Family(replies=LLAMA, packs_rows=True, fast_path=fast_path("Llama"), mlx_experts={}),
     # Llama 4, with or without what reads pictures.
-    "llama4": Family(types=("llama4", "llama4_text"), replies=LLAMA, adapter="llama4"),
-    "longcat_flash": Family(adapter="longcat_flash", kv=KvNumbers(attentions=2), takes_turns=True),
+    "llama4": Family(types=("llama4", "llama4_text"), replies=LLAMA, adapter="llama4.Llama4Adapter"),
+    "longcat_flash": Family(adapter="longcat_flash.LongcatFlashAdapter", kv=KvNumbers(attentions=2), takes_turns=True),
     "mellum": Family(
         packs_rows=True,
         fast_path=fast_path(
@@ -381,7 +381,9 @@ TABLE: dict[str, Family] = {
             rotates=lambda _attention: False,
         ),
     ),
-    "nllb_moe": Family(types=("nllb-moe",), adapter="nllb_moe", experts_per_token=2, takes_turns=True),
+    "nllb_moe": Family(
+        types=("nllb-moe",), adapter="switch_transformers.NllbMoeAdapter", experts_per_token=2, takes_turns=True
+    ),
     "olmoe": Family(
         packs_rows=True,
         fast_path=fast_path(
@@ -437,12 +439,12 @@ TABLE: dict[str, Family] = {
             norm_offset=1.0,
         ),
     ),
-    "qwen3_omni_moe": Family(replies=HERMES, adapter="qwen3_omni_moe"),
+    "qwen3_omni_moe": Family(replies=HERMES, adapter="qwen3_moe.Qwen3OmniAdapter"),
     "qwen3_vl": Family(types=("qwen3_vl_text",), replies=HERMES, fast_path=fast_path("Qwen3VLText", model="")),
     "qwen3_vl_moe": Family(
         types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
         replies=HERMES,
-        adapter="qwen3_vl_moe",
+        adapter="qwen3_moe.Qwen3VLMoeAdapter",
         packs_rows=True,
         fast_path=fast_path("Qwen3VLMoeText", "SparseMoeBlock", Router(normalise=True, bf16_shares=True), model=""),
     ),
@@ -454,9 +456,11 @@ TABLE: dict[str, Family] = {
         replies=HERMES, fast_path=fast_path("SmolLM3", rotates=lambda attention: bool(attention.use_rope))
     ),
     "solar_open": Family(packs_rows=True, fast_path=fast_path("SolarOpen", "MoE", GROUPED_SIGMOID)),
-    "step3p5": Family(own=True, adapter="step3p7", packs_rows=True),
-    "step3p7": Family(adapter="step3p7"),
-    "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1, takes_turns=True),
+    "step3p5": Family(own=True, adapter="step3p7.Step3p7Adapter", packs_rows=True),
+    "step3p7": Family(adapter="step3p7.Step3p7Adapter"),
+    "switch_transformers": Family(
+        adapter="switch_transformers.SwitchTransformersAdapter", experts_per_token=1, takes_turns=True
+    ),
     "unlimited_ocr": Family(
         refused="forgets what it wrote but for a window, and holds on to its pictures, which Switchyard does not do"
     ),

@@ -223,8 +223,8 @@ class Family:
         types: its `model_type`s; empty: the name of the library's package.
         refused: why its models cannot run, completing "it ..."; empty if they can.
         own: whether the library lacks it, and its classes are in `engine.runtime.own`.
-        adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface, and
-            layers that cannot go on from where they were.
+        adapter: module and class in `engine.runtime.adapters`, for experts that do not go through the library's
+            interface, and layers that cannot go on from where they were.
         with_layer_types: the `model_type` whose code the library uses for configurations that have `layer_types`, if it
             is another one.
         experts_per_token: where the configuration does not give it.

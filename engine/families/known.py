@@ -60,7 +60,6 @@ class Known:
 
 @functools.cache
 def known_types() -> dict[str, bool]:
-    """Their names, and whether they have experts."""
     lines = (resources_dir() / "model_types.txt").read_text(encoding="utf-8").splitlines()
     return {line.split()[0]: line.endswith(f" {_EXPERTS}") for line in lines}
 

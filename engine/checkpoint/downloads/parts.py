@@ -61,7 +61,6 @@ class Meter:
         self._samples: deque[tuple[float, int]] = deque([(self._begun, 0)])
 
     def add(self, count: int) -> None:
-        """That many bytes have arrived."""
         with self._lock:
             self._total += count
 
@@ -87,12 +86,10 @@ class Meter:
 
     @property
     def total(self) -> int:
-        """Bytes so far."""
         return self._total
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
         return self._clock() - self._begun
 
 
@@ -177,12 +174,10 @@ class Waits:
             self._tries += 1
 
     def went_well(self) -> None:
-        """Something arrived."""
         self._tries = 0
 
     @property
     def left_s(self) -> float:
-        """How long still."""
         return max(0.0, self.until - self._clock())
 
 
@@ -230,17 +225,14 @@ class Journal:
         os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def close(self) -> None:
-        """Closes it, on the disk."""
         with contextlib.suppress(OSError):
             self.sync()
         os.close(self._descriptor)
 
     def sync(self) -> None:
-        """Waits until all lines are on the disk."""
         os.fsync(self._descriptor)
 
     def of(self, file: int) -> FileRecord:
-        """What is known of a file."""
         return self.files.setdefault(file, FileRecord())
 
     def begin(self, file: int, part_bytes: int) -> None:
@@ -252,15 +244,12 @@ class Journal:
         self._write(f"etag {file} {etag.encode().hex()}")
 
     def part(self, file: int, part: int, digest: int) -> None:
-        """A part is on disk."""
         self._write(f"part {file} {part} {digest:x}")
 
     def partial(self, file: int, part: int, got: int, digest: int) -> None:
-        """The beginning of a part is on disk."""
         self._write(f"some {file} {part} {got} {digest:x}")
 
     def lost(self, file: int, part: int) -> None:
-        """A part is not on disk as it should be."""
         self._write(f"lost {file} {part}")
 
     def search(self, file: int) -> None:
@@ -268,7 +257,6 @@ class Journal:
         self._write(f"search {file}")
 
     def verified(self, file: int, sha256: str) -> None:
-        """The whole file is right, and on the disk."""
         self._write(f"verified {file} {sha256}")
 
     def _write(self, line: str) -> None:
@@ -359,7 +347,6 @@ class File:
         return -(-self.planned.size // self.record.part_bytes)
 
     def span(self, part: int) -> tuple[int, int]:
-        """Where a part begins and ends."""
         start = part * self.record.part_bytes
         return start, min(start + self.record.part_bytes, self.planned.size)
 
@@ -419,7 +406,6 @@ _WINDOWS_FULL = (39, 112)
 
 
 def allocated(path: Path) -> int:
-    """Bytes that a file has on the disk already."""
     status = path.stat()
     return int(getattr(status, "st_blocks", -(-status.st_size // 512))) * 512
 

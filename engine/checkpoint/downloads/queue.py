@@ -101,7 +101,6 @@ class Download:
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a part of Switchyard itself, and no model."""
         return self.reference.startswith(records.PARTS)
 
 
@@ -377,11 +376,7 @@ def _describe(plan: Plan, place: int, progress: Progress | None = None) -> Downl
 
 
 def _planned_files(candidate: Candidate) -> tuple[PlannedFile, ...]:
-    """Where each file goes: as in the repository, but a folder that holds all weights becomes the model's own.
-
-    Raises:
-        EngineError: `CHECKPOINT_UNSAFE`.
-    """
+    """Where each file goes: as in the repository, but a folder that holds all weights becomes the model's own."""
     weights = [PurePosixPath(file.path).parent for file in candidate.files if _is_weights(file.path)]
     shared = weights[0] if weights and all(parent == weights[0] for parent in weights) else PurePosixPath()
     planned: dict[str, PlannedFile] = {}
@@ -556,7 +551,6 @@ def _is_in_place(plan: Plan) -> bool:
 
 
 def _put_in_place(plan: Plan, journal: Journal) -> None:
-    """Writes the manifest and gives the folder its name."""
     found = (FileRecord(file.place, file.size, journal.of(number).verified) for number, file in enumerate(plan.files))
     write_manifest(plan.work, Manifest(plan.source, tuple(sorted(found, key=lambda file: file.path))))
     with (plan.work / MANIFEST_NAME).open("rb+") as manifest:

@@ -67,12 +67,10 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
         return sum(file.size for file in self.files)
 
     @property
     def target(self) -> Path:
-        """Where the finished model is."""
         return Path(self.folder) / self.name
 
     @property
@@ -150,12 +148,10 @@ class _LineSpeed:
 
 
 def downloads_dir() -> Path:
-    """The folder of all downloads."""
     return data_dir() / "downloads"
 
 
 def folder_of(key: str) -> Path:
-    """The folder of one download, which may not exist."""
     return downloads_dir() / key
 
 
@@ -189,7 +185,6 @@ def all_keys() -> list[str]:
 
 
 def write_order(order: list[str]) -> None:
-    """Replaces the order of all downloads."""
     write_record(downloads_dir() / "order.json", _Order(tuple(order)))
 
 
@@ -209,17 +204,14 @@ def write_plan(plan: Plan) -> None:
 
 
 def read_wanted(key: str) -> Wanted:
-    """What people want of a download."""
     return _read(folder_of(key) / "wanted.json", Wanted())
 
 
 def write_wanted(key: str, wanted: Wanted) -> None:
-    """Says what people want of a download."""
     write_record(folder_of(key) / "wanted.json", wanted)
 
 
 def read_progress(key: str) -> Progress:
-    """How far a download is."""
     return _read(folder_of(key) / "progress.json", Progress())
 
 
@@ -247,13 +239,11 @@ def read_line_speed() -> float | None:
 
 
 def write_line_speed(bytes_per_s: float) -> None:
-    """Keeps a measured speed."""
     with contextlib.suppress(OSError):
         write_record(downloads_dir() / "line.json", _LineSpeed(bytes_per_s, time.time()))
 
 
 def is_run(key: str) -> bool:
-    """Whether a process runs it."""
     return is_locked(folder_of(key) / "lock")
 
 
@@ -269,7 +259,6 @@ def forget(plan: Plan) -> None:
 
 
 def sweep(key: str) -> None:
-    """Deletes the folder of a forgotten download."""
     if not (folder_of(key) / "download.json").exists():
         shutil.rmtree(folder_of(key), ignore_errors=True)
 

@@ -134,7 +134,6 @@ class Transfer:
         self.tend()
 
     def tend(self) -> None:
-        """Keeps the right number of lines, ends stalled ones, looks at the disk."""
         wanted = self._crew.look(self.meter.rate(3.0), self.limit.bytes_per_s)
         now = time.monotonic()
         with self.changed:
@@ -161,7 +160,6 @@ class Transfer:
                     self._fail(_full(self._folder))
 
     def wait(self, seconds: float) -> None:
-        """Until then, or until it is over."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_over, seconds)
 
@@ -172,12 +170,10 @@ class Transfer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files are there and verified."""
         return all(file.record.verified for file in self._files)
 
     @property
     def done_bytes(self) -> int:
-        """What has arrived and was not found wrong."""
         with self.changed:
             jobs = [job.got for jobs in (self._ready, self._later, self._active) for job in jobs if job.part >= 0]
             return sum(file.have_bytes for file in self._files) + sum(jobs)
@@ -297,7 +293,6 @@ class Transfer:
             return None
 
     def _fetch(self, job: Job) -> None:
-        """Brings a part to the disk, from where it was left, and notes it."""
         file = job.file
         start, end = file.span(job.part)
         with open(file.path, "r+b", buffering=0) as out:
@@ -371,7 +366,6 @@ class Transfer:
             job.noted, job.noted_at = job.got, time.monotonic()
 
     def _keep(self, job: Job) -> None:
-        """Notes a part that is on disk."""
         with self.changed:
             if job.generation == job.file.generation and self.is_open:
                 if job.file.source.etag != job.file.record.etag:
@@ -415,7 +409,6 @@ class Transfer:
     # When it does not work
 
     def _again(self, job: Job, trouble: Trouble) -> None:
-        """Decides how a part is tried again after trouble."""
         with self.changed:
             self._active.discard(job)
             if job.generation != job.file.generation:
@@ -521,9 +514,6 @@ class Transfer:
 
         The hub tells no checksums of parts. One that differs from what came first is the suspect; then all is hashed
         again. If all came twice and it is still wrong, that is the hub's copy.
-
-        Raises:
-            EngineError: `DOWNLOAD_FAILED`.
         """
         file = job.file
         done = file.record.searched if file.record.searched is not None else set()
@@ -563,7 +553,6 @@ class Transfer:
             self.changed.notify_all()
 
     def _judge(self, file: File) -> None:
-        """All of a file is there: is it right?"""
         sha256 = file.sha.hexdigest()
         if _is_right(file, sha256):
             with open(file.path, "r+b") as opened:

@@ -80,5 +80,4 @@ def all_parts(path: Path) -> list[Path]:
 
 
 def named_parts(path: Path, count: int) -> list[Path]:
-    """The names of all parts, given one of them."""
     return [path.with_name(f"{stem_of(path)}-{at:05}-of-{count:05}{path.suffix}") for at in range(1, count + 1)]

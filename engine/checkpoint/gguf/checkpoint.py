@@ -191,11 +191,7 @@ def gguf_generation(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(file: GgufFile) -> Gguf:
-    """The description of the file's architecture.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`.
-    """
+    """The description of the file's architecture."""
     said = {key: value if isinstance(value, str | int | float) else None for key, value in file.metadata.items()}
     for family in GGUF.get(file.architecture, ()):
         if family.when is None or family.when(said):
@@ -211,11 +207,7 @@ def _family(file: GgufFile) -> Gguf:
 
 
 def _opened(file: GgufFile) -> tuple[Gguf, GgufFile]:
-    """As `_family`, and the file with its queries, keys and values apart where a converter has joined them.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`; `CHECKPOINT_DAMAGED` if they do not fit the heads.
-    """
+    """As `_family`, and the file with its queries, keys and values apart where a converter has joined them."""
     family = _family(file)
     if any("attn_qkv" in source for ways in _ways(family) for made in ways for source in made.sources):
         return family, file  # the model has them joined, too, or means something else by it
@@ -280,7 +272,6 @@ class _Keys:
         return value
 
     def real(self, name: str, default: Any = REQUIRED) -> float:
-        """A finite number above zero."""
         value = self.value(Key(name, default))
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self._senseless(name, value)
@@ -330,7 +321,6 @@ class _Keys:
 
 
 def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
-    """What every decoder with attention has."""
     file = keys.file
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
@@ -393,7 +383,6 @@ def _width_of_keys(file: GgufFile) -> int:
 
 
 def _width(keys: _Keys, family: Gguf) -> int:
-    """Of the feed-forward blocks; of the first, where layers may differ."""
     # A file may lack it where no layer is dense.
     fallback = keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
     return keys.whole("feed_forward_length", fallback, first=family.layered)
@@ -492,7 +481,6 @@ def _lacks_tensor(file: GgufFile, name: str) -> EngineError:
 
 
 def _read(file: GgufFile, entry: TensorEntry) -> NDArray[np.float32]:
-    """A small tensor's numbers."""
     if entry.numel > _MOST_READ:
         raise damaged(entry, "is too large")
     try:
@@ -543,7 +531,6 @@ def expanded(family: Gguf, layers: range) -> Iterator[tuple[str, list[Made]]]:
 
 
 def _ways(family: Gguf) -> Iterator[list[Made]]:
-    """What each of a family's tensors may be made of."""
     for sources in family.tensors.values():
         ways = sources if isinstance(sources, tuple) else (sources,)
         yield [way if isinstance(way, Made) else Made("", way) for way in ways]

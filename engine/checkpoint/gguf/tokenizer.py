@@ -286,22 +286,14 @@ def tokenizer_files(metadata: Metadata, path: Path) -> dict[str, str]:
 
 
 def check_kind(metadata: Metadata, path: Path) -> None:
-    """Checks that the tokenizer is of a kind that is known, without building it: for a file that is still elsewhere.
-
-    Raises:
-        EngineError: as `tokenizer_files`.
-    """
+    """Checks that the tokenizer is of a kind that is known, without building it: for a file that is still elsewhere."""
     with _explained(path):
         if _BUILDERS[_kind(metadata)] is _byte_pairs:
             _pre_tokenizer(metadata)
 
 
 def end_token_ids(metadata: Metadata, path: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: those that the file declares, and those known by their names; in order.
-
-    Raises:
-        EngineError: as `tokenizer_files`.
-    """
+    """The tokens that end an answer: those that the file declares, and those known by their names; in order."""
     with _explained(path):
         return _Vocabulary.of(metadata).end_ids()
 
@@ -374,7 +366,6 @@ class _Vocabulary:
         return default if default is not None and default < len(self.tokens) else None
 
     def role(self, role: str) -> str | None:
-        """The token with this role."""
         return self.tokens[self.roles[role]] if role in self.roles else None
 
     def is_control(self, number: int) -> bool:
@@ -455,7 +446,6 @@ def _config(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
 
 
 def _templates(metadata: Metadata) -> str | list[dict[str, str]]:
-    """The chat template, or all if there are several."""
     start = "tokenizer.chat_template"
     found = {
         "default" if key == start else key[len(start) + 1 :]: text
@@ -483,7 +473,6 @@ def _ends_added(vocabulary: _Vocabulary, metadata: Metadata) -> tuple[bool, bool
 
 
 def _post_processor(vocabulary: _Vocabulary, metadata: Metadata) -> _Json | None:
-    """Adds the tokens at the ends of a text."""
     if vocabulary.kind == "bert":
         before, after = vocabulary.role("cls"), vocabulary.role("seperator")
     else:

@@ -87,9 +87,6 @@ def candidates(repository: Repository, *, cancelled: CancelCheck = never_cancell
     """What can be fetched and run of a repository, the best quality first; then what cannot, with its `problem`.
 
     There is always one; if nothing can run, it says why.
-
-    Raises:
-        EngineError: a `HubError` with `DOWNLOAD_FAILED`.
     """
     found = [*_in_gguf(repository), *_in_safetensors(repository, cancelled)]
     if not found:
@@ -147,8 +144,6 @@ def _plain(text: str) -> str:
 
 
 def _usual(able: Sequence[Candidate]) -> Candidate:
-    """What to take of candidates that can run."""
-
     def rank(one: Candidate) -> tuple[int, int, int]:
         usual = _USUAL.index(one.label) if one.label in _USUAL else len(_USUAL)
         return _WANTED.index(one.quality), usual, one.bytes
@@ -291,7 +286,6 @@ def _writes_no_text(config: Mapping[str, Any]) -> str:
 
 
 def _nothing(repository: Repository) -> Candidate:
-    """A candidate that says why there is none."""
     names = [file.path.lower() for file in repository.files]
     pickles = tuple(file for file in repository.files if file.path.lower().endswith(PICKLE_SUFFIXES))
     if "adapter_config.json" in names:
@@ -481,7 +475,6 @@ def _scratch(repository: Repository) -> Iterator[Path]:
 
 
 def _fetch_small(repository: Repository, folder: Path, names: Sequence[str], cancelled: CancelCheck) -> None:
-    """Fetches those of these files that there are, within their limits."""
     place, there = _place(repository), {file.path: file for file in repository.files}
 
     def one(file: RepoFile, most_bytes: int) -> None:

@@ -89,7 +89,6 @@ def save_token(host: str, token: str) -> bool:
 
 
 def forget_token(host: str) -> None:
-    """Removes what `save_token` kept."""
     host = host.lower()
     _this_run.pop(host, None)
     forget_in_keyring(host)
@@ -220,7 +219,6 @@ class Place:
         return found
 
     def token(self) -> str:
-        """The hub's token, or an empty string."""
         return read_token(urlsplit(self.endpoint).hostname or "")
 
 
@@ -319,11 +317,7 @@ def _first_byte(
 
 
 def api(place: Place, url: str, cancelled: CancelCheck) -> tuple[Any, Mapping[str, str]]:
-    """(the JSON document at `url`, the answer's headers).
-
-    Raises:
-        HubError: see `fetch`.
-    """
+    """(the JSON document at `url`, the answer's headers)."""
     answer = in_time(place, [lambda: fetch(place, url, MAX_ANSWER_BYTES)], cancelled)[0]
     return answer.json(place), answer.headers
 
@@ -389,11 +383,7 @@ class RemoteFile(io.RawIOBase):
         self.pieces.append((self._at, self.fetched(self._at, end)))
 
     def fetched(self, begin: int, end: int) -> bytes:
-        """These bytes of the file, from the hub.
-
-        Raises:
-            HubError: see the class.
-        """
+        """These bytes of the file, from the hub."""
         self._left -= end - begin
         if self._left < 0:
             raise broken(self._place, f"the header of {self._name} has no end")
@@ -510,7 +500,6 @@ def refusal(place: Place, status: int, headers: Mapping[str, str]) -> HubError:
 
 
 def unreachable(place: Place, error: Exception) -> HubError:
-    """The error for a request without an answer."""
     said = plain_line(str(error)).strip()
     why = said[:120] if said else type(error).__name__
     return HubError(
@@ -520,7 +509,6 @@ def unreachable(place: Place, error: Exception) -> HubError:
 
 
 def broken(place: Place, what: str) -> HubError:
-    """The error for an answer that makes no sense."""
     return HubError(
         HubReason.BROKEN, f"{place.hub} answered in a broken way about {place.subject} ({what}): try again later."
     )

@@ -117,7 +117,6 @@ class Candidate:
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
         return sum(file.size for file in self.files)
 
     @property
@@ -196,7 +195,6 @@ def parse_reference(text: str) -> Reference:
 
 
 def is_reference(text: str) -> bool:
-    """Whether this may name a model on a hub."""
     try:
         parse_reference(text)
     except EngineError:
@@ -242,7 +240,6 @@ def endpoint_of(hub: str) -> str:
 
 
 def place_of(hub: str, subject: str, endpoint: str = "", *, gated: bool = False) -> Place:
-    """Where requests about a repository, or a search, go."""
     endpoint = endpoint or endpoint_of(hub)
     page = f"{endpoint}/models/{subject}" if hub == MODELSCOPE else f"{endpoint}/{subject}"
     return Place(NAMES[hub], endpoint, subject, page if HUB_ID.fullmatch(subject) else endpoint, gated)
@@ -395,7 +392,6 @@ def _tags(about: Mapping[str, Any]) -> list[str]:
 
 
 def file_url(repository: Repository, file: RepoFile) -> str:
-    """Where a file's content of the repository's commit is."""
     if repository.hub == MODELSCOPE:
         query = urlencode({"Revision": repository.commit, "FilePath": file.path})
         return f"{repository.endpoint}/api/v1/models/{repository.id}/repo?{query}"
@@ -407,9 +403,6 @@ def search(text: str, *, limit: int = 20, cancelled: CancelCheck = never_cancell
 
     Args:
         text: words; `modelscope:` before them asks that hub.
-
-    Raises:
-        EngineError: a `HubError` with `DOWNLOAD_FAILED`.
     """
     hub, words = HUGGINGFACE, text.strip()
     for each in NAMES:

@@ -113,7 +113,6 @@ def build_starter(on_progress: OnProgress = lambda *_: None, cancelled: Cancelle
 
 
 def _identity(recipe: Recipe) -> str:
-    """An id that changes with the recipe, its data or the model card."""
     digest = hashlib.sha256()
     for name in ("recipe.json", *_SHIPPED):
         digest.update((recipe.folder / name).read_bytes())
@@ -121,7 +120,6 @@ def _identity(recipe: Recipe) -> str:
 
 
 def _check_holds_no_others(folder: Path) -> None:
-    """Refuses to replace a folder with anything of the user's in it."""
     own = [*model_files(folder), *(folder / name for name in (*_SHIPPED, MANIFEST_NAME))] if folder.is_dir() else []
     others = others_beside(folder, own)
     if others:
@@ -207,7 +205,6 @@ def _write_checkpoint(
 
 
 def mixtral_config(recipe: Recipe, experts_per_token: int, dtype: str) -> dict[str, Any]:
-    """Configuration of `MixtralForCausalLM`."""
     return common_config(recipe, dtype) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -221,7 +218,6 @@ def mixtral_config(recipe: Recipe, experts_per_token: int, dtype: str) -> dict[s
 
 
 def common_config(recipe: Recipe, dtype: str) -> dict[str, Any]:
-    """What the configurations of the parent and of all that is made of it have."""
     model = recipe.model
     return {
         "vocab_size": model.vocabulary,

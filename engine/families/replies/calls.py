@@ -41,7 +41,6 @@ class Arriving:
         self.text, self.at, self.is_over = text, 0, is_over
 
     def peek(self) -> Reading[str]:
-        """The next character; empty at the end."""
         while self.at == len(self.text) and not self.is_over:
             yield
         return self.text[self.at : self.at + 1]
@@ -111,8 +110,6 @@ def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Tools:
-    """The tools that may be called."""
-
     def __init__(self, tools: tuple[Tool, ...]) -> None:
         self._schemas = {tool.name: json.loads(tool.parameters) for tool in tools}
         self.names = tuple(self._schemas)
@@ -293,7 +290,6 @@ _MOST_SCHEMAS = 200
 
 
 def _kinds_of(value: Any) -> set[str]:
-    """The JSON types that a value is of."""
     named: dict[type, set[str]] = {
         str: {"string"},
         bool: {"boolean"},
@@ -505,7 +501,6 @@ class Tagged:
     is_apart: bool = False
 
     def read(self, source: Arriving, tools: Tools) -> Reading[Calls]:
-        """All calls that stand here."""
         yield from source.run(_SPACE)
         yield from source.must(self.opens)
         return (yield from self.read_opened(source, tools))

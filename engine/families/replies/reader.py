@@ -52,17 +52,11 @@ class ReplyReader(Protocol):
     """Takes an answer's text as it comes and returns its parts as soon as they are certain."""
 
     @property
-    def thinks(self) -> bool:
-        """Whether the reasoning has begun and not ended."""
-        ...
+    def thinks(self) -> bool: ...
 
-    def feed(self, text: str) -> list[Part]:
-        """More text."""
-        ...
+    def feed(self, text: str) -> list[Part]: ...
 
-    def end(self) -> list[Part]:
-        """Nothing comes any more: what was held back."""
-        ...
+    def end(self) -> list[Part]: ...
 
 
 def reply_reader(

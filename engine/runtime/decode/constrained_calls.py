@@ -131,7 +131,6 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def closing(opens: str) -> str:
-    """The tag that closes another."""
     return opens.replace("<", "</", 1)
 
 
@@ -172,12 +171,10 @@ class _Writer:
         return CallRule(re.compile(begins), opens, body, "\n".join((*rules, rf"SP: /[ \n]{{1,{self.spaces}}}/", "")))
 
     def rule(self, form: ReplyForm, opens: str, template: str) -> CallRule | None:
-        """What follows one of the form's marks."""
         after, body = self._behind(form, opens, template)
         return self.made(re.escape(opens) + "$", opens + after, body) if body else None
 
     def arguments(self, tool: Tool) -> str:
-        """A rule for the arguments of a tool as a JSON object."""
         known = next(each for each in self.tools if each.name == tool.name)
         return self._json(json.loads(self._object(known)))
 
@@ -500,18 +497,15 @@ class ConstrainedCalls:
         self.reset()
 
     def reset(self) -> None:
-        """See `TokenConstraint`."""
         if self._first is not None:
             self._first.reset()
         self._call, self._thinks = self._first, self._begins_thinking
         self._tail, self._detokenizer = "", IncrementalDetokenizer(self._tokenizer, self._shown)
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `TokenConstraint`."""
         return logits if self._call is None else self._call.restrict(logits)
 
     def accept(self, token_id: int) -> bool:
-        """See `TokenConstraint`."""
         if self._call is not None:
             if not self._call.accept(token_id):
                 return False

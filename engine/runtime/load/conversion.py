@@ -162,8 +162,6 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Converted:
-    """A conversion and the file that holds it."""
-
     conversion: Conversion
     container: Container
     note: str = ""

@@ -37,7 +37,7 @@ from engine.checkpoint.stored import pieces_of, rows_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.direct_file import Place
 from engine.experts.sites import ExpertsSite
-from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.adapters import Adapter
 from engine.runtime.load.tensor_reader import LazyTensor, TensorReader
 
 # The library would read in threads of its own: progress and cancelling then come from anywhere, and a load that fails
@@ -175,7 +175,7 @@ class LoadingPlan:
     experts: dict[str, dict[str, PartSources]]
     rest: dict[str, TensorEntry]
     quantizer: Any | None
-    adapter: FamilyAdapter | None
+    adapter: Adapter | None
     dtype: torch.dtype
     renamed: dict[str, TensorEntry] = field(default_factory=dict)
     surplus: dict[str, TensorEntry] = field(default_factory=dict)
@@ -215,7 +215,7 @@ def plan_loading(
     tensors: dict[str, TensorEntry],
     dtype: torch.dtype,
     quantizer: Any | None,
-    adapter: FamilyAdapter | None,
+    adapter: Adapter | None,
 ) -> LoadingPlan:
     """Sorts the checkpoint's tensors.  `model` must still have its expert parameters (on meta)."""
     mapping = _conversions(model, quantizer, adapter)
@@ -257,7 +257,7 @@ def plan_loading(
 
 
 def tensors_of(
-    model: Any, tensors: Mapping[str, TensorEntry], quantizer: Any | None, adapter: FamilyAdapter | None
+    model: Any, tensors: Mapping[str, TensorEntry], quantizer: Any | None, adapter: Adapter | None
 ) -> dict[str, TensorEntry]:
     mapping = _conversions(model, quantizer, adapter)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -447,7 +447,7 @@ def _give_memory_to_buffers(model: Any) -> None:
                 )
 
 
-def _conversions(model: Any, quantizer: Any | None, adapter: FamilyAdapter | None) -> list[Any]:
+def _conversions(model: Any, quantizer: Any | None, adapter: Adapter | None) -> list[Any]:
     """Fresh ones: converters keep what they collect, and some renamings what they have seen."""
     if adapter is None:
         return list(get_model_conversion_mapping(model, None, quantizer))

@@ -41,7 +41,7 @@ from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.families import family_of
 from engine.families.known import known_types, nearest
 from engine.families.library import CHOSEN_EXPERTS, ROUTER_CORRECTION
-from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.adapters import Adapter
 from engine.runtime.later_modules import with_all_meta_operators
 from engine.runtime.own import make_known
 
@@ -179,7 +179,7 @@ def _texts_in(code: CodeType | None) -> set[str]:
     return found
 
 
-def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, Any]:
+def model_class_for(config: Any, adapter: Adapter | None) -> tuple[type, Any]:
     """The class that generates text with this configuration, and the (sub)configuration to build it from."""
     chosen: Any = adapter.model_class(config) if adapter is not None else None
     if chosen is None:
@@ -302,7 +302,7 @@ def _as_the_library_does(model_class: Any, config: Any) -> Any:
     return model_class(config)
 
 
-def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: FamilyAdapter | None) -> Any:
+def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: Adapter | None) -> Any:
     """The model without weights: every parameter and buffer on the meta device, in the type it will have."""
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -36,8 +36,6 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a model may run on."""
-
     devices: Sequence[Device]
     memory: Budgets
     has_kernels: bool

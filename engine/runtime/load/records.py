@@ -164,7 +164,6 @@ def _store(target: str, value: torch.Tensor, spec: PartSpec, layout: RecordLayou
 
 
 def working_bytes(plan: LoadingPlan, sites: Sequence[ExpertsSite]) -> int:
-    """Most memory that a `RecordMaker` needs besides the records."""
     quantised = [site for site in sites if site.layout.tiled]
     converted = [site for site in quantised if _tiled_parts(site, plan) is None]
     room = max((site.num_experts * site.layout.unquantised.nbytes for site in converted), default=0)
