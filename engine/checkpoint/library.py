@@ -172,13 +172,9 @@ def exclusive_use(model: Path) -> Iterator[None]:
         yield
 
 
-def _locks_of(model: Path) -> Path:
-    return data_dir() / "locks" / where(model)
-
-
 @contextlib.contextmanager
 def _announced(model: Path, prefix: str) -> Iterator[Path]:
-    folder, path = _locks_of(model), None
+    folder, path = data_dir() / "locks" / where(model), None
     new_folder(folder)
     try:
         with locked_file(folder, prefix) as path:
@@ -646,12 +642,15 @@ def verify(
     path = entry.path
     with reading(path):
         manifest = read_manifest(path)
-        named = Manifest("", tuple(_named_by_content(files_of(path), path if path.is_dir() else path.parent)))
+        folder = path if path.is_dir() else path.parent
+        digests = ((file, digest) for file in files_of(path) if (digest := _digest(file)))
+        records = (
+            FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, digest) for file, digest in digests
+        )
+        named = Manifest("", tuple(records))
         manifest = manifest if manifest is not None and manifest.files else named
         if manifest.files:
-            damage = damaged_files(
-                path if path.is_dir() else path.parent, manifest, on_progress=on_progress, cancelled=cancelled
-            )
+            damage = damaged_files(folder, manifest, on_progress=on_progress, cancelled=cancelled)
             return Verification(entry.name, path, "sha256", len(manifest.files), damage)
         try:
             read_config(path)
@@ -661,12 +660,6 @@ def verify(
         except EngineError as error:
             return Verification(entry.name, path, "headers", 0, {str(path): error.message})
     return Verification(entry.name, path, "headers", len(files) + (path / CONFIG_NAME).is_file(), {})
-
-
-def _named_by_content(files: list[Path], folder: Path) -> Iterator[FileRecord]:
-    for file in files:
-        if digest := _digest(file):
-            yield FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, digest)
 
 
 def _digest(file: Path) -> str:

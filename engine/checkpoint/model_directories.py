@@ -55,14 +55,6 @@ def note_connected(folder: Path) -> None:
             write_private(_file(), json.dumps({**noted, str(folder): mount}, indent=2) + "\n")
 
 
-def forget_disk(folder: Path) -> None:
-    """The user means the folder as it is now, on whatever disk."""
-    noted = _noted()
-    if noted.pop(str(folder), None) is not None:
-        with contextlib.suppress(OSError):
-            write_private(_file(), json.dumps(noted, indent=2) + "\n")
-
-
 def trouble_with(folder: Path) -> str:
     """Why a model folder is not used now, in a sentence; empty if nothing is wrong.  May wait for its disk.
 
@@ -214,7 +206,10 @@ def add_model_folder(folder: Path) -> tuple[Path, ...]:
     folder = Path(folder).expanduser().absolute()
     if not folder.is_dir():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a folder: check the path.")
-    forget_disk(folder)
+    noted = _noted()
+    if noted.pop(str(folder), None) is not None:  # it is meant as it is now, on whatever disk
+        with contextlib.suppress(OSError):
+            write_private(_file(), json.dumps(noted, indent=2) + "\n")
     with _changing():
         return _add(folder)
 
@@ -315,7 +310,9 @@ def model_directories() -> list[ModelDirectory]:
 
 
 def _stores(home: Path) -> Iterator[ModelDirectory]:
-    yield ModelDirectory(HUB_CACHE, _hub_cache_folder(home))
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    hub = Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"  # the hub's library reads these only once
+    yield ModelDirectory(HUB_CACHE, Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser())
     for folder in dict.fromkeys((*_lm_studio_pointer(home), home / ".lmstudio", home / ".cache" / "lm-studio")):
         yield ModelDirectory(LM_STUDIO, folder / "models")
         yield from _set_elsewhere(LM_STUDIO, folder / "settings.json", "downloadsFolder")
@@ -337,14 +334,6 @@ def _stores(home: Path) -> Iterator[ModelDirectory]:
     yield ModelDirectory(GPT4ALL, Path(platformdirs.user_data_dir("nomic.ai", appauthor=False)) / "GPT4All")
     yield from _gpt4all_elsewhere(home)
     yield ModelDirectory(GPT4ALL, home / ".cache" / "gpt4all")
-
-
-def _hub_cache_folder(home: Path) -> Path:
-    """As the hub's library finds it; it reads the environment only once."""
-    if os.environ.get("HF_HUB_CACHE"):
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser() / "hub"
 
 
 def _lm_studio_pointer(home: Path) -> Iterator[Path]:
@@ -553,7 +542,12 @@ def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iter
         and (origin == FOLDER or MODULES in entries or _writes_text(folder / CONFIG_NAME))
     ):
         yield Found(plain_line(folder.name), folder, origin)
-    for first in dict.fromkeys(first_part(folder / name) for name in entries if _is_gguf_model(name)):
+
+    def is_model(name: str) -> bool:
+        """Not the part of a model that sees pictures, nor as GPT4All names one that is still arriving."""
+        return name.endswith(SUFFIX) and "mmproj" not in name and not name.startswith("incomplete-")
+
+    for first in dict.fromkeys(first_part(folder / name) for name in entries if is_model(name.lower())):
         parts = all_parts(first)
         if parts and all(_is_file(entries.get(part.name)) for part in parts):
             stem = stem_of(first)
@@ -594,13 +588,6 @@ def _writes_text(config: Path) -> bool:
         return not classes or any(TEXT_CLASS.search(each) for each in classes)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return True
-
-
-def _is_gguf_model(name: str) -> bool:
-    """Whether it is named like a GGUF file, not like the part of a model that sees pictures, nor as GPT4All names one
-    that is still arriving."""
-    name = name.lower()
-    return name.endswith(SUFFIX) and "mmproj" not in name and not name.startswith("incomplete-")
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -79,7 +79,11 @@ def move(
             write_manifest(source, Manifest(f"moved from {source}", ()))
         manifest = read_manifest(source)
         if manifest is None or manifest != read_manifest(target):
-            _check_is_free(target)
+            if target.name.casefold() in {entry.name.casefold() for entry in folder.iterdir()}:
+                raise EngineError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"{folder} already has a model called {target.name!r}: remove that first.",
+                )
             if not _renamed(source, target):
                 _check_is_copied_whole(source)
                 with staging_folder(folder) as staging:
@@ -126,14 +130,6 @@ def _of_library(model: str) -> Found:
             f"{found.name} {whose} and stays where it is: `switchyard models import` adds a copy to the library.",
         )
     return found
-
-
-def _check_is_free(target: Path) -> None:
-    """Raises if the folder has that name, or one that is the same where case does not count."""
-    if target.name.casefold() in {entry.name.casefold() for entry in target.parent.iterdir()}:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"{target.parent} already has a model called {target.name!r}: remove that first."
-        )
 
 
 def _renamed(source: Path, target: Path) -> bool:

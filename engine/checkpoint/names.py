@@ -79,12 +79,7 @@ def check_new_name(name: str) -> None:
 def folder_name(name: str) -> str:
     """A name as one that a new model may have: other programs' have slashes, colons and spaces."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:90].rstrip("-.") or "model"
-    return f"model-{plain}" if _is_reserved(plain) else plain
-
-
-def _is_reserved(name: str) -> bool:
-    """Whether it means something else to Switchyard, or to Windows."""
-    return name.casefold() == STARTER_NAME or is_windows_device(name)
+    return f"model-{plain}" if plain.casefold() == STARTER_NAME or is_windows_device(plain) else plain
 
 
 def is_windows_device(name: str) -> bool:

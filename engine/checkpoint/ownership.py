@@ -40,7 +40,13 @@ def named(name: str) -> Found:
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `INVALID_REQUEST` (a path that is not listed).
     """
-    found = _listed_at(Path(name)) if Path(name).is_absolute() else find_named(name)
+    path = Path(name)
+    if not path.is_absolute():
+        found = find_named(name)
+    elif path.parent == models_dir():
+        found = Found(path.name, path, OWN) if in_library(path.name) is not None else None
+    else:
+        found = next((each for each in find_models()[0] if each.path == path), None)
     if found is None:
         if is_path_like(name) and Path(name).expanduser().exists():
             raise EngineError(
@@ -49,12 +55,6 @@ def named(name: str) -> Found:
             )
         raise not_in_library(name)
     return found
-
-
-def _listed_at(path: Path) -> Found | None:
-    if path.parent == models_dir():
-        return Found(path.name, path, OWN) if in_library(path.name) is not None else None
-    return next((found for found in find_models()[0] if found.path == path), None)
 
 
 def is_ours(found: Found) -> bool:

@@ -69,6 +69,11 @@ class PackedEntry(TensorEntry):
     sources: tuple[TensorEntry, ...]
     packing: Packing
 
+    @classmethod
+    def of(cls, key: str, shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
+        first, nbytes = sources[0], sum(source.nbytes for source in sources)
+        return cls(first.file, key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
+
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(file for source in self.sources for file in source.files)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.downloads import records
-from engine.checkpoint.downloads.parts import Journal
 from engine.checkpoint.downloads.records import (
     CANCEL,
     PAUSE,
@@ -31,15 +31,18 @@ from engine.checkpoint.downloads.records import (
     Progress,
     Wanted,
 )
-from engine.checkpoint.downloads.source import Client, NetworkAway
-from engine.checkpoint.downloads.transfer import Transfer
+from engine.checkpoint.downloads.records import read_line_speed as line_speed
 from engine.checkpoint.hub.repository import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, write_manifest
 from engine.checkpoint.model_directories import check_connected, note_connected, take_model_folder
 from engine.checkpoint.names import check_new_name, is_windows_device
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.common.files import disk_errors_explained, new_folder, require_space, take_lock
+from engine.common.files import disk_errors_explained, is_locked, new_folder, require_space, take_lock
 from engine.common.paths import models_dir
+
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.parts import Journal
+    from engine.checkpoint.downloads.transfer import Transfer
 
 __all__ = [
     "WAITING_FOR_NETWORK", "WAITING_FOR_SERVER", "Download", "DownloadState", "add", "add_part", "cancel", "downloads",
@@ -241,11 +244,6 @@ def set_limit(key: str, bytes_per_s: int) -> None:
     _want(key, limit=max(0, bytes_per_s))
 
 
-def line_speed() -> float | None:
-    """Bytes per second of the last download that ran long enough to tell; None before the first."""
-    return records.read_line_speed()
-
-
 def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: CancelCheck = never_cancelled) -> Download:
     """Fetches it, in this thread and others, until it is done, paused, cancelled or needs people.
 
@@ -268,7 +266,6 @@ def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: Cancel
         if lock is None:
             raise EngineError(ErrorCode.BUSY, f"{plan.title} is being downloaded by another Switchyard already.")
     try:
-        from engine.checkpoint.downloads.queue import fetch  # brings what asks the network
 
         def report(progress: Progress) -> None:
             records.write_progress(key, progress)
@@ -344,7 +341,7 @@ def _want(key: str, *, action: str | None = None, limit: int | None = None) -> N
 
 def _describe(plan: Plan, place: int, progress: Progress | None = None) -> Download:
     """A download as its files tell it, or as a run of it ended."""
-    wanted, live = records.read_wanted(plan.key), progress is None and records.is_run(plan.key)
+    wanted, live = records.read_wanted(plan.key), progress is None and is_locked(records.folder_of(plan.key) / "lock")
     progress = progress or records.read_progress(plan.key)
     if live:
         state = DownloadState.RUNNING
@@ -377,7 +374,11 @@ def _describe(plan: Plan, place: int, progress: Progress | None = None) -> Downl
 
 def _planned_files(candidate: Candidate) -> tuple[PlannedFile, ...]:
     """Where each file goes: as in the repository, but a folder that holds all weights becomes the model's own."""
-    weights = [PurePosixPath(file.path).parent for file in candidate.files if _is_weights(file.path)]
+    weights = [
+        PurePosixPath(file.path).parent
+        for file in candidate.files
+        if file.path.lower().endswith((".gguf", ".safetensors"))
+    ]
     shared = weights[0] if weights and all(parent == weights[0] for parent in weights) else PurePosixPath()
     planned: dict[str, PlannedFile] = {}
     for file in candidate.files:
@@ -397,10 +398,6 @@ def _planned_files(candidate: Candidate) -> tuple[PlannedFile, ...]:
             )
         planned[_folded(str(place))] = PlannedFile(file.path, str(place), file.size, file.sha256.lower())
     return tuple(planned.values())
-
-
-def _is_weights(path: str) -> bool:
-    return path.lower().endswith((".gguf", ".safetensors"))
 
 
 def _is_safe(path: str) -> bool:
@@ -466,10 +463,15 @@ def fetch(plan: Plan, report: Callable[[Progress], None], cancelled: CancelCheck
     Returns:
         The end: `done`, `failed`, `paused` (or cancelled), or `waiting` where `cancelled()` stopped it.
     """
+    from engine.checkpoint.downloads.parts import Journal  # these bring what asks the network
+    from engine.checkpoint.downloads.source import Client
+    from engine.checkpoint.downloads.transfer import Transfer
+
     last = records.read_progress(plan.key)
     try:
-        if _is_in_place(plan):
-            return Progress("done", plan.total_bytes, updated=time.time())
+        manifest = None if plan.work.exists() else read_manifest(plan.target)
+        if manifest is not None and manifest.source == plan.source:  # an earlier run came as far as the last rename
+            return Progress("done", plan.total_bytes)
         _check_disk(plan)
         with disk_errors_explained(Path(plan.folder)):
             plan.work.mkdir(exist_ok=True)
@@ -487,15 +489,11 @@ def fetch(plan: Plan, report: Callable[[Progress], None], cancelled: CancelCheck
             if transfer.error is not None:
                 raise transfer.error
             if not transfer.is_complete:
-                return Progress(
-                    "paused" if action in (PAUSE, CANCEL) else "waiting", last.done_bytes, updated=time.time()
-                )
+                return Progress("paused" if action in (PAUSE, CANCEL) else "waiting", last.done_bytes)
             _put_in_place(plan, journal)
     except EngineError as error:
-        return Progress(
-            "failed", last.done_bytes, problem=error.message, error_code=str(error.code), updated=time.time()
-        )
-    return Progress("done", plan.total_bytes, updated=time.time())
+        return Progress("failed", last.done_bytes, problem=error.message, error_code=str(error.code))
+    return Progress("done", plan.total_bytes)
 
 
 def _check_disk(plan: Plan) -> None:
@@ -529,6 +527,8 @@ def _tended(plan: Plan, transfer: Transfer, report: Callable[[Progress], None], 
 
 
 def _progress(plan: Plan, transfer: Transfer) -> Progress:
+    from engine.checkpoint.downloads.source import NetworkAway
+
     done = transfer.done_bytes
     trouble = transfer.trouble
     code = "" if trouble is None else WAITING_FOR_NETWORK if isinstance(trouble, NetworkAway) else WAITING_FOR_SERVER
@@ -540,14 +540,7 @@ def _progress(plan: Plan, transfer: Transfer) -> Progress:
         problem="" if trouble is None else trouble.message,
         error_code=code,
         connections=transfer.connections,
-        updated=time.time(),
     )
-
-
-def _is_in_place(plan: Plan) -> bool:
-    """Whether an earlier run came as far as the last rename."""
-    manifest = None if plan.work.exists() else read_manifest(plan.target)
-    return manifest is not None and manifest.source == plan.source
 
 
 def _put_in_place(plan: Plan, journal: Journal) -> None:

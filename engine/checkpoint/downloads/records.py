@@ -16,13 +16,13 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checkpoint.hub.repository import RepoFile, Repository
 from engine.common.errors import EngineError
-from engine.common.files import NewFile, holding, is_locked, new_folder, private_folder, replace_file
+from engine.common.files import NewFile, holding, new_folder, private_folder, replace_file
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
 from engine.common.untrusted import parse_json, read_untrusted
@@ -132,7 +132,7 @@ class Progress:
     problem: str = ""
     error_code: str = ""
     connections: int = 0
-    updated: float = 0.0
+    updated: float = field(default_factory=time.time)
     tries: int = 0
 
 
@@ -241,10 +241,6 @@ def read_line_speed() -> float | None:
 def write_line_speed(bytes_per_s: float) -> None:
     with contextlib.suppress(OSError):
         write_record(downloads_dir() / "line.json", _LineSpeed(bytes_per_s, time.time()))
-
-
-def is_run(key: str) -> bool:
-    return is_locked(folder_of(key) / "lock")
 
 
 def forget(plan: Plan) -> None:

@@ -95,7 +95,9 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
     arrays = {f"{ARRAY}{key.removeprefix(prefix)}": entry for key, entry in file.arrays.items()}
     stored = {**file.tensors, **arrays}
     for name, ways in (*expanded(family, range(layers)), *further):
-        made = next((made for made in ways if all(_first(source) in stored for source in made.sources)), None)
+        made = next(
+            (made for made in ways if all(source.replace("{e}", "0") in stored for source in made.sources)), None
+        )
         if made is None:
             continue
         if any("{e}" in source for source in made.sources):
@@ -141,11 +143,6 @@ def _of_head(family: Gguf, head: DraftHead, layers: int) -> Iterator[tuple[str, 
         if name.startswith(begins):
             module, _, kind = name.removeprefix(begins).rpartition(".")
             yield f"{prefix}{names.get(module, head.layer + module)}.{kind}", ways
-
-
-def _first(source: str) -> str:
-    """A tensor, or the first expert's."""
-    return source.replace("{e}", "0")
 
 
 def _one_by_one(file: GgufFile, name: str, made: Made, left: dict[str, None]) -> Iterator[tuple[str, TensorEntry]]:
@@ -337,6 +334,8 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
     if embedding.shape[1] != hidden:
         raise keys._senseless("embedding_length", hidden)
     _check_vocabulary(file, embedding.shape[0])
+    # A file may lack it where no layer is dense.
+    fallback = keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
     rope: dict[str, Any] = {}
     if not family.own_rope:
         rope, rotated = _rope(keys, head_dim), keys.whole("rope.dimension_count", head_dim)
@@ -351,7 +350,7 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads if family.layered else keys.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": _width(keys, family),
+        "intermediate_size": keys.whole("feed_forward_length", fallback, first=family.layered),
         "rms_norm_eps": keys.real(family.eps),
         "max_position_embeddings": keys.whole("context_length"),
         "rope_parameters": rope,
@@ -380,12 +379,6 @@ def _width_of_keys(file: GgufFile) -> int:
             is_sensible = type(heads) is int and heads > 0 and keys.shape[0] % heads == 0
             return int(keys.shape[0] // heads) if is_sensible else 0
     return 0
-
-
-def _width(keys: _Keys, family: Gguf) -> int:
-    # A file may lack it where no layer is dense.
-    fallback = keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
-    return keys.whole("feed_forward_length", fallback, first=family.layered)
 
 
 def _special_tokens(file: GgufFile) -> dict[str, int | None]:

@@ -535,7 +535,10 @@ def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 def _byte_pairs(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
     """Byte pairs merged in the order of a list (GPT-2, and nearly all since Llama 3)."""
     pre = _pre_tokenizer(metadata)
-    splits = [_split({"Regex": pattern}, "Isolated") for pattern in pre.patterns]
+    splits: list[_Json] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in pre.patterns
+    ]
     if pre.bytes_as_characters:
         splits.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     return {
@@ -755,10 +758,6 @@ def _replace(pattern: str | _Json, content: str) -> _Json:
         "pattern": {"String": pattern} if isinstance(pattern, str) else pattern,
         "content": content,
     }
-
-
-def _split(pattern: _Json, behavior: str) -> _Json:
-    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
 
 
 # The metadata, checked.

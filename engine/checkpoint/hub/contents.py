@@ -166,7 +166,11 @@ def _in_gguf(repository: Repository) -> Iterator[Candidate]:
     stems = [stem for stem, _ in models]
     for (stem, count), files in models.items():
         label = _label_of(stem)
-        problem = _unread(label) if len(files) == count else f"{len(files)} of its {count} parts are there: {stem}."
+        problem = f"{len(files)} of its {count} parts are there: {stem}." if len(files) != count else ""
+        if not problem and _UNREAD.match(label):
+            problem = (
+                f"Its weights are stored as {label}, which Switchyard does not read: choose Q4_K_M or another one."
+            )
         yield Candidate(
             repository,
             label if _is_plainest(stem, label, stems) else PurePosixPath(stem).name,
@@ -209,12 +213,6 @@ def _is_plainest(stem: str, label: str, stems: Sequence[str]) -> bool:
     same = [other for other in stems if _label_of(other) == label]
     ending = [other for other in same if other.upper().endswith(label)]
     return len(same) == 1 or ending == [stem]
-
-
-def _unread(label: str) -> str:
-    if _UNREAD.match(label):
-        return f"Its weights are stored as {label}, which Switchyard does not read: choose Q4_K_M or another one."
-    return ""
 
 
 # safetensors
@@ -319,7 +317,10 @@ def candidate_shape(candidate: Candidate, *, cancelled: CancelCheck = never_canc
     """
     if candidate.problem:
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, candidate.problem)
-    kept = _kept_file(candidate)
+    repository = candidate.repository
+    files = [(file.path, file.size, file.sha256) for file in candidate.files]
+    what = json.dumps([repository.hub, repository.id, repository.commit, files])
+    kept = cache_dir() / "hub" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     shape = _read_kept(kept)
     if shape is None:
         shape = _read_shape(candidate, cancelled)
@@ -490,13 +491,6 @@ def _fetch_small(repository: Repository, folder: Path, names: Sequence[str], can
 
 def _place(repository: Repository) -> Place:
     return place_of(repository.hub, repository.id, repository.endpoint, gated=repository.gated)
-
-
-def _kept_file(candidate: Candidate) -> Path:
-    repository = candidate.repository
-    files = [(file.path, file.size, file.sha256) for file in candidate.files]
-    what = json.dumps([repository.hub, repository.id, repository.commit, files])
-    return cache_dir() / "hub" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
 
 
 def _read_kept(path: Path) -> ModelShape | None:

@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import os
+import queue
 import re
 import threading
 import time
@@ -409,46 +410,36 @@ def in_time(place: Place, jobs: Sequence[Callable[[], _Result]], cancelled: Canc
         HubError: it took too long, or was cancelled.
         Exception: what a job raised.
     """
-    changed = threading.Condition()
-    waiting = iter(range(len(jobs)))
-    begun: dict[int, float] = {}
-    results: dict[int, _Result] = {}
-    errors: list[Exception] = []
-    given_up = False
+    waiting, begun, results = iter(range(len(jobs))), dict[int, float](), dict[int, _Result]()
+    ended: queue.SimpleQueue[tuple[int, _Result | Exception]] = queue.SimpleQueue()
+    given_up = threading.Event()
 
     def work() -> None:
-        while True:
-            with changed:
-                number = next(waiting, None)
-                if number is None or given_up:
-                    return
-                begun[number] = time.monotonic()
-            try:
-                result = jobs[number]()
-            except Exception as error:  # re-raised in the waiting thread
-                with changed:
-                    errors.append(error)
-                    changed.notify_all()
+        for number in waiting:
+            if given_up.is_set():
                 return
-            with changed:
-                results[number] = result
-                changed.notify_all()
+            begun[number] = time.monotonic()
+            try:
+                ended.put((number, jobs[number]()))
+            except Exception as error:  # re-raised in the waiting thread
+                ended.put((number, error))
+                return
 
-    threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in range(min(_AT_ONCE, len(jobs)))]
-    for thread in threads:
-        thread.start()
-    with changed:
-        try:
-            while len(results) < len(jobs):
-                changed.wait(_LOOK_S)
-                if errors:
-                    raise errors[0]
-                if cancelled():
-                    raise HubError(HubReason.CANCELLED, f"Reading {place.subject} from {place.hub} was cancelled.")
-                if any(time.monotonic() - begun[number] > ANSWER_S for number in begun.keys() - results.keys()):
-                    raise unreachable(place, TimeoutError(f"no complete answer within {ANSWER_S:.0f} seconds"))
-        finally:
-            given_up = True
+    for _ in range(min(_AT_ONCE, len(jobs))):
+        threading.Thread(target=work, name="hub", daemon=True).start()
+    try:
+        while len(results) < len(jobs):
+            with contextlib.suppress(queue.Empty):
+                number, result = ended.get(timeout=_LOOK_S)
+                if isinstance(result, Exception):
+                    raise result
+                results[number] = result
+            if cancelled():
+                raise HubError(HubReason.CANCELLED, f"Reading {place.subject} from {place.hub} was cancelled.")
+            if any(time.monotonic() - since > ANSWER_S for at, since in list(begun.items()) if at not in results):
+                raise unreachable(place, TimeoutError(f"no complete answer within {ANSWER_S:.0f} seconds"))
+    finally:
+        given_up.set()
     return [results[number] for number in range(len(jobs))]
 
 

@@ -185,7 +185,8 @@ def parse_reference(text: str) -> Reference:
     """
     text = text.strip()
     bare = text.partition("://")[2] if "://" in text else text
-    hub = _hub_at(bare.partition("/")[0])
+    own = {urlsplit(endpoint_of(hub)).netloc.casefold(): hub for hub in NAMES}
+    hub = {**_HOSTS, **own}.get(bare.partition("/")[0].casefold(), "")
     if "://" in text or hub:
         return _from_address(text, bare, hub)
     found = _REFERENCE.fullmatch(text)
@@ -200,11 +201,6 @@ def is_reference(text: str) -> bool:
     except EngineError:
         return False
     return True
-
-
-def _hub_at(host: str) -> str:
-    own = {urlsplit(endpoint_of(hub)).netloc.casefold(): hub for hub in NAMES}
-    return {**_HOSTS, **own}.get(host.casefold(), "")
 
 
 def _from_address(text: str, bare: str, hub: str) -> Reference:

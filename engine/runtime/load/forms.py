@@ -197,7 +197,10 @@ def bind_matrices_in_place(
         stacks = heads_in_rows(entry)
         if stacks is not None:
             own = model.get_submodule(name.removesuffix(".weight"))
-            keys, values = (_rows_of(stack, reader.bytes_of(stack)) for stack in stacks)
+            keys, values = (
+                Blocks(GGML[stack.dtype], reader.bytes_of(stack).view(stack.shape[0] * stack.shape[1], -1))
+                for stack in stacks
+            )
             own.forward = LatentHeads(own, keys, values, kernels)
             continue
         turned = in_columns(entry)
@@ -217,11 +220,6 @@ def bind_matrices_in_place(
         else:
             is_head = module is model.get_output_embeddings()
             module.forward = QuantisedLinear(module, table, kernels, is_head=is_head)
-
-
-def _rows_of(stack: TensorEntry, raw: torch.Tensor) -> Blocks:
-    matrices, rows, _ = stack.shape
-    return Blocks(GGML[stack.dtype], raw.view(matrices * rows, -1))
 
 
 def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[str, TensorEntry]:
@@ -258,11 +256,7 @@ def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
     if stored.dtype in BLOCKS:
         return True
     is_ours = stored.dtype != BF16.name.upper() or is_in_gguf(entry)
-    return is_ours and stored.shape[0] > 1 and _is_aligned(stored)
-
-
-def _is_aligned(entry: TensorEntry) -> bool:
-    return entry.dtype in BLOCKS or entry.offset % GGML[entry.dtype].nbytes == 0
+    return is_ours and stored.shape[0] > 1 and stored.offset % GGML[stored.dtype].nbytes == 0
 
 
 def _stacks_by_part(site: ExpertsSite, plan: LoadingPlan) -> dict[str, Stack]:

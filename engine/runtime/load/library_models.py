@@ -297,11 +297,6 @@ def _keep_corrections(model: Any) -> None:
                 held[ROUTER_CORRECTION] = torch.nn.Parameter(exact, False) if held is module._parameters else exact
 
 
-def _as_the_library_does(model_class: Any, config: Any) -> Any:
-    with_all_meta_operators()
-    return model_class(config)
-
-
 def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: Adapter | None) -> Any:
     """The model without weights: every parameter and buffer on the meta device, in the type it will have."""
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
@@ -315,7 +310,10 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: A
         del config.quantization_config  # what is built holds plain weights
     try:
         with ContextManagers([*model_class.get_init_context(dtype, False, False, False), _without_first_values()]):
-            model = _without_compiler(model_class, config) or _as_the_library_does(model_class, config)
+            model = _without_compiler(model_class, config)
+            if model is None:
+                with_all_meta_operators()
+                model = model_class(config)
             patch_output_recorders(model)
             _keep_corrections(model)
             if adapter is not None:

@@ -18,7 +18,7 @@ import torch
 from engine.checkpoint.headers import TensorEntry
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.direct_file import Part, Place, bytes_of
+from engine.experts.direct_file import Part, bytes_of
 from engine.experts.record import RecordMemory, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, PartSpec, RecordLayout, TiledMatrix
@@ -213,10 +213,16 @@ def _makes(stored: Sequence[Stored | None], spec: PartSpec) -> bool:
 
 def repack_all(jobs: Sequence[Job], reader: TensorReader, kernels: NativeKernels | None) -> None:
     """Makes tiled matrices of what a checkpoint stores: some is read while what was read before is repacked."""
+
+    def repack_read(read: list[tuple[list[tuple[Stored, list[torch.Tensor]]], TiledMatrix]]) -> None:
+        repack([([stored.in_memory(raw) for stored, raw in made], matrix) for made, matrix in read], kernels)
+
     rooms, under_way = [torch.empty(0, dtype=torch.uint8)] * 2, Future[None]()
     under_way.set_result(None)
     with ThreadPoolExecutor(1, "repack") as pool:
-        for batch, nbytes in _batches(sorted(jobs, key=lambda job: _place_of(job[0][0].sources[0]))):
+        for batch, nbytes in _batches(
+            sorted(jobs, key=lambda job: (job[0][0].sources[0].file, job[0][0].sources[0].offset))
+        ):
             rooms.reverse()
             if len(rooms[0]) < nbytes:
                 rooms[0] = RecordMemory(1, max(nbytes, _BATCH)).records[0]
@@ -234,18 +240,8 @@ def repack_all(jobs: Sequence[Job], reader: TensorReader, kernels: NativeKernels
                 matrices.append((made, matrix))
             reader.read_into(places)
             under_way.result()
-            under_way = pool.submit(_repack, matrices, kernels)
+            under_way = pool.submit(repack_read, matrices)
         under_way.result()
-
-
-def _place_of(entry: TensorEntry) -> Place:
-    return entry.file, entry.offset
-
-
-def _repack(
-    matrices: list[tuple[list[tuple[Stored, list[torch.Tensor]]], TiledMatrix]], kernels: NativeKernels | None
-) -> None:
-    repack([([stored.in_memory(raw) for stored, raw in made], matrix) for made, matrix in matrices], kernels)
 
 
 def _aligned(nbytes: int) -> int:
