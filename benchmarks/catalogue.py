@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine.checkpoint.catalogue import Catalogue, CatalogueEntry, CatalogueFile, catalogue_dir, read_catalogue
-from engine.checkpoint.hub import Repository, candidates, parse_reference, read_repository
+from engine.checkpoint.hub import Repository, parse_reference, read_repository
+from engine.checkpoint.hub.contents import candidates
 from engine.common.errors import EngineError
 
 

@@ -12,12 +12,8 @@ from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.counted_shape import as_quantised, shape_of
-from engine.checkpoint.hub import (
-    candidate_shape,
-    find_candidate,
-    is_reference,
-)
-from engine.checkpoint.hub.repository import QUALITIES, quality_of
+from engine.checkpoint.hub import QUALITIES, is_reference, quality_of
+from engine.checkpoint.hub.contents import candidate_shape, find_candidate
 from engine.checkpoint.model_directories import find_models
 from engine.checkpoint.model_shape import ModelShape, model_names, read_model, shape_in
 from engine.checkpoint.names import STARTER_NAME, find_named, in_library, is_path_like, name_of, resolve
@@ -43,8 +39,6 @@ class CatalogueFile:
 
     Attributes:
         reference: for `engine.checkpoint.hub.find_candidate`: `ORG/NAME:LABEL`.
-        bytes: of all its files.
-        quality: as in `Candidate`.
     """
 
     reference: str
@@ -62,15 +56,7 @@ class CatalogueEntry:
     """A model.
 
     Attributes:
-        name: for people.
         family: who made it, in words.
-        kind: `moe` or `dense`.
-        parameters, active: in all, and used per token.
-        licence, licence_link: its short name, and where it is written.
-        context: longest, in tokens.
-        strengths: what it is good at, in one plain sentence.
-        languages: in words.
-        abilities: those of `ABILITIES` that it has.
         files: quantisations, the best quality first.
         shape: the model, for predictions without a network.
         unchecked: names of the fields that nobody compared with the hub; `bytes` are those of the files.

@@ -36,7 +36,6 @@ class Embedding:
     """How a model embeds.
 
     Attributes:
-        normalises: whether vectors have length 1.
         most_tokens: of a text; 0: as many as the model's positions.
         dense: folders of linear layers behind the pooling, in order.
         prompt: what is put before a text for which no other is asked.

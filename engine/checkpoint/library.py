@@ -271,8 +271,6 @@ class LibraryEntry:
     Attributes:
         name: what to call it; for a directory outside the library, its path.
         family: transformers' `model_type`; empty if unreadable.
-        parameters: of the whole model, not only the active ones.
-        bytes_on_disk: of all its files.
         dtype: how the weights are stored (`bfloat16`, `fp8`, ...), as the configuration says.
         experts, experts_per_token: 0 for dense models, or if the configuration does not give them.
         context_tokens: the model's own limit; 0 if unknown.
@@ -284,8 +282,6 @@ class LibraryEntry:
         last_used: when it was last loaded or answered on this machine, in seconds since the epoch.
         measured_tokens_per_s: the median decode speed of its last answers on this machine.
         precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
-        embeds: whether it is made for embeddings, and does not chat.
-        sees: whether it is given pictures, too.
         calls_tools, thinks: whether its chat template knows tools, and reasoning before an answer.
         content: what its weights are, for `listed_once`.
         also: other places where the same model lies: whose each is, as `origin`, and its path. Only in a list.
@@ -338,7 +334,6 @@ class Verification:
 
     Attributes:
         checked: `sha256` (every byte against the manifest) or `headers` (no manifest: structure and sizes only).
-        damaged: file -> its defect; empty if all is well.
     """
 
     name: str

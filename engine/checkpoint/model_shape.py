@@ -20,11 +20,9 @@ class AttentionShape:
     """One layer's attention.
 
     Attributes:
-        heads, head_dim: of queries.
         kv_heads: of keys and values; unused by latent attention.
         latent: width of the compressed keys and values of multi-head latent attention, including the rotary part;
             otherwise 0.
-        query_latent: width of its compressed queries; 0 if they are not compressed.
     """
 
     heads: int
@@ -54,19 +52,10 @@ class ModelShape:
 
     Attributes:
         name: the profile's file name without `.json`.
-        hub_id, licence, source: its origin.
-        layers: number of layers; the first `dense_layers` have no experts.
         full_attention_layers: layers whose cache grows with the context; the others have a window or a state.
-        hidden, vocabulary: widths.
-        experts, experts_per_token: of each MoE layer.
-        expert_width: intermediate width of a routed expert.
         shared_width, dense_width: of all shared experts together, and of a dense layer's feed-forward block.
-        attention: of every layer.
-        context_tokens: longest supported context.
         parameters: as published, to be compared with `total_weights`.
-        tied_embeddings: whether the head shares the embedding's weights.
         expert_matrices: of a routed expert: gate, up and down, or up and down alone.
-        expert_biases: whether these have biases.
         other_weights: parameters outside the routed experts, counted from the files' headers; 0 to derive them.
         table_weights: parameters in tables of n-grams or of layers, of which a token reads a few rows.
         table_rows, table_columns: how many rows, and parameters of each.
@@ -77,7 +66,6 @@ class ModelShape:
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
-        sees: whether it is given pictures, too.
         tower_weights: parameters of what sees, which is read with the first picture.
         picture_gflops: billions of operations that this does for a picture of 1024 x 1024 pixels.
     """

@@ -150,7 +150,6 @@ class Removed:
 
     Attributes:
         bytes: of its files and of what was converted of them.
-        folder: where it was.
         others: how many files in that folder were not the model's, and stay.
     """
 

@@ -289,16 +289,12 @@ class ModelProfile:
 
     Attributes:
         family: transformers' `model_type`; of models round a text part of any family (InternVL) that of the text part.
-        layers, hidden: depth and width of the language model.
         experts, experts_per_token: per MoE layer; 0 for a dense model.
         parameters, expert_parameters: in elements, unpacked, without scales.
-        bytes, expert_bytes: of the tensors in the files.
         context_tokens: longest supported context; 0 if unknown.
         trained_tokens: context length of the training, if the rotary embedding extends it.
-        kv: what layers hold of a sequence.
         dtype: from config.json, e.g. `bfloat16`; empty if unknown.
         quantization: `fp8`, `gptq`, ...; empty for plain weights; of a GGUF file the type of most of them (`q4_k`).
-        sees: whether it is given pictures, too.
     """
 
     family: str

@@ -34,7 +34,6 @@ class CodedMatrix:
     """A matrix [rows, columns] of codes with a scale per 32 columns: w = scale * (code - zero) or scale * table[code].
 
     Attributes:
-        format: that holds such codes.
         codes: uint8, or int8 where the format's are signed, [rows, columns]; columns are whole groups.
         scales: float32 [rows, columns / 32]; may be negative.
         zeros: float32 [rows, columns / 32] in units of the scale, if the format has them.

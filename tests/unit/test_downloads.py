@@ -655,7 +655,7 @@ def test_a_limit_holds_and_can_be_lifted(hub: HubServer, repo: Repo) -> None:
 def test_the_terminal_goes_on_with_what_the_window_began(
     hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.checkpoint.hub.find_candidate", lambda reference: hub.candidate("org/model"))
+    monkeypatch.setattr("engine.checkpoint.hub.contents.find_candidate", lambda reference: hub.candidate("org/model"))
     begun = queue.add(hub.candidate("org/model"))
     queue.pause(begun.key)
     assert main(["models", "pull", "--queue", "--json"]) == 0

@@ -32,7 +32,7 @@ from engine.checkpoint.downloads.records import (
     Wanted,
 )
 from engine.checkpoint.downloads.records import read_line_speed as line_speed
-from engine.checkpoint.hub.repository import Candidate
+from engine.checkpoint.hub import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, write_manifest
 from engine.checkpoint.model_directories import check_connected, note_connected, take_model_folder
 from engine.checkpoint.names import check_new_name, is_windows_device
@@ -74,16 +74,10 @@ class Download:
     Attributes:
         key: names it everywhere; the same thing added twice has the same.
         title, reference: the model's name with its precision, and what `find_candidate` finds it by.
-        done_bytes: received and not found wrong, of `total_bytes`.
         bytes_per_s: of the last seconds; 0 when nothing arrives.
-        eta_s: None while nobody can tell.
         problem: one sentence if it failed, or runs and waits for something.
         error_code: an `ErrorCode`, or `WAITING_FOR_NETWORK` or `WAITING_FOR_SERVER`; empty without a problem.
-        folder: where the model is when done.
-        order: its place among all, from 0.
-        limit_bytes_per_s: 0 for none.
         is_live: whether a process, this one or another, runs it now.
-        endpoint: the hub or the mirror that it is fetched from.
     """
 
     key: str

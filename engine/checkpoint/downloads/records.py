@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.checkpoint.hub.repository import RepoFile, Repository
+from engine.checkpoint.hub import RepoFile, Repository
 from engine.common.errors import EngineError
 from engine.common.files import NewFile, holding, new_folder, private_folder, replace_file
 from engine.common.json_fields import from_fields
@@ -49,7 +49,6 @@ class Plan:
 
     Attributes:
         folder: the folder of models; the model becomes `folder/name`.
-        created: seconds since the epoch.
     """
 
     key: str
@@ -103,7 +102,6 @@ class Wanted:
 
     Attributes:
         action: `run`, `pause` or `cancel`.
-        limit_bytes_per_s: 0 for none.
         tries: how often people have let it go on; a failure counts for the try that it ended.
     """
 
@@ -118,10 +116,7 @@ class Progress:
 
     Attributes:
         state: a `DownloadState`.
-        done_bytes: received and not found wrong.
-        eta_s: None while nobody can tell.
         problem, error_code: a sentence and an `ErrorCode`, or what it is waiting for; empty if all is well.
-        updated: seconds since the epoch.
         tries: as in `Wanted`, when it ended.
     """
 

@@ -22,8 +22,8 @@ from urllib.parse import urljoin, urlsplit
 import httpx2
 
 from engine.checkpoint.downloads.records import Plan, PlannedFile
+from engine.checkpoint.hub import RepoFile, file_url, place_of
 from engine.checkpoint.hub.http import HubReason, read_token, refusal, set_aside
-from engine.checkpoint.hub.repository import RepoFile, file_url, place_of
 from engine.checkpoint.mirror import mirrored_package
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over

@@ -30,8 +30,7 @@ from engine.checkpoint.config_file import (
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.embedding import MODULES, is_of_embedding
 from engine.checkpoint.gguf import LABEL, PART, SUFFIX
-from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
-from engine.checkpoint.hub.repository import (
+from engine.checkpoint.hub import (
     QUALITIES,
     Candidate,
     Reference,
@@ -43,6 +42,7 @@ from engine.checkpoint.hub.repository import (
     quality_of,
     read_repository,
 )
+from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.quantised import BESIDE, MLX, declared_quantisation
 from engine.checkpoint.shards import (

@@ -182,7 +182,6 @@ class HubError(EngineError):
     """A failure of a hub.
 
     Attributes:
-        reason: the kind.
         link: the page where something can be done about it; may be empty.
         status: of HTTP; 0 without an answer.
     """
@@ -201,7 +200,6 @@ class Place:
         hub: its name for people; endpoint: its address.
         subject: what is asked for: `ORG/NAME`, or words.
         link: the page of it.
-        gated: whether it is given only to people who accepted its licence.
     """
 
     hub: str

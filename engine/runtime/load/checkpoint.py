@@ -49,8 +49,6 @@ class OpenedCheckpoint:
 
     Attributes:
         model: on the meta device.
-        sites: its experts modules, in the checkpoint's own precision.
-        weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
         sight: makes what sees, of the tokenizer, the place of embeddings and cards; None for one that reads text only.
         tower_weights: how many weights what sees has.

@@ -54,10 +54,7 @@ class Plan:
     """How a model is going to be held.
 
     Attributes:
-        config: what is asked for.
-        placement: what lies where, and in which precision.
         devices: that it runs on; none if that is the CPU alone.
-        layers: what is on which of them.
         forms: how each weight is held in that precision.
         tables: embeddings that stay on disk, by the names of their weights.
         streamed: where the weights of decoder layers lie that come from disk for each pass.

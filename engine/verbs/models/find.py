@@ -41,8 +41,12 @@ def add_actions(action: AddAction) -> None:
 
 
 def _search(args: argparse.Namespace) -> int:
-    from engine.checkpoint.hub import search  # imports numpy, which no other action needs
-    from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, endpoint_of
+    from engine.checkpoint.hub import (
+        HUGGINGFACE,
+        MODELSCOPE,
+        endpoint_of,
+        search,  # imports numpy, which no other action needs
+    )
 
     found = search(" ".join(args.words), limit=min(args.limit, _MOST))
     endpoint = endpoint_of(MODELSCOPE if args.words[0].startswith(f"{MODELSCOPE}:") else HUGGINGFACE)
@@ -71,7 +75,7 @@ def _size(parameters: float | None) -> str:
 
 
 def _mirror(args: argparse.Namespace) -> int:
-    from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
+    from engine.checkpoint.hub import HUGGINGFACE, endpoint_of
     from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment, use_mirror
 
     if args.address is not None:
@@ -85,8 +89,8 @@ def _mirror(args: argparse.Namespace) -> int:
 
 
 def _forget_token(args: argparse.Namespace) -> int:
+    from engine.checkpoint.hub import NAMES, endpoint_of
     from engine.checkpoint.hub.http import forget_token, read_token
-    from engine.checkpoint.hub.repository import NAMES, endpoint_of
 
     host = urlsplit(endpoint_of(args.hub)).hostname or ""
     forget_token(host)

@@ -144,7 +144,8 @@ def _estimate_text(answered: dict[str, Any] | None) -> str:
 
 def _fit_of_hub(args: argparse.Namespace) -> int:
     """Every candidate of a repository, or the one that is named, on this machine."""
-    from engine.checkpoint.hub import candidates, find_candidate, parse_reference, read_repository
+    from engine.checkpoint.hub import parse_reference, read_repository
+    from engine.checkpoint.hub.contents import candidates, find_candidate
 
     named = parse_reference(args.model).what
     found = (find_candidate(args.model),) if named else candidates(read_repository(args.model))
@@ -159,7 +160,9 @@ def candidate_for_here(reference: str) -> Candidate:
     Raises:
         EngineError: as `find_candidate`.
     """
-    from engine.checkpoint.hub import HubError, candidates, find_candidate, parse_reference
+    from engine.checkpoint.hub import parse_reference
+    from engine.checkpoint.hub.contents import candidates, find_candidate
+    from engine.checkpoint.hub.http import HubError
     from engine.planner.plan_parts import Limits
 
     usual = find_candidate(reference)
@@ -185,7 +188,7 @@ def _card_of(found: Sequence[Candidate], limits: Limits, device: str = "auto") -
 
 def _shaped(candidate: Candidate) -> tuple[Candidate, ModelShape | None]:
     """The candidate and what it is; with the reason instead, if its header says that it cannot run."""
-    from engine.checkpoint.hub import candidate_shape
+    from engine.checkpoint.hub.contents import candidate_shape
 
     try:
         return candidate, None if candidate.problem else candidate_shape(candidate)
