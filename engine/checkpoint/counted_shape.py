@@ -305,19 +305,14 @@ def _full_attention(text: dict[str, Any], layers: int) -> int:
 
 
 def _attention(text: dict[str, Any], hidden: int) -> AttentionShape:
-    def number(*names: str) -> int:
-        places = (text, text.get("attn_config") or {})
-        values = (place.get(name) for place in places if isinstance(place, dict) for name in names)
-        return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-    heads = number("num_attention_heads", "n_heads", "n_head", "num_heads") or 1
-    rotary = number("qk_rope_head_dim")
-    latent = number("kv_lora_rank")
-    head_dim = number("v_head_dim") if latent else number("head_dim", "kv_channels")
+    heads = number_of(text, ("num_attention_heads", "n_heads", "n_head", "num_heads")) or 1
+    rotary = number_of(text, ("qk_rope_head_dim",))
+    latent = number_of(text, ("kv_lora_rank",))
+    head_dim = number_of(text, ("v_head_dim",) if latent else ("head_dim", "kv_channels"))
     return AttentionShape(
         heads=heads,
-        kv_heads=number("num_key_value_heads", "kv_n_heads", "num_key_value_groups") or heads,
+        kv_heads=number_of(text, ("num_key_value_heads", "kv_n_heads", "num_key_value_groups")) or heads,
         head_dim=head_dim or max(hidden // heads, 1),
         latent=latent + rotary if latent else 0,
-        query_latent=number("q_lora_rank"),
+        query_latent=number_of(text, ("q_lora_rank",)),
     )

@@ -5,7 +5,7 @@ Shapes of published models are shipped with the program: JSON in `resources/mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from engine.checkpoint.stored import StoredWeights
@@ -245,21 +245,8 @@ class ModelShape:
 
 
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
-_WITH_DEFAULT = {
-    "expert_matrices": 3,
-    "other_weights": 0,
-    "kv_numbers": 0,
-    "window_numbers": 0,
-    "window_tokens": 0,
-    "state_bytes": 0,
-    "page_numbers": 0,
-    "left_out_weights": 0,
-    "table_weights": 0,
-    "table_rows": 0,
-    "table_columns": 0,
-    "tower_weights": 0,
-    "picture_gflops": 0,
-}
+_COUNTS = [each for each in fields(ModelShape) if each.type == "int"]
+_WITH_DEFAULT = {each.name: each.default for each in _COUNTS if each.default is not MISSING}
 
 
 def model_names() -> list[str]:
@@ -285,8 +272,8 @@ def shape_in(file: ProfileFile, name: str) -> ModelShape:
     attention = file.part("attention")
     values: dict[str, Any] = {
         field.name: file.whole(field.name, 0 if field.name in _OPTIONAL_COUNTS else 1, 10**9)
-        for field in fields(ModelShape)
-        if field.type == "int" and field.name not in _WITH_DEFAULT
+        for field in _COUNTS
+        if field.name not in _WITH_DEFAULT
     }
     values |= {name: file.whole(name, 0, 10**13, default=usual) for name, usual in _WITH_DEFAULT.items()}
     if values["experts_per_token"] > values["experts"] or values["dense_layers"] >= values["layers"]:

@@ -71,12 +71,11 @@ def reply_reader(
         is_call: the whole text is one call as JSON, because a call was required.
         several: whether more than one call is wanted; later ones are left out if not.
     """
-    if not several:
-        return _FirstCall(reply_reader(family, tools, thinks=thinks, is_call=is_call))
+    most = None if several else 1
     if is_call:
-        return _OneCall(Tools(tools), reply_reader(family, (), thinks=thinks, is_call=False))
+        return _OneCall(Tools(tools), reply_reader(family, (), thinks=thinks, is_call=False), most)
     form = form_of(family)
-    return _Channels(Tools(tools)) if form.has_channels else _Marked(form, Tools(tools), thinks=thinks)
+    return _Channels(Tools(tools), most) if form.has_channels else _Marked(form, Tools(tools), most, thinks=thinks)
 
 
 def form_of(family: str) -> ReplyForm:
@@ -90,34 +89,11 @@ def answering_family(model_type: str, text_type: str) -> str:
     return text_type if form_of(model_type) is COMMON and form_of(text_type) is not COMMON else model_type
 
 
-class _FirstCall:
-    def __init__(self, reader: ReplyReader) -> None:
-        self._reader, self._has_called = reader, False
-
-    @property
-    def thinks(self) -> bool:
-        return self._reader.thinks
-
-    def feed(self, text: str) -> list[Part]:
-        return self._without_later(self._reader.feed(text))
-
-    def end(self) -> list[Part]:
-        return self._without_later(self._reader.end())
-
-    def _without_later(self, parts: list[Part]) -> list[Part]:
-        kept = []
-        for part in parts:
-            if not (self._has_called and isinstance(part, ToolCall)):
-                kept.append(part)
-            self._has_called = self._has_called or isinstance(part, ToolCall)
-        return kept
-
-
 class _OneCall:
     """All but the reasoning is one call."""
 
-    def __init__(self, tools: Tools, parts: ReplyReader) -> None:
-        self._tools, self._parts, self._text = tools, parts, ""
+    def __init__(self, tools: Tools, parts: ReplyReader, most: int | None) -> None:
+        self._tools, self._parts, self._most, self._text = tools, parts, most, ""
 
     @property
     def thinks(self) -> bool:
@@ -130,7 +106,7 @@ class _OneCall:
         thoughts = self._thoughts(self._parts.end())
         rest, self._text = self._text, ""
         try:
-            return thoughts + _as_parts(whole(lambda source: json_calls(source, self._tools), rest))
+            return thoughts + _as_parts(whole(lambda source: json_calls(source, self._tools), rest)[: self._most])
         except NoCall:
             return thoughts + ([Spoken(rest)] if rest else [])
 
@@ -150,8 +126,8 @@ _FREE_AGAIN, _MOST_AGAIN = 10_000, 4
 class _Scanning:
     """Reads the text as it arrives, in one go; each feeding goes on where the last one ended."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools, self._source = tools, Arriving()
+    def __init__(self, tools: Tools, most: int | None) -> None:
+        self._tools, self._source, self._most = tools, Arriving(), most
         self._parts: list[Part] = []
         self._again = self._passed = 0
         """Characters that were read for nothing, and those before the text that is held."""
@@ -217,15 +193,16 @@ class _Scanning:
         finally:
             self._is_call = False
         yield from source.closed(*closes)
-        self._parts += _as_parts(calls)
+        self._parts += _as_parts(calls[: self._most])
+        self._most = self._most and 0
         return True
 
 
 class _Marked(_Scanning):
     """Everything but harmony: marks around reasoning and calls."""
 
-    def __init__(self, form: ReplyForm, tools: Tools, *, thinks: bool) -> None:
-        super().__init__(tools)
+    def __init__(self, form: ReplyForm, tools: Tools, most: int | None, *, thinks: bool) -> None:
+        super().__init__(tools, most)
         self._forms = {each.opens: each for each in form.calls} if tools.names else {}
         self._form = form
         self._until = tuple(closes for _opens, closes in form.thoughts) if thinks else ()
