@@ -41,7 +41,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, locked_file, new_folder, remove_unlocked, write_private
 from engine.common.json_fields import fields_of
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
-from engine.common.untrusted import open_untrusted, parse_json, read_untrusted, reason
+from engine.common.untrusted import open_untrusted, parse_json, read_record, read_untrusted, reason
 from engine.families.pictures import SIGHTS
 from engine.families.replies.reader import may_think, takes_tools, thinking_choices
 
@@ -78,15 +78,13 @@ def where(model: Path) -> str:
 
 def model_at(place: str) -> Path | None:
     """The checkpoint whose place this stands for (`where`), if it was ever used."""
-    try:
-        return Path(str(parse_json(read_untrusted(data_dir() / "usage" / f"{place}.json", _MOST_BYTES))["model"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    model = read_record(data_dir() / "usage" / f"{place}.json", _MOST_BYTES).get("model")
+    return Path(model) if isinstance(model, str) else None
 
 
 def read_usage(model: Path) -> Usage:
+    found = read_record(_file(model), _MOST_BYTES)
     try:
-        found = parse_json(read_untrusted(_file(model), _MOST_BYTES))
         used, how, speeds = found["last_used"], str(found["how"]), found["tokens_per_s"]
         return Usage(float(used), how, tuple(float(speed) for speed in speeds if 0 < speed < 1e6)[-_ANSWERS:])
     except (OSError, ValueError, LookupError, TypeError, OverflowError):

@@ -41,7 +41,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, holding, private_folder, write_private
 from engine.common.paths import config_dir, models_dir
 from engine.common.plain_text import plain_line
-from engine.common.untrusted import parse_json, read_untrusted, reason
+from engine.common.untrusted import parse_json, read_record, read_untrusted, reason
 
 _MOST_BYTES = 2**20
 
@@ -142,11 +142,8 @@ def _file() -> Path:
 
 
 def _noted() -> dict[str, str]:
-    try:
-        raw = parse_json(read_untrusted(_file(), _MOST_BYTES))
-        return {folder: mount for folder, mount in raw.items() if isinstance(folder, str) and isinstance(mount, str)}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    raw = read_record(_file(), _MOST_BYTES)
+    return {folder: mount for folder, mount in raw.items() if isinstance(mount, str)}
 
 
 OWN, FOLDER, HUB_CACHE = "switchyard", "folder", "hub cache"
@@ -283,11 +280,9 @@ def _list_file() -> Path:
 
 
 def _added() -> tuple[Path, ...]:
-    try:
-        folders = parse_json(read_untrusted(_list_file(), _MOST_BYTES))["folders"]
-        paths = [Path(folder) for folder in folders if isinstance(folder, str) and "\0" not in folder]
-    except (OSError, ValueError, LookupError, TypeError):
-        return ()
+    folders = read_record(_list_file(), _MOST_BYTES).get("folders")
+    named = folders if isinstance(folders, list) else []
+    paths = [Path(folder) for folder in named if isinstance(folder, str) and "\0" not in folder]
     return tuple(path for path in paths if path.is_absolute())[:_MOST_FOLDERS]
 
 
@@ -359,10 +354,9 @@ def _gpt4all_elsewhere(home: Path) -> Iterator[ModelDirectory]:
 
 def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[ModelDirectory]:
     """The folder that a program's own settings name."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        folder = Path(parse_json(read_untrusted(settings, _MOST_BYTES))[key])
-        if folder.is_absolute() and "\0" not in str(folder):
-            yield ModelDirectory(origin, folder)
+    named = read_record(settings, _MOST_BYTES).get(key)
+    if isinstance(named, str) and Path(named).is_absolute() and "\0" not in named:
+        yield ModelDirectory(origin, Path(named))
 
 
 def origin_of(model: Path) -> str:

@@ -98,8 +98,11 @@ class BlockType(WeightFormat):
         """
         import numpy as np
 
+        shape = (*raw.shape[:-1], raw.shape[-1] // self.nbytes * self.elements)
+        if not raw.size:
+            return np.zeros(shape, np.float32)
         if not self.is_blocks:
-            return _plain(self.name, np.ascontiguousarray(raw)).reshape(*raw.shape[:-1], -1)
+            return _plain(self.name, np.ascontiguousarray(raw)).reshape(shape)
         if self.split is None:
             from gguf.constants import GGMLQuantizationType
             from gguf.quants import dequantize
@@ -118,7 +121,7 @@ class BlockType(WeightFormat):
             values *= groups.scales[..., None]
             if groups.offsets is not None:
                 values -= groups.offsets[..., None]
-        return values.reshape(*raw.shape[:-1], -1)
+        return values.reshape(shape)
 
     def apart(self, raw: Bytes) -> Groups:
         """The codes of rows of blocks, uint8 [..., bytes of a row]; only where there is a `split`."""

@@ -33,7 +33,7 @@ from engine.common.http import HEADERS
 from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line
-from engine.common.untrusted import DEEPEST, parse_json, read_untrusted
+from engine.common.untrusted import DEEPEST, parse_json, read_record
 
 _VARIABLE = "SWITCHYARD_HUB_TOKENS"
 _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
@@ -109,10 +109,9 @@ def _hosts_file() -> Path:
 
 
 def _noted_hosts() -> frozenset[str]:
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        hosts = parse_json(read_untrusted(_hosts_file(), _MOST_BYTES))["hosts"]
-        return frozenset(host for host in hosts if isinstance(host, str) and plain_line(host) == host)
-    return frozenset()
+    hosts = read_record(_hosts_file(), _MOST_BYTES).get("hosts")
+    named = hosts if isinstance(hosts, list) else []
+    return frozenset(host for host in named if isinstance(host, str) and plain_line(host) == host)
 
 
 def _note_hosts(hosts: set[str]) -> None:

@@ -500,10 +500,9 @@ class Tagged:
     around: tuple[str, ...]
     is_apart: bool = False
 
-    def read(self, source: Arriving, tools: Tools) -> Reading[Calls]:
-        yield from source.run(_SPACE)
-        yield from source.must(self.opens)
-        return (yield from self.read_opened(source, tools))
+    @property
+    def read(self) -> Callable[[Arriving, Tools], Reading[Calls]]:
+        return behind(self.opens, self.read_opened)
 
     def read_opened(self, source: Arriving, tools: Tools) -> Reading[Calls]:
         """The same behind the mark that opens the first one."""
@@ -691,11 +690,15 @@ def separated_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
     return (yield from _several(source, one, "<｜tool▁call▁begin｜>"))
 
 
-def all_separated_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
-    """The same behind the mark that opens all of them."""
-    yield from source.run(_SPACE)
-    yield from source.must("<｜tool▁call▁begin｜>")
-    return (yield from separated_calls(source, tools))
+def behind(mark: str, read: Callable[[Arriving, Tools], Reading[Calls]]) -> Callable[[Arriving, Tools], Reading[Calls]]:
+    """Calls the first of which stands behind a mark."""
+
+    def reading(source: Arriving, tools: Tools) -> Reading[Calls]:
+        yield from source.run(_SPACE)
+        yield from source.must(mark)
+        return (yield from read(source, tools))
+
+    return reading
 
 
 def kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
@@ -715,13 +718,6 @@ def kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
         return name, arguments
 
     return (yield from _several(source, one, "<|tool_call_begin|>"))
-
-
-def all_kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
-    """The same behind the mark that opens all of them."""
-    yield from source.run(_SPACE)
-    yield from source.must("<|tool_call_begin|>")
-    return (yield from kimi_calls(source, tools))
 
 
 def mistral_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
