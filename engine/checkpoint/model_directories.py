@@ -577,11 +577,9 @@ def _writes_text(config: Path) -> bool:
 
     One that cannot be read may be; describing it says what is wrong.
     """
-    try:
-        classes = parse_json(read_untrusted(config, MAX_CONFIG_BYTES))["architectures"]
-        return not classes or any(TEXT_CLASS.search(each) for each in classes)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return True
+    classes = read_record(config, MAX_CONFIG_BYTES).get("architectures")
+    known = isinstance(classes, list) and all(isinstance(each, str) for each in classes)
+    return not classes or not known or any(TEXT_CLASS.search(each) for each in classes)
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from engine.checkpoint.hub import RepoFile, Repository
 from engine.common.errors import EngineError
-from engine.common.files import NewFile, holding, new_folder, private_folder, replace_file
+from engine.common.files import holding, private_folder, replace_file, write_private
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
-from engine.common.untrusted import parse_json, read_untrusted
+from engine.common.untrusted import read_record
 
 _MAX_JSON_BYTES = 32 * 2**20
 _Record = TypeVar("_Record")
@@ -170,7 +170,7 @@ def all_keys() -> list[str]:
         found = [entry.name for entry in downloads_dir().iterdir() if (entry / "download.json").is_file()]
     except OSError:
         return []
-    known = {key: place for place, key in enumerate(_read(downloads_dir() / "order.json", _Order()).keys)}
+    known = {key: place for place, key in enumerate((_read(downloads_dir() / "order.json", _Order) or _Order()).keys)}
 
     def place(key: str) -> tuple[int, float]:
         plan = read_plan(key) if key not in known else None
@@ -180,34 +180,30 @@ def all_keys() -> list[str]:
 
 
 def write_order(order: list[str]) -> None:
-    write_record(downloads_dir() / "order.json", _Order(tuple(order)))
+    _write(downloads_dir() / "order.json", _Order(tuple(order)))
 
 
 def read_plan(key: str) -> Plan | None:
     """What a download fetches; None if there is no such download, or its file is damaged."""
-    try:
-        found: Plan = from_fields(Plan, parse_json(read_untrusted(folder_of(key) / "download.json", _MAX_JSON_BYTES)))
-    except (EngineError, OSError, LookupError, TypeError, ValueError):
-        return None
-    return found if found.key == key else None
+    found = _read(folder_of(key) / "download.json", Plan)
+    return found if found is not None and found.key == key else None
 
 
 def write_plan(plan: Plan) -> None:
     """Writes it for good."""
-    private_folder(folder_of(plan.key))
-    write_record(folder_of(plan.key) / "download.json", plan)
+    _write(folder_of(plan.key) / "download.json", plan)
 
 
 def read_wanted(key: str) -> Wanted:
-    return _read(folder_of(key) / "wanted.json", Wanted())
+    return _read(folder_of(key) / "wanted.json", Wanted) or Wanted()
 
 
 def write_wanted(key: str, wanted: Wanted) -> None:
-    write_record(folder_of(key) / "wanted.json", wanted)
+    _write(folder_of(key) / "wanted.json", wanted)
 
 
 def read_progress(key: str) -> Progress:
-    return _read(folder_of(key) / "progress.json", Progress())
+    return _read(folder_of(key) / "progress.json", Progress) or Progress()
 
 
 def write_progress(key: str, progress: Progress) -> None:
@@ -230,12 +226,13 @@ def write_progress(key: str, progress: Progress) -> None:
 
 def read_line_speed() -> float | None:
     """Bytes per second of the last download that ran long enough to tell; None before."""
-    return _read(downloads_dir() / "line.json", _LineSpeed()).bytes_per_s or None
+    found = _read(downloads_dir() / "line.json", _LineSpeed)
+    return found.bytes_per_s or None if found is not None else None
 
 
 def write_line_speed(bytes_per_s: float) -> None:
     with contextlib.suppress(OSError):
-        write_record(downloads_dir() / "line.json", _LineSpeed(bytes_per_s, time.time()))
+        _write(downloads_dir() / "line.json", _LineSpeed(bytes_per_s, time.time()))
 
 
 def forget(plan: Plan) -> None:
@@ -254,21 +251,13 @@ def sweep(key: str) -> None:
         shutil.rmtree(folder_of(key), ignore_errors=True)
 
 
-def write_record(path: Path, record: Any) -> None:
-    """Writes a dataclass as JSON.
-
-    Raises:
-        OSError: the old file is unchanged.
-    """
-    new_folder(path.parent)
-    with NewFile(path, private=True) as new:
-        new.path.write_text(json.dumps(asdict(record)), encoding="utf-8")
-        new.take_place()
+def _write(path: Path, record: Any) -> None:
+    write_private(path, json.dumps(asdict(record)))
 
 
-def _read(path: Path, otherwise: _Record) -> _Record:
+def _read(path: Path, kind: type[_Record]) -> _Record | None:
     try:
-        found: _Record = from_fields(type(otherwise), parse_json(read_untrusted(path, _MAX_JSON_BYTES)))
-    except (EngineError, OSError, LookupError, TypeError, ValueError, AttributeError):
-        return otherwise
+        found: _Record = from_fields(kind, read_record(path, _MAX_JSON_BYTES))
+    except (EngineError, LookupError, TypeError, ValueError):
+        return None
     return found

@@ -356,28 +356,16 @@ def finish_generation_config(model: Any, directory: Path) -> None:
         model.generation_config = transformers.GenerationConfig(**{**gguf_generation(read), "eos_token_id": ends})
         return
     file = directory / "generation_config.json"
+    how: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
     if file.is_file():
         read_json(file, _MAX_CONFIG_BYTES)  # the library would pass over a broken one in silence
+        how = {}
     try:
-        model.adjust_generation_fn(
-            None,
-            True,
-            None,
-            str(directory),
-            cache_dir=None,
-            force_download=False,
-            proxies=None,
-            local_files_only=True,
-            token=None,
-            revision=None,
-            subfolder="",
-            trust_remote_code=False,
+        model.generation_config = transformers.GenerationConfig.from_pretrained(
+            str(directory), local_files_only=True, **how
         )
     except (OSError, ValueError, TypeError) as error:
-        raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED,
-            f"{file} cannot be read ({first_line(error)}).",
-        ) from error
+        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{file} cannot be read ({first_line(error)}).") from error
 
 
 def first_line(error: BaseException) -> str:
