@@ -20,9 +20,9 @@ from engine.checkpoint.names import STARTER_NAME, find_named, in_library, is_pat
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_private
+from engine.common.json_fields import MAX_PROFILE_BYTES, ProfileFile, near_names, refused
 from engine.common.paths import data_dir, resources_dir
 from engine.common.plain_text import quoted
-from engine.common.profile_file import MAX_PROFILE_BYTES, ProfileFile, near_names, refused
 from engine.common.untrusted import read_untrusted
 
 KINDS = ("moe", "dense")

@@ -35,11 +35,9 @@ from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, careful, format_of, is_router
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.tiles import Pairing, PartSpec, RecordLayout, TiledMatrix
-from engine.kernels.activation import activation_of
-from engine.kernels.dense import is_held_quantised, quantised_sizes
-from engine.kernels.gpu.linear import CardEmbedding, CardLinear
+from engine.kernels.gpu.linear import CardEmbedding, CardLinear, is_held_quantised, quantised_sizes
 from engine.kernels.gpu.proof import kernels_of
-from engine.kernels.interface import LayerRecords
+from engine.kernels.interface import LayerRecords, activation_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,
@@ -51,8 +49,7 @@ from engine.kernels.native.linear import (
     looks_rows_up,
     scale_of_rows,
 )
-from engine.kernels.quantise import quantise_into
-from engine.kernels.repack import Blocks
+from engine.kernels.repack import Blocks, quantise_into
 from engine.planner.placement import Made
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, Stack, parameter_dtypes
