@@ -30,8 +30,8 @@ from engine.checkpoint.stored import (
 )
 from engine.common.footprint import PASSING_MATRICES
 from engine.experts.direct_file import Part, Place, bytes_of
+from engine.experts.dispatch import ExpertsSite
 from engine.experts.record import HugePages
-from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, careful, format_of, is_router
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.tiles import Pairing, PartSpec, RecordLayout, TiledMatrix

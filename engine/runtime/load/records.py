@@ -19,8 +19,8 @@ from engine.checkpoint.headers import TensorEntry
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.direct_file import Part, bytes_of
+from engine.experts.dispatch import ExpertsSite
 from engine.experts.record import RecordMemory, allocate_records
-from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, PartSpec, RecordLayout, TiledMatrix
 from engine.kernels.interface import LayerRecords
 from engine.kernels.native.library import NativeKernels
