@@ -12,8 +12,8 @@ from pathlib import Path
 
 from gguf import TokenType
 
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.export import Metadata, Quantisation, write_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.common.errors import EngineError, ErrorCode

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.shapes import random_blocks
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.safetensors_numpy import read_safetensors
+from engine.checkpoint.packed import read_safetensors
 from engine.formats.ggml import GGML
 from tests.k_quants import quantise_k
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.checkpoint import gguf_config
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.runtime.load.library_models import model_class_for, quiet_library, read_library_config
 
 if TYPE_CHECKING:

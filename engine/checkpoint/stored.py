@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.names import SUFFIX
+from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import LatentHeads, PackedEntry, RotaryRows, Rows, is_blocks
 from engine.checkpoint.quantised.packings import ByRows
@@ -37,7 +37,6 @@ class StoredWeights:
         layers: the part of it that each layer has.
         tables: the part of it that is in tables whose rows are looked up, the embedding of tokens among them.
         layer_bytes_per_weight: of what is neither expert nor embedding nor head.
-        head_bytes_per_weight: of the head.
         is_repacked: whether experts' records are made of what is stored, without their numbers in between.
         in_place: the same where it is used as it lies in its files; None if that cannot be.
         is_in_place: whether this is that: what does not fit into memory is read from those files.

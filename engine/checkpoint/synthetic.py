@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.importing import put_in_place, staging_folder
-from engine.checkpoint.safetensors_numpy import to_bfloat16, write_safetensors
+from engine.checkpoint.packed import write_safetensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import cache_dir
+from engine.formats.coded import to_bfloat16
 
 
 class Role(Enum):

@@ -299,11 +299,7 @@ class StateMixer:
         return answer
 
     def _answer(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
-        """[1, T, hidden], normalised, of any number of tokens -> what the output's matrix takes.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`.
-        """
+        """[1, T, hidden], normalised, of any number of tokens -> what the output's matrix takes."""
         parts, kernels = self._parts, self.kernels
         before = {"z": parts.z_first, "a": parts.a_first}
         given = []

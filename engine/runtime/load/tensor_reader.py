@@ -267,7 +267,6 @@ class TensorReader:
         return raw
 
     def read_bytes(self, entry: TensorEntry, raw: torch.Tensor) -> None:
-        """Fills uint8 [bytes]."""
         self.read_into([(entry, raw)])
         container = self._container
         is_its = container is not None and container.path == entry.file
