@@ -276,6 +276,9 @@ def _in_library(
         "transformers (eager experts)",
         "transformers, dense parent",
     )
+    if gguf_at(checkpoint) is not None:
+        dtype = torch.bfloat16
+        default, eager = "transformers, bf16 (default experts)", "transformers, bf16 (eager experts)"
     wanted[default] = lambda: TransformersPeer(default, checkpoint, dtype)
     if loaded.info.experts:
         wanted[eager] = lambda: TransformersPeer(eager, checkpoint, dtype, "eager")

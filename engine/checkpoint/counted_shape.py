@@ -22,6 +22,7 @@ from engine.checkpoint.stored import (
     in_rows,
     is_in_gguf,
     linear_format,
+    mixed_rows,
     pieces_of,
     precisions_of,
     type_of,
@@ -231,6 +232,8 @@ def _in_place(
             stored = None
         if (turned := in_columns(entry)) is not None:
             stored, _ = turned
+        elif (mixed := mixed_rows(entry)) is not None:
+            (stored, *_), _ = mixed
         nbytes = entry.nbytes if stored is not None else 2 * entry.numel
         if stored is not None:
             formats[stored.dtype] += entry.numel

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -425,11 +425,25 @@ def parse(model: str) -> tuple[str, Shape]:
     Raises:
         EngineError: as `make_synthetic`.
     """
-    name, _, query = model.removeprefix(_PREFIX).partition("?")
-    shape = SHAPES.get(name)
-    if shape is None:
+    name, options = options_of(model, SHAPES)
+    shape = SHAPES[name].changed(**options)
+    if shape.experts < shape.top_k:
         raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND, f"There is no synthetic model {name!r}: use one of {', '.join(SHAPES)}."
+            ErrorCode.INVALID_REQUEST, f"A token of {name} uses {shape.top_k} experts, so it needs at least that many."
+        )
+    return "-".join([name, *(f"{key}{value}" for key, value in sorted(options.items()))]), shape
+
+
+def options_of(model: str, known: Iterable[str]) -> tuple[str, dict[str, int]]:
+    """The name of the shape, one of those known, and the options.
+
+    Raises:
+        EngineError: as `make_synthetic`.
+    """
+    name, _, query = model.removeprefix(_PREFIX).partition("?")
+    if name not in known:
+        raise EngineError(
+            ErrorCode.MODEL_NOT_FOUND, f"There is no synthetic model {name!r}: use one of {', '.join(known)}."
         )
     options: dict[str, int] = {}
     for part in filter(None, query.split("&")):
@@ -441,12 +455,7 @@ def parse(model: str) -> tuple[str, Shape]:
                 f"{part!r} is not an option of a synthetic model: use for example {_PREFIX}{name}?layers=4&vocab=8192.",
             )
         options[key] = int(value)
-    shape = shape.changed(**options)
-    if shape.experts < shape.top_k:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"A token of {name} uses {shape.top_k} experts, so it needs at least that many."
-        )
-    return "-".join([name, *(f"{key}{value}" for key, value in sorted(options.items()))]), shape
+    return name, options
 
 
 def plain_nbytes(shape: Shape) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf
+from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf, mixed_rows
 from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.dispatch import ExpertsSite
 from engine.experts.record import HugePages
@@ -30,6 +30,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,
     LatentHeads,
+    MixedRows,
     QuantisedLinear,
     TurnedLinear,
     large_linears,
@@ -131,7 +132,11 @@ def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorRe
 
 
 def files_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> list[Path]:
-    used = (entry for entry in opened.plan.entries if _is_matrix(entry, types) or heads_in_rows(entry) is not None)
+    used = [
+        entry
+        for entry in opened.plan.entries
+        if _is_matrix(entry, types) or heads_in_rows(entry) is not None or mixed_rows(entry) is not None
+    ]
     of_sites = [_stacks_of(site, opened.plan, types) or {} for site in opened.sites]
     experts = (file for each in of_sites for stacks in each.values() for stack in stacks for file, _ in stack.places)
     return list(dict.fromkeys((*(file for entry in used for file in entry.files), *experts)))
@@ -188,10 +193,17 @@ def bind_matrices_in_place(
             raw = reader.bytes_of(stored_matrix).view(stored_matrix.shape[0], -1)
             own.forward = TurnedLinear(QuantisedLinear(own, Blocks(kind, raw), kernels), torch.from_numpy(order))
             continue
+        mixed = mixed_rows(entry)
+        if mixed is not None:
+            sources, rows = mixed
+            own, raw_of = model.get_submodule(name.removesuffix(".weight")), reader.bytes_of
+            each = [Blocks(GGML[source.dtype], raw_of(source).view(source.shape[0], -1)) for source in sources]
+            own.forward = MixedRows(own, each, torch.from_numpy(rows), kernels)
+            continue
         if id(entry) not in made:
             stored = blocks_of(entry)
             assert stored is not None
-            made[id(entry)] = stored.blocks(reader.bytes_of(stored.sources[0]))
+            made[id(entry)] = stored.read(reader.bytes_of)
         table, module = made[id(entry)], model.get_submodule(name.removesuffix(".weight"))
         if isinstance(module, torch.nn.Embedding):
             module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
@@ -230,9 +242,11 @@ def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
     heads = heads_in_rows(entry)
     if heads is not None:
         return {stack.dtype for stack in heads} <= types
-    turned = in_columns(entry)
+    turned, mixed = in_columns(entry), mixed_rows(entry)
     if turned is not None:
         return turned[0].dtype in types
+    if mixed is not None:
+        return {source.dtype for source in mixed[0]} <= types
     stored = in_rows(entry)
     if stored is None or stored.dtype not in types or len(stored.shape) != 2:
         return False
@@ -283,7 +297,7 @@ def formats_on_cards(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
 class MatricesOnCards:
     def __init__(self, opened: OpenedCheckpoint) -> None:
         found = matrices_in_place(opened, BLOCKS).items()
-        self._found = {name: entry for name, entry in found if in_columns(entry) is None}
+        self._found = {name: entry for name, entry in found if in_columns(entry) is None and mixed_rows(entry) is None}
         self._tied = tied_to(opened.model)
         linears: dict[str, BlockType] = {}
         self.embeddings: dict[str, TensorEntry] = {}
@@ -315,7 +329,7 @@ class MatricesOnCards:
     def matrix(self, name: str, reader: TensorReader) -> Blocks:
         stored = blocks_of(self._found[f"{name}.weight"])
         assert stored is not None
-        return stored.blocks(reader.bytes_of(stored.sources[0]))
+        return stored.read(reader.bytes_of)
 
     def bind_embeddings(
         self, model: Any, place_of: Callable[[str], torch.device], reader: TensorReader, besides: Collection[str]
