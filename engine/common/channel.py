@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
 
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+MAX_LINE_BYTES = 64 * 2**20
+"""Whoever receives a longer line rejects it instead of buffering it."""
 _NOTICES_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 class Pipes:
@@ -25,9 +28,11 @@ class Pipes:
         self._inlet, self._outlet = inlet, outlet
 
     def recv_bytes(self) -> bytes:
-        """One line.  Raises EOFError at the end."""
-        if not (line := self._inlet.readline()):
+        """One line.  Raises EOFError at the end, and EngineError `PROTOCOL` if it is too long."""
+        if not (line := self._inlet.readline(MAX_LINE_BYTES + 1)):
             raise EOFError
+        if len(line) > MAX_LINE_BYTES:
+            raise EngineError(ErrorCode.PROTOCOL, f"A protocol line is longer than {MAX_LINE_BYTES} bytes.")
         return line
 
     def send_bytes(self, line: bytes) -> None:
@@ -47,7 +52,7 @@ class Channel:
     """Sends and receives without ever waiting for the other side.
 
     Args:
-        on_message: told of each message that comes, on a thread of its own; an EngineError ends the channel.
+        on_message: told of each message that comes, on a thread of its own; an error of it ends the channel.
         on_lost: told once, behind the last message, that no more can come.
     """
 
@@ -83,9 +88,13 @@ class Channel:
                 thread.join()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, EOFError, EngineError):
+        try:
             while self._has_come():
                 self._on_message(self._connection.recv_bytes())
+        except (OSError, EOFError, EngineError):
+            pass
+        except Exception as error:  # without its text, which can quote a prompt
+            _log.error("a channel ends: its message could not be handled (%s)", type(error).__name__)
         self._end()
         self._unsent.put(None)
         self._threads[1].join()
@@ -110,6 +119,8 @@ class Channel:
         if isinstance(self._connection, Pipes):
             self._connection.hang_up()
         elif os.name != "nt":
+            import socket  # the window, which has no such line, reads this module with the protocol
+
             with (
                 contextlib.suppress(OSError, ValueError),
                 socket.socket(fileno=os.dup(self._connection.fileno())) as end,

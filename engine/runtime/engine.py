@@ -161,11 +161,7 @@ class Engine:
         cancelled: Callable[[], bool],
         on_phase: OnPhase = ignore_phase,
     ) -> ModelInfo:
-        """The same with these settings and no others: nothing that was tuned is looked for.
-
-        Raises:
-            EngineError, RequestCancelled: as `load`.
-        """
+        """The same with these settings and no others: nothing that was tuned is looked for."""
         self.unload()
         path = resolve(config.model)
         with contextlib.ExitStack() as held:
@@ -200,11 +196,7 @@ class Engine:
         self.on_moved(loaded.info)
 
     def without_card(self, *, is_lost: bool) -> LoadedModel:
-        """See `Places`.
-
-        Raises:
-            EngineError: it cannot be loaded; no model is loaded then.
-        """
+        """See `Places`."""
         lost, others = self._lost_and_others(is_lost=is_lost)
         fewer, none = (_FEWER, _LOST) if is_lost else (_TAKEN_OF_ONE, _TAKEN)
         why = fewer.format(" and ".join(lost), " and ".join(others)) if others else none
@@ -232,11 +224,7 @@ class Engine:
         return self._failback is not None and self._failback.is_open(monotonic())
 
     def with_card(self) -> LoadedModel:
-        """See `Places`.
-
-        Raises:
-            EngineError: it cannot be loaded at all; no model is loaded then.
-        """
+        """See `Places`."""
         left = self._ready().info
         _log.warning("loading the model on the graphics card again, which is of use again")
         try:
@@ -300,9 +288,6 @@ class Engine:
         """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `timed_decode`.
 
         What is held of conversations is given up.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model, and what the model raises.
         """
         loaded = self._ready()
         self.scheduler.forget()
@@ -311,11 +296,7 @@ class Engine:
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
 
     def record_routing(self) -> RoutingRecorder:
-        """Records the routing of the loaded model from now on.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`, without a model or if it routes nothing.
-        """
+        """Records the routing of the loaded model from now on."""
         return RoutingRecorder(self._ready())
 
     def unload(self) -> None:
@@ -351,11 +332,7 @@ class Engine:
         on_reasoning: TextCallback = ignore_text,
         tools: tuple[Tool, ...] = (),
     ) -> GenerationResult:
-        """Answer the last of `messages`, and whatever else is asked meanwhile.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model or a message, `PROMPT_TOO_LONG`, and what the model raises.
-        """
+        """Answer the last of `messages`, and whatever else is asked meanwhile."""
         ended: list[Outcome] = []
         calls: list[ToolCall] = []
         request = BatchRequest(
@@ -389,9 +366,6 @@ class Engine:
             on_end, on_begin: see `Scheduler.submit`.
             on_reasoning: told what the model thinks before it answers.
             on_calls: told which tools the answer calls, before its end.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
         """
         scheduler, info = self.scheduler, self._ready().info
         answer = SplitAnswer(info.family, request.on_text, on_reasoning, request.tools)
@@ -415,11 +389,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the loaded model.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
-        """
+        """Of the loaded model."""
         self._ready()
         assert self._scheduler is not None
         return self._scheduler
@@ -435,11 +405,7 @@ class Engine:
         return self._scheduler is not None and (self._scheduler.is_busy or self._scheduler.background.is_busy)
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
-        """Answers a job's rows with the loaded model on this thread; nothing else is answered meanwhile.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model, and see `run_whole_job`.
-        """
+        """Answers a job's rows with the loaded model on this thread; nothing else is answered meanwhile."""
         from engine.runtime.batch.whole_job import OwnHost, run_whole_job  # which the first chat need not wait for
 
         return run_whole_job(prepared, OwnHost(self._ready(), self.scheduler.moved), watcher)
@@ -449,20 +415,13 @@ class Engine:
 
         Args:
             asked: its first rows, each with the share of the input read so far.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
         """
         from engine.runtime.batch.whole_job import open_rows
 
         return open_rows(job, asked, self._ready())
 
     def job_runner(self) -> Callable[[PreparedJob, JobWatcher], JobEnding]:
-        """Runs a job, on a thread of its own, whose rows are answered in `serve` together with other jobs' rows.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
-        """
+        """Runs a job, on a thread of its own, whose rows are answered in `serve` together with other jobs' rows."""
         from engine.runtime.batch.whole_job import SharedHost, run_whole_job
 
         self.scheduler.return_to_card()
@@ -470,11 +429,7 @@ class Engine:
         return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
 
     def hosted_model(self, *, beside_others: bool) -> HostedModel:
-        """The loaded model for some of a job's rows, `beside_others` as in `job_runner`, else as in `run_batch`.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
-        """
+        """The loaded model for some of a job's rows, `beside_others` as in `job_runner`, else as in `run_batch`."""
         from engine.runtime.batch.whole_job import HostedModel, OwnHost, SharedHost
 
         loaded, scheduler = self._ready(), self.scheduler

@@ -392,11 +392,7 @@ def _prompts(like: Ask, given: Any) -> list[Ask]:
 
 
 def _read_end(body: Mapping[str, Any], messages: tuple[ChatMessage, ...]) -> PromptEnd:
-    """How the prompt of a conversation is to end.
-
-    Raises:
-        BadRequestError: what is asked contradicts itself, or there is no answer that could be continued.
-    """
+    """How the prompt of a conversation is to end."""
     if [message.role for message in messages[-2:]] == ["assistant", "assistant"]:
         raise BadRequestError("ends with two answers in a row; join them, or ask something")
     opens = body.get("add_generation_prompt")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -23,6 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import disk_errors_explained, write_private
+from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Served
@@ -38,6 +41,7 @@ MOST_HELD_BYTES = 256 * 2**20
 _SMALL_BYTES = 2**16
 _LONGEST_NAME = 60
 _QUIET = ("GET", "HEAD", "OPTIONS")
+_CERTIFICATE_YEARS = 10
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -286,11 +290,7 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """Begins to listen; returns the port.
-
-        Raises:
-            EngineError: the address cannot be used.
-        """
+        """Begins to listen; returns the port."""
         self._address.check()
         listener = _listen(self._address)
         app = make_app(self._service, self._address, self._on_served)
@@ -330,3 +330,54 @@ def _listen(address: Address) -> socket.socket:
             f"The server cannot listen on {address.host}:{address.port} ({reason}): choose another --port or --host.",
         ) from None
     return listener
+
+
+# --- its own certificate ----------------------------------------------------------------------------
+
+
+def own_certificate() -> Path:
+    """A PEM file with the certificate and its key, for the user alone; made now if there is none, or an old one."""
+    file = config_dir() / "server-certificate.pem"
+    with disk_errors_explained(file.parent):
+        if not file.is_file() or _has_ended(file):
+            write_private(file, _made_certificate())
+    return file
+
+
+def _has_ended(file: Path) -> bool:
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificates(file.read_bytes())[0]
+    except (ValueError, OSError):
+        return True
+    return certificate.not_valid_after_utc < datetime.now(UTC) + timedelta(days=30)
+
+
+def _made_certificate() -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    host = socket.gethostname().partition(".")[0][:60] or "switchyard"
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"Switchyard on {host}"[:64])])
+    names = [x509.DNSName(each) for each in ("localhost", *([host, f"{host}.local"] if host.isascii() else []))]
+    here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))  # clocks differ
+        .not_valid_after(now + timedelta(days=365 * _CERTIFICATE_YEARS))
+        .add_extension(x509.SubjectAlternativeName([*names, here]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM) + secret

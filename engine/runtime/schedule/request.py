@@ -279,16 +279,14 @@ class Preparation:
             RequestCancelled: `cancelled()` came true meanwhile.
         """
         with of_one():
-            return self._prepared(
-                replace(
-                    request,
-                    on_progress=alone_with(request.on_progress),
-                    on_text=alone_with(request.on_text),
-                    on_reused=alone_with(request.on_reused),
-                    cancelled=alone_with(request.cancelled),
-                ),
-                cancelled,
+            request = replace(
+                request,
+                on_progress=alone_with(request.on_progress),
+                on_text=alone_with(request.on_text),
+                on_reused=alone_with(request.on_reused),
+                cancelled=alone_with(request.cancelled),
             )
+            return self._prepared(request, cancelled)
 
     def _prepared(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
         begun_s, sampling, stop = clock.now(), request.sampling, request.sampling.stop
