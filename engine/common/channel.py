@@ -6,17 +6,22 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import try_lock
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 MAX_LINE_BYTES = 64 * 2**20
 """Whoever receives a longer line rejects it instead of buffering it."""
+LINK_PREFIX = "switchyard-link-"
 _NOTICES_S = 0.5
 _log = logging.getLogger(__name__)
 
@@ -126,3 +131,59 @@ class Channel:
                 socket.socket(fileno=os.dup(self._connection.fileno())) as end,
             ):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class LinkFolder:
+    """A new folder, after those of servers that were killed have been removed.
+
+    It is locked as long as its process lives; where folders cannot be locked, none is removed.
+
+    Attributes:
+        place: of the link in it; None on Windows, whose pipes have no file.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self.place: str | None = None
+        if os.name == "posix":
+            remove_abandoned()
+            while self._descriptor < 0:
+                self.place = os.path.join(self._made(), "engine")
+
+    def _made(self) -> str:
+        folder = tempfile.mkdtemp(prefix=LINK_PREFIX)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try_lock(descriptor)
+        if os.path.isdir(folder):
+            self._descriptor = descriptor
+        else:  # another server that started just then took it for abandoned
+            os.close(descriptor)
+        return folder
+
+    def leave(self) -> None:
+        """Gives up the lock, once the folder has been removed."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def remove_abandoned() -> None:
+    """Removes folders of this user that no living process has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{LINK_PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            if try_lock(descriptor):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def forget_link(address: str) -> None:
+    """Removes what is left of a link whose server has ended."""
+    if os.name == "posix" and address:
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)

@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Protocol
 
-from engine.common.channel import Channel
+from engine.common.channel import Channel, LinkFolder, forget_link
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import fields_of
@@ -36,7 +36,6 @@ from engine.protocol import (
     decode,
     encode,
 )
-from engine.serving.link_folder import LinkFolder, forget_link
 
 _log = logging.getLogger(__name__)
 MOST_WAITING = 1000
