@@ -212,7 +212,8 @@ class Worker:
     def _go_on(self, engine: Engine) -> None:
         """Goes on with answers, or performs the next request once there are none, waiting for one if necessary."""
         self._others.admit(engine)
-        self._chats.answer()
+        if engine.is_busy:
+            self._chats.answer()
         if self._chats.are_under_way:
             request = self._requests.take_if(StartBatch, SampleBatch)
         elif engine.is_busy and not self._requests.is_closed:
@@ -314,18 +315,16 @@ class Worker:
     def _sample(self, engine: Engine, rate: float) -> None:
         self._sampled_s, self._written = time.monotonic(), 0
         try:
-            info, (device_total, device_used, device_experts) = engine.info, engine.device_memory
-            weights, experts = (info.weights_bytes, info.experts_bytes) if info else (0, 0)
+            weights = (engine.info.weights_bytes, engine.info.experts_bytes) if engine.info else (0, 0)
             rss, context = self._process.memory_info().rss, (engine.kv_bytes, engine.kv_tokens)
-            of_device = device_total, device_used, device_experts
-            self._writer.publish(Telemetry(rss, weights, experts, *context, rate, *of_device))
+            self._writer.send(Telemetry(rss, *weights, *context, rate, *engine.device_memory))
         except Exception as error:  # a missing figure is no reason to stop
             log_failure(error, "sampling")
         trim_stderr()
 
 
 def run_tuning(
-    engine: TunedEngine, request: StartTuning, requests: RequestQueue, send: Callable[[Event], None]
+    engine: TunedEngine, request: StartTuning, requests: RequestQueue, send: Callable[[Event], object]
 ) -> TuningFinished:
     """Runs until done or cancelled; results are sent at once, progress as often as it can be shown."""
     from engine.tuning.run import tune  # the planner, which few sessions need
@@ -400,7 +399,7 @@ def serve(make_engine: Callable[[], Engine], *, at_once: bool = True) -> None:
     writer.start()
     writer.send(Ready(PROTOCOL_VERSION, os.getpid()))
     requests = RequestQueue(writer.send)
-    telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
+    telemetry = TelemetryService(writer.send)
     others = ApiRequests(requests)
     remote = RemoteRequests(requests, writer.send, telemetry.is_elsewhere)
 

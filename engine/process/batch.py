@@ -45,7 +45,7 @@ JobRunner = Callable[[PreparedJob, JobWatcher], JobEnding]
 class BatchService:
     """Runs jobs, each on a thread of its own beside the engine's, and samples on the engine's."""
 
-    def __init__(self, requests: RequestQueue, send: Callable[[Event], None], chats: ChatService) -> None:
+    def __init__(self, requests: RequestQueue, send: Callable[[Event], object], chats: ChatService) -> None:
         self._requests, self._send = requests, send
         self._chats = chats
         self.threads = RequestThreads(requests)
@@ -115,7 +115,7 @@ class BatchService:
 
 
 def answered_job(
-    request: StartBatch, runner: JobRunner, send: Callable[[Event], None], cancelled: Callable[[], bool]
+    request: StartBatch, runner: JobRunner, send: Callable[[Event], object], cancelled: Callable[[], bool]
 ) -> BatchFinished:
     """Runs one job until it is done or stopped."""
     events = JobEvents(request.request_id, send)
@@ -150,7 +150,7 @@ def answered_job(
 class JobEvents:
     """Sends one job's events to the window, no more often than it can show them."""
 
-    def __init__(self, request_id: str, send: Callable[[Event], None]) -> None:
+    def __init__(self, request_id: str, send: Callable[[Event], object]) -> None:
         self._request_id, self._send = request_id, send
         self._log = RequestLog()
         self._done = self._failed = self._tokens = 0

@@ -33,7 +33,7 @@ class ChatService:
     def __init__(
         self,
         requests: RequestQueue,
-        send: Callable[[Event], None],
+        send: Callable[[Event], object],
         engine: Engine,
         begins: Callable[[str], None],
         wrote: Callable[[int], None],

@@ -44,7 +44,7 @@ class RemoteRequests:
     def __init__(
         self,
         requests: RequestQueue,
-        send: Callable[[Event], None],
+        send: Callable[[Event], object],
         is_elsewhere: Callable[[int, str], None] = lambda _number, _place: None,
     ) -> None:
         self._requests, self._send, self._is_elsewhere = requests, send, is_elsewhere

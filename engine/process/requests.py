@@ -40,7 +40,7 @@ def cancelled_event(request: Request) -> TerminalEvent | None:
 class RequestQueue:
     """Hands requests to the engine thread one at a time, and ensures that each ends exactly once."""
 
-    def __init__(self, send: Callable[[TerminalEvent], None]) -> None:
+    def __init__(self, send: Callable[[TerminalEvent], object]) -> None:
         self._send = send
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
