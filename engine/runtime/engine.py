@@ -15,9 +15,10 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.embedding import refuse_embedding
 from engine.checkpoint.library import note_use, reading, resolve
 from engine.checkpoint.profile import suggested_sampling
+from engine.common import clock
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.file_image import EARLY_READS, remember
@@ -31,7 +32,6 @@ from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.request import BatchRequest, OnEnd, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.runtime.schedule.timed_decode import TIMED_PROMPT, time_decode
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.result import DecodeRate
@@ -52,6 +52,10 @@ _TAKEN_OF_ONE = "Other programs use the memory of {0}, so the model runs on {1} 
 _LOST = "The graphics card stopped responding, so the model runs on the CPU now."
 _TAKEN = "Other programs use the graphics card's memory, so the model runs on the CPU until they leave it."
 _BACK = "The graphics card works again: reload the model to use it."
+TIMED_PROMPT = (
+    "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
+)
+_FEWEST_TOKENS = 4
 
 
 class Engine:
@@ -285,7 +289,7 @@ class Engine:
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
     ) -> DecodeRate:
-        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `timed_decode`.
+        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most.
 
         What is held of conversations is given up.
         """
@@ -358,7 +362,7 @@ class Engine:
         on_begin: Callable[[], None] = lambda: None,
         *,
         on_reasoning: TextCallback = ignore_text,
-        on_calls: Callable[[tuple[ToolCall, ...]], None] = lambda _calls: None,
+        on_calls: Callable[[tuple[ToolCall, ...]], object] = lambda _calls: None,
     ) -> None:
         """Takes a chat that the scheduler answers; its `on_text` is told of the answer without the reasoning.
 
@@ -450,3 +454,54 @@ class Engine:
 
 def _how(info: ModelInfo) -> str:
     return f"{info.device}, {info.precision}"
+
+
+def time_decode(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    seconds: float = float("inf"),
+    speculates: bool = False,
+    on_token: Callable[[int, float], None] = lambda _count, _rate: None,
+    cancelled: CancelCheck = never_cancelled,
+) -> DecodeRate:
+    """Continues a prompt greedily by `tokens` tokens after the first, past any end token.
+
+    Args:
+        seconds: a slow model is stopped after so long, with the tokens that it has made, four at the least.
+        speculates: whether coming tokens may be guessed; what repeats itself would be timed as if all answers did.
+        on_token: called with their number, and the rate since the first.
+    """
+    arrivals: list[tuple[int, float]] = []
+    begun = clock.now()
+
+    def on_text(_text: str, count: int) -> None:
+        if arrivals and count == arrivals[-1][0]:
+            return  # what was held back of the text: no further token
+        arrivals.append((count, clock.now()))
+        first, since = arrivals[0]
+        if count > first:
+            on_token(count - first, (count - first) / (arrivals[-1][1] - since))
+
+    def enough() -> bool:
+        if cancelled():
+            return True
+        return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and clock.now() - arrivals[0][1] > seconds
+
+    scheduler = Scheduler(replace(loaded, speculates=speculates, kept=None))
+    sampling = SamplingParams(max_tokens=tokens + 1)
+    try:
+        scheduler.answer(
+            BatchRequest(
+                0, ids=tuple(prompt), sampling=sampling, end_ids=frozenset(), on_text=on_text, cancelled=enough
+            )
+        )
+    finally:
+        scheduler.close()
+    if not arrivals:
+        return DecodeRate(0.0, 0.0, 0)
+    # Not every token completes a text.
+    (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
+    rate = (last - first) / (last_s - first_s) if last > first else 0.0
+    return DecodeRate(rate, first_s - begun, last - first)

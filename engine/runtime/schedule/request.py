@@ -286,31 +286,28 @@ class Preparation:
                 on_reused=alone_with(request.on_reused),
                 cancelled=alone_with(request.cancelled),
             )
-            return self._prepared(request, cancelled)
-
-    def _prepared(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
-        begun_s, sampling, stop = clock.now(), request.sampling, request.sampling.stop
-        prompt = self.prompt_of(request, cancelled, self._context_tokens)
-        room, earlier, thinks, is_call = self.fitting(prompt), 0, False, False
-        constraint = request.constraint
-        if isinstance(constraint, Constraint):
-            constraint = self._constraints().begin(constraint)
-        if request.is_chat:
-            thinking, stop = self._thinking(request), (*stop, *self.implied_stops)
-            if sampling.repetition_penalty != 1:
-                earlier = self._earlier(request, prompt, cancelled)
-            thinks = not self._encodes and self.replies.thinks(prompt)
-            request.on_prepared(thinks)
-            if constraint is not None and not self._encodes:
-                constraint = self.replies.free_before(constraint, prompt, thinking)
-            elif request.tools:
-                constraint, is_call = self._held_calls(request.tools, request.choice, prompt, thinking)
-            request = replace(request, shown=self.replies.shown(calls=bool(request.tools)))
-        end_ids = self._end_ids if request.end_ids is None else request.end_ids
-        limits = AnswerLimits.within(room, sampling, end_ids, stop)
-        layout = self._sight.layout(prompt) if self._sight is not None else None
-        how = (constraint, earlier, begun_s, layout, thinks, is_call)
-        return PreparedRow(request, prompt, limits, self._tokenizer, *how)
+            begun_s, sampling, stop = clock.now(), request.sampling, request.sampling.stop
+            prompt = self.prompt_of(request, cancelled, self._context_tokens)
+            room, earlier, thinks, is_call = self.fitting(prompt), 0, False, False
+            constraint = request.constraint
+            if isinstance(constraint, Constraint):
+                constraint = self._constraints().begin(constraint)
+            if request.is_chat:
+                thinking, stop = self._thinking(request), (*stop, *self.implied_stops)
+                if sampling.repetition_penalty != 1:
+                    earlier = self._earlier(request, prompt, cancelled)
+                thinks = not self._encodes and self.replies.thinks(prompt)
+                request.on_prepared(thinks)
+                if constraint is not None and not self._encodes:
+                    constraint = self.replies.free_before(constraint, prompt, thinking)
+                elif request.tools:
+                    constraint, is_call = self._held_calls(request.tools, request.choice, prompt, thinking)
+                request = replace(request, shown=self.replies.shown(calls=bool(request.tools)))
+            end_ids = self._end_ids if request.end_ids is None else request.end_ids
+            limits = AnswerLimits.within(room, sampling, end_ids, stop)
+            layout = self._sight.layout(prompt) if self._sight is not None else None
+            how = (constraint, earlier, begun_s, layout, thinks, is_call)
+            return PreparedRow(request, prompt, limits, self._tokenizer, *how)
 
     def rows(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
