@@ -212,8 +212,7 @@ class Worker:
     def _go_on(self, engine: Engine) -> None:
         """Goes on with answers, or performs the next request once there are none, waiting for one if necessary."""
         self._others.admit(engine)
-        if engine.is_busy:
-            self._chats.answer()
+        self._chats.answer()
         if self._chats.are_under_way:
             request = self._requests.take_if(StartBatch, SampleBatch)
         elif engine.is_busy and not self._requests.is_closed:
