@@ -218,7 +218,7 @@ class Scheduler:
         self.return_to_card()
         try:
             with torch.inference_mode():  # all of it: what is made in this mode may be written to only in this mode
-                self._heed()
+                self._tell()
                 for lane in self._beside():
                     lane.drop_piggybacked()
                 for asked in list(self._waiting):
@@ -241,12 +241,11 @@ class Scheduler:
         """Whether other programs have taken memory of the devices, or left it."""
         return self.loaded.devices is not None and self.loaded.devices.have_news(monotonic())
 
-    def _heed(self) -> None:
-        note = FALLS.note
-        if (devices := self.loaded.devices) is not None:
-            if devices.have_news(monotonic()):
-                devices.heed()
-            note = " ".join(filter(None, (devices.note, note)))
+    def _tell(self) -> None:
+        """Says what devices lack; sweeps follow the news themselves."""
+        devices = self.loaded.devices
+        self._has_news()
+        note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
         if note != self._note:
             self._note = note
             self._on_note(note)
@@ -341,11 +340,8 @@ class Scheduler:
         asked.end(outcome)
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
-        """Where jobs are answered: over the pages of requests.
-
-        On a card each has its own: sweeps of both would be under way in the same memory at once.
-        """
-        lane, note = lane_for(self.loaded, policy, self._ready() if self.loaded.devices is None else None)
+        """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
+        lane, note = lane_for(self.loaded, policy, self._ready())
         if self._batch is not None and lane.model is self._batch.model:
             lane.piggybacked = self._piggybacked
         return lane, note
