@@ -139,7 +139,7 @@ class Preparation:
         Raises:
             EngineError, RequestCancelled: as `chat_prompt`.
         """
-        if self._sight is None and any(pictures_of(message) for message in messages):
+        if self._sight is None and any(map(pictures_of, messages)):
             raise self._blind.refuse()
         if self._encodes:
             if end == "continue":

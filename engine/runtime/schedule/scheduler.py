@@ -117,7 +117,8 @@ class Scheduler:
             self._rest(False)
         self._numbers += 1
         asked = Asked(request, on_end, on_begin, self._wrote, self._numbers)
-        asked.move(self.loaded)
+        if isinstance(request, PreparedRow):
+            asked.move(self.loaded)  # which it was perhaps not prepared for
         self._waiting.append(asked)
 
     def answer(self, request: BatchRequest) -> GenerationResult:
@@ -218,7 +219,12 @@ class Scheduler:
         self.return_to_card()
         try:
             with torch.inference_mode():  # all of it: what is made in this mode may be written to only in this mode
-                self._tell()
+                self._has_news()
+                devices = self.loaded.devices
+                note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
+                if note != self._note:
+                    self._note = note
+                    self._on_note(note)
                 for lane in self._beside():
                     lane.drop_piggybacked()
                 for asked in list(self._waiting):
@@ -240,15 +246,6 @@ class Scheduler:
     def _has_news(self) -> bool:
         """Whether other programs have taken memory of the devices, or left it."""
         return self.loaded.devices is not None and self.loaded.devices.have_news(monotonic())
-
-    def _tell(self) -> None:
-        """Says what devices lack; sweeps follow the news themselves."""
-        devices = self.loaded.devices
-        self._has_news()
-        note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
-        if note != self._note:
-            self._note = note
-            self._on_note(note)
 
     def _loss(self, error: BaseException) -> CardLoss | None:
         """What this error says of the model's cards, if requests can go on without them."""
