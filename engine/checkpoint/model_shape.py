@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.checkpoint.stored import StoredWeights
 from engine.common.footprint import PAGE_TOKENS, pages_for, window_pages
+from engine.common.json_fields import ProfileFile, find_profile, profile_names, refused
 from engine.common.paths import resources_dir
-from engine.common.profile_file import ProfileFile, find_profile, profile_names, refused
 from engine.formats import BF16, LADDER, STORED, WeightFormat, careful, format_of, head_format, measured_as
 
 

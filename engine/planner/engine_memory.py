@@ -12,7 +12,6 @@ from engine.common.costs import Cost, picture_on_card
 from engine.formats import BF16, STORED, as_stored, careful, format_of, head_format
 from engine.hardware.machine import GpuProfile
 from engine.planner.costs import Cards, Costs
-from engine.planner.memory import MemoryRule
 from engine.planner.placement import (
     Budgets,
     DeviceBudget,
@@ -26,7 +25,7 @@ from engine.planner.placement import (
     converted_bytes,
     resolve,
 )
-from engine.planner.plan_parts import Limits, PicturePlan, TierBytes
+from engine.planner.plan_parts import Limits, MemoryRule, PicturePlan, TierBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +177,10 @@ def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
 
 
 def activation_token_bytes(model: ModelShape, precision: str) -> int:
-    """Bytes of activations per prompt token."""
     return footprint.activation_token_bytes(model.hidden, model.experts_per_token, as_stored(precision).width)
 
 
 def context_tokens(model: ModelShape, limits: Limits) -> int:
-    """The longest context that the engine will allow."""
     return min(model.context_tokens, limits.context_tokens or model.context_tokens)
 
 
@@ -330,7 +327,6 @@ def picture_plan(costs: Costs, card: TierBytes | None) -> PicturePlan | None:
 
 
 def _weights(costs: Costs) -> Weights:
-    """Sizes in the precision of the costs."""
     model, precision = costs.model, costs.precision
     gpu = costs.machine.gpu
     plain = as_stored(precision).name

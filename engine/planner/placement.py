@@ -72,7 +72,6 @@ class Experts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all experts."""
         return self.record * self.count
 
 
@@ -132,7 +131,6 @@ class Weights:
 
     @property
     def without_tables(self) -> Weights:
-        """The same with its tables on disk."""
         tables, layers = self.tables, self.tables.layers or (0,) * len(self.dense_layers)
         return replace(
             self,
@@ -146,7 +144,6 @@ class Weights:
 
     @property
     def experts_nbytes(self) -> int:
-        """Bytes of the experts of all layers."""
         return sum(each.nbytes for each in self.experts)
 
 
@@ -217,7 +214,6 @@ class Budgets:
     keeps: bool = True
 
     def without(self, nbytes: int) -> Budgets:
-        """The same with less RAM."""
         allowed = None if self.ram_allowed is None else max(0, self.ram_allowed - nbytes)
         return replace(self, ram_free=max(0, self.ram_free - nbytes), ram_allowed=allowed)
 
@@ -318,7 +314,6 @@ class OnDevice:
 
     @property
     def held(self) -> int:
-        """Bytes of all parts."""
         return self.dense + self.experts + self.staging + self.kv + self.activations
 
 
@@ -342,7 +337,6 @@ class InRam:
 
     @property
     def held(self) -> int:
-        """Bytes of all parts."""
         return self.dense + self.experts + self.working
 
 
@@ -624,7 +618,6 @@ def _by_layers(
 
 
 def _room_for_experts(need: _Need) -> int:
-    """Bytes that a device has for experts."""
     return max(0, need.device.free - need.dense - need.activations - need.kv(need.first_context))
 
 
@@ -698,12 +691,10 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
 
 
 def _is_default(cache: CacheSettings) -> bool:
-    """Whether the cache is left to the engine."""
     return cache.slots is None and cache.misses == "mixed"
 
 
 def _experts_on(index: int, weights: Weights, of_layer: Sequence[int], shares: Sequence[int] = ()) -> list[Experts]:
-    """Experts of the layers that a device has, or its part of those of each."""
     if shares:
         parts = ((each, len(expert_ranges(each.count, shares)[index])) for each in weights.experts)
         return [replace(each, count=count) for each, count in parts if count]
@@ -813,7 +804,6 @@ def _streamed(in_files: Sequence[int], missing: int) -> Streamed:
 
 
 def _saved(streamed: Streamed) -> int:
-    """RAM that they leave free."""
     return streamed.nbytes - streamed.window
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.cuda.angles import CudaAngles
+from engine.kernels.cuda import driver
 from engine.kernels.gpu import angles
-from engine.kernels.gpu.angles import CardAngles, angles_of, speed_up_angles
+from engine.kernels.gpu.angles import CardAngles, CudaAngles, speed_up_angles
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.tiny_families import tiny_model
 
@@ -40,7 +40,7 @@ def test_cosines_and_sines(dtype: torch.dtype, positions: list[int], pairs: int,
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
-    monkeypatch.setattr(angles, "angles_of", lambda device: CudaAngles(found))
+    monkeypatch.setattr(angles, "on_card", lambda device, make: make(found))
     return found
 
 
@@ -82,4 +82,4 @@ def test_angles_that_change_with_the_context_and_kernels_that_compute_wrongly_ch
     monkeypatch.setattr(CudaAngles, "_launch", fails)
     assert not speed_up_angles(module, torch.float32)
     assert not speed_up_angles(torch.nn.Identity(), torch.float32)
-    assert angles_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None

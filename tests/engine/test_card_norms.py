@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.cuda.norm import CudaNorm
+from engine.kernels.cuda import driver
 from engine.kernels.gpu import norms
-from engine.kernels.gpu.norms import CardNorm, norm_of, speed_up_norms
+from engine.kernels.gpu.norms import CardNorm, CudaNorm, speed_up_norms
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
 
@@ -41,7 +41,7 @@ class _OtherRMSNorm(_RMSNorm):
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
-    monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(found))
+    monkeypatch.setattr(norms, "on_card", lambda device, make: make(found))
     return found
 
 
@@ -127,7 +127,7 @@ def test_a_norm_of_another_kind_and_a_kernel_that_computes_wrongly_change_nothin
 
 
 def test_without_a_card_modules_stay_as_they_are() -> None:
-    assert norm_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None
     assert speed_up_norms(_RMSNorm(64, torch.bfloat16)) == 0
 
 

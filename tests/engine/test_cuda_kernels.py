@@ -16,7 +16,7 @@ from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import prove
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, store, stored_matrix
 from engine.kernels.interface import ExpertMath, LayerRecords
-from engine.kernels.quantise import quantise
+from engine.kernels.repack import quantise
 from engine.kernels.torch_experts import TorchExperts
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler

@@ -11,7 +11,7 @@ import torch
 from engine import kernels
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
-from engine.kernels import dense
+from engine.kernels.gpu import linear as dense
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.native import linear as native_linear

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.formats import FORMATS
-from engine.kernels.cuda.__main__ import main
+from engine.kernels.cuda.__main__ import CARDS, CHAIN_S, LAUNCH_S, QWEN3_30B_A3B, Card, estimate, main, product_seconds
 from engine.kernels.cuda.nvrtc import CompileError
-from engine.kernels.cuda.step_time import CARDS, CHAIN_S, LAUNCH_S, QWEN3_30B_A3B, Card, estimate, product_seconds
 from engine.planner.costs import GRAPH_OPERATOR_S
 
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.devices import cuda
 from engine.devices.card import HEADROOM_BYTES, hard_fraction
-from engine.devices.cuda import CapturePools, CudaCapture, identity_of
+from engine.devices.cuda import CudaCapture, identity_of
 from engine.hardware.gpu_info import GpuInfo
 
 PLACE = torch.device("cuda", 1)
@@ -79,7 +79,7 @@ class _Nothing:
 def test_after_a_failed_capture_memory_no_longer_comes_from_its_pool(
     left: list[tuple[str, int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture = CudaCapture(PLACE, _Stream(), CapturePools(PLACE))  # type: ignore[arg-type]
+    capture = CudaCapture(PLACE, _Stream(), [])  # type: ignore[arg-type]
     capture.begin()
     monkeypatch.setattr(_Graph, "fails", True)
     capture.abandon()
@@ -89,7 +89,7 @@ def test_after_a_failed_capture_memory_no_longer_comes_from_its_pool(
 
 
 def test_a_capture_that_was_given_up_in_good_order_leaves_the_pool_to_torch(left: list[tuple[str, int, Any]]) -> None:
-    capture = CudaCapture(PLACE, _Stream(), CapturePools(PLACE))  # type: ignore[arg-type]
+    capture = CudaCapture(PLACE, _Stream(), [])  # type: ignore[arg-type]
     capture.begin()
     capture.abandon()
     assert left == []
@@ -98,7 +98,7 @@ def test_a_capture_that_was_given_up_in_good_order_leaves_the_pool_to_torch(left
 def test_captures_one_after_the_other_share_a_pool_and_those_beside_each_other_do_not(
     left: list[tuple[str, int, Any]],
 ) -> None:
-    pools = CapturePools(PLACE)
+    pools = list[Any]()
     for _ in range(3):
         capture = CudaCapture(PLACE, _Stream(), pools)  # type: ignore[arg-type]
         capture.begin()

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from engine.common.costs import Cost
 from engine.devices.opening import open_devices
-from engine.experts import latency_measurement
-from engine.experts.latency import LatencyModel, latency_file, load_latency, save_latency
-from engine.experts.latency_measurement import fit_knee, fit_line, measure
+from engine.experts import latency as latency_measurement
+from engine.experts.latency import LatencyModel, fit_knee, fit_line, latency_file, load_latency, measure, save_latency
 from engine.experts.shares import Estimate, split_among
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.torch_experts import TorchExperts

@@ -26,7 +26,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.file_image import HUGE
 from engine.experts.whole_layer import LayerStream
-from engine.hardware.surroundings import _IN_USE
+from engine.hardware.surroundings import _in_use
 from engine.kernels.native.library import usable_isas
 from engine.planner.placement import NotEnoughRamError
 from engine.runtime.batch.policy import BatchPolicy
@@ -76,12 +76,12 @@ def layers_of(file: Path, chosen: tuple[int, ...] = tuple(range(LAYERS))) -> dic
 
 @pytest.fixture
 def stream(file: Path) -> Iterator[LayerStream]:
-    before = _IN_USE.nbytes
+    before = _in_use[0]
     made = LayerStream(layers_of(file), 2 * 180_002)
-    assert _IN_USE.nbytes == before + made.window
+    assert _in_use[0] == before + made.window
     yield made
     made.close()
-    assert _IN_USE.nbytes == before
+    assert _in_use[0] == before
 
 
 def through(stream: LayerStream, first: int) -> None:
@@ -180,10 +180,10 @@ def test_waiting_can_be_cancelled(stream: LayerStream, monkeypatch: pytest.Monke
 
 
 def test_there_is_no_file(tmp_path: Path) -> None:
-    before = _IN_USE.nbytes
+    before = _in_use[0]
     with pytest.raises(EngineError, match="nothing"):
         LayerStream(layers_of(tmp_path / "nothing"), 5)
-    assert _IN_USE.nbytes == before
+    assert _in_use[0] == before
 
 
 def test_older_systems_read_by_touching(stream: LayerStream, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.prediction.learning import RecordedRoutes
+from engine.experts.prediction.mlp import RecordedRoutes
 from engine.experts.prediction.predictors import Correlation, NextGate, Predictor, PreviousToken, Ranked
 from engine.experts.replay import RoutingTrace
 from tests.engine.slots_in_time import PlantedRoutes

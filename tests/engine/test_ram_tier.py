@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.ram_tier import RamPressure, RamTier, share_slots
-from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
+from engine.experts.record import RecordMemory, RecordTable
 from engine.experts.record_source import Held
+from engine.kernels.native.paged_attention import CAN_DISCARD
 from tests.engine.made_up_records import LARGE, SMALL, disk_of, flip, place_of, write_records
 from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, arrived, make_tier
 
@@ -183,7 +184,7 @@ def test_memory_that_is_given_back_returns_to_the_system() -> None:
     memory.records.fill_(1)
     before = process.memory_info().rss
     memory.give_back([*range(100, 1000), 3])
-    if CAN_GIVE_BACK and sys.platform == "linux":
+    if CAN_DISCARD and sys.platform == "linux":
         assert process.memory_info().rss < before - 700 * SMALL.nbytes
         assert not memory.records[500].any()
     assert memory.records[[*range(3), *range(4, 100)]].all()
@@ -191,7 +192,7 @@ def test_memory_that_is_given_back_returns_to_the_system() -> None:
     assert memory.records[500].all()
 
 
-@pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory stays with us here")
+@pytest.mark.skipif(not CAN_DISCARD, reason="memory stays with us here")
 def test_another_program_takes_the_ram_and_gives_it_back() -> None:
     free, now_s = 10**9, 0.0
     whole = CONTENTS.nbytes

@@ -172,18 +172,6 @@ def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: lis
     cache.close()
 
 
-def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[LayerRecords]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3)
-    target = VramPrefetch([Place(cache, 0, RecordSource(bank[0], lambda h, *_: h))])
-    hold = holding(device)
-    assert target.prefetch(0, [0, 1]) == 2
-    assert cache.cancel() == 2
-    hold.wait()
-    cache.wait()
-    assert (cache.counters.prefetches_wasted, cache.counters.cancelled, cache.residents(0)) == (2, 2, {})
-    cache.close()
-
-
 def test_closing_after_the_device(bank: list[LayerRecords]) -> None:
     device = tiny_device()
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
@@ -281,7 +269,7 @@ def test_a_layers_slots_stay_until_a_step_whose_copy_failed_is_over(device: Devi
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any order of lookups, copies, holds of the copy engine, failures, cancels and resizes."""
+    """Any order of lookups, copies, holds of the copy engine, failures and resizes."""
 
     @initialize(
         slots=st.integers(0, 12), ways=st.sampled_from([None, None, 1, 2, 4]), policy=st.sampled_from(EVERY_POLICY)
@@ -368,10 +356,6 @@ class CacheMachine(RuleBasedStateMachine):
             raise RuntimeError("injected")
 
         self.device.h2d_stream.submit(work)
-
-    @rule()
-    def cancel(self) -> None:
-        self.cache.cancel()
 
     @precondition(lambda self: not self.held)
     @rule(slots=st.integers(0, 14))

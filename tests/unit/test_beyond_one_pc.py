@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cli import main
-from engine.planner.beyond_one_pc import DAY_S, HOUR_S, JobNeeds, Prices, beyond_one_pc, span
+from engine.verbs.plan import DAY_S, HOUR_S, JobNeeds, Prices, beyond_one_pc, span
 
 HOME = Prices(watts=300, per_kwh=0.30, currency="EUR")
 

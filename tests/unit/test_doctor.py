@@ -11,7 +11,7 @@ import pytest
 
 from engine import cli
 from engine.common import installed
-from engine.common.integrity import note_files
+from engine.common.installed import note_files
 from engine.devices.card_proof import CardProof
 from engine.hardware import torch_builds
 from engine.hardware.cpu import CpuInfo

@@ -11,14 +11,20 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import Costs, distinct_experts
-from engine.planner.klotski import BlockTimes, fewest_batches
-from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
 from engine.planner.papers.fiddler import hit_rate_bounds
 from engine.planner.plan import HierarchicalRoofline, Level, operational_intensity, roofline_of
-from engine.planner.plan_parts import WORKLOADS, Workload, parse_workload
-from engine.planner.policy_search import PerformanceModel, search_policy
-from engine.planner.simulator.batch_costs import OffloadPolicy
+from engine.planner.plan_parts import (
+    WORKLOADS,
+    Workload,
+    card_memory,
+    expert_slots,
+    indexes,
+    parse_workload,
+    share_on_disk,
+)
+from engine.planner.policy_search import BlockTimes, PerformanceModel, fewest_batches, search_policy
+from engine.planner.simulator.sweeps import OffloadPolicy
 
 _RATE = st.floats(1e9, 1e15)
 _INTENSITY = st.floats(0.01, 1e4)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.remote import keys
+from engine.remote import endpoint as keys
 from engine.remote.endpoint import (
     Endpoint,
     endpoint_at,

@@ -30,7 +30,7 @@ from engine.devices.device import Capture, Device, Graph
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import bound_kernel, compute_experts, interrupted_by_experts
-from engine.experts.recording import LAYER_NUMBER
+from engine.experts.executor import LAYER_NUMBER
 from engine.kernels.interface import captured_state, is_capturable
 from engine.kernels.native.exchange import OverdueError
 from engine.kernels.native.experts import MAX_TOKENS
