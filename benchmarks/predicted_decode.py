@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from benchmarks.shared_experts import recorded_routing, with_quarter_resident
 from engine.bench.opened import ForcedText, decode_seconds, opened, own_text, random_text, resolve_model
 from engine.bench.report import Report, ReportRow, row
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.synthetic import is_synthetic
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
@@ -24,8 +24,14 @@ from engine.devices.opening import open_devices
 from engine.formats import LADDER
 from engine.hardware.measured import CopyTime, Measurements, machine_profile
 from engine.hardware.probe import Probe, probe
-from engine.measure.arithmetic import CpuArithmetic, CpuExperts, DeviceArithmetic, RamBandwidth
-from engine.measure.calls import NativeCalls, SharedLayer
+from engine.measure.arithmetic import (
+    CpuArithmetic,
+    CpuExperts,
+    DeviceArithmetic,
+    NativeCalls,
+    RamBandwidth,
+    SharedLayer,
+)
 from engine.measure.link import Copies
 from engine.measure.measuring import THOROUGH_SHAPES, cold_bytes, one_and_all
 from engine.measure.run import Measurement, NotMeasuredError, Run

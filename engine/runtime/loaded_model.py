@@ -15,9 +15,9 @@ from engine.common.errors import CancelCheck, EngineError
 from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
+from engine.experts.dispatch import unbind
 from engine.experts.ram_tier import RamTier
 from engine.experts.record import ExpertBank
-from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerStream
 from engine.kernels.native.library import NativeKernels
@@ -105,6 +105,7 @@ class LoadedModel(ModelParts):
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
         kv_fixed_bytes: what a sequence takes beside its tokens.
+        read: the library's cache of some tokens; None if it has read none yet.
         kept: what is kept of prompts and answers that were read or written; None keeps nothing.
         sight: what it has to read pictures; `blind` says why it has none.
     """
@@ -121,6 +122,7 @@ class LoadedModel(ModelParts):
     speculates: bool = False
     kv_type: KvType | None = None
     kv_fixed_bytes: int = 0
+    read: Any = None
     kept: KeptPrefixes | None = None
     sight: Sight | None = None
     blind: Blind | None = None

@@ -418,7 +418,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans and prints; see `add_parser`."""
-    from engine.checkpoint.find_shape import find_shape
+    from engine.checkpoint.catalogue import find_shape
 
     prices = (args.deadline, args.watts, args.per_kwh, args.endpoint_price, args.endpoint_speed)
     if args.rows is None and any(price is not None for price in prices):
@@ -437,8 +437,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _beyond(args: argparse.Namespace, plan: Plan) -> BeyondOnePc:
-    from engine.verbs.plan import JobNeeds, Prices, beyond_one_pc
-
     work = plan.workload
     read, written = args.endpoint_price or (None, None)
     needs = JobNeeds(args.rows, work.prompt_tokens, work.generated_tokens, args.deadline)

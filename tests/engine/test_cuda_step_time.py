@@ -8,7 +8,7 @@ import pytest
 
 from engine.formats import FORMATS
 from engine.kernels.cuda.__main__ import CARDS, CHAIN_S, LAUNCH_S, QWEN3_30B_A3B, Card, estimate, main, product_seconds
-from engine.kernels.cuda.nvrtc import CompileError
+from engine.kernels.cuda.compiled import CompileError
 from engine.planner.costs import GRAPH_OPERATOR_S
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.experts.sites import find_sites
+from engine.experts.dispatch import find_sites
 from engine.runtime.load.foresight import find_gates
 from tests.combinations import some
 from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES

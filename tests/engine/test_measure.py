@@ -25,10 +25,11 @@ from engine.measure.arithmetic import (
     CpuExperts,
     DeviceArithmetic,
     ExpertShape,
+    NativeCalls,
     RamBandwidth,
+    SharedLayer,
     torch_threads,
 )
-from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.link import Copies, DiskReads, PinnedLimit, scratch_file
 from engine.measure.measuring import QUICK, THOROUGH, MeasurementSet, cold_bytes, measure_machine
 from engine.measure.run import (

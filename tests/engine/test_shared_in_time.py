@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import prepare
 from engine.bench.opened import decode_seconds, prefill_seconds, random_text
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common import clock
@@ -210,6 +210,7 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
     prefill_seconds(loaded, prompt)
     for remover in removers:
         remover.remove()
+    seen = seen[-len(removers) :]  # before the prompt, single tokens show how layers are called
     return np.stack([*seen[:-1], seen[-2]], 1).astype(np.int16)
 
 

@@ -18,7 +18,7 @@ from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import Fetched
 from engine.experts.record_source import RecordSource
-from engine.experts.slot_segments import Staging
+from engine.experts.vram_cache import Staging
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.interface import LayerRecords
 from tests.engine.hybrid_layers import EXPERTS, KINDS, LAYERS, Layers, routing

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
+from engine.experts.cache.tier import BUDGET_S, BURST_STEPS, PolicySampler
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import Lookup, VramCache
@@ -147,7 +147,9 @@ def test_a_prefill_is_no_use(device: Device, bank: list[LayerRecords]) -> None:
 
 def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, policy="lru")
-    target = VramPrefetch([Place(cache, layer, RecordSource(bank[layer], lambda h, *_: h)) for layer in range(LAYERS)])
+    target = VramPrefetch(
+        [[Place(cache, layer, RecordSource(bank[layer], lambda h, *_: h))] for layer in range(LAYERS)]
+    )
     fill(cache, bank, 0, [0, 1, 2])
     hold = holding(device)
     assert target.prefetch(1, [0, 1, 2]) == 1
@@ -290,7 +292,7 @@ class CacheMachine(RuleBasedStateMachine):
             staging=2,
         )
         self.target = VramPrefetch(
-            [Place(self.cache, index, RecordSource(one, lambda h, *_: h)) for index, one in enumerate(self.bank)]
+            [[Place(self.cache, index, RecordSource(one, lambda h, *_: h))] for index, one in enumerate(self.bank)]
         )
         self.held: list[Event] = []
         self.lookups: list[Lookup] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.experts.cache.selection import PolicySelector
+from engine.experts.cache.tier import PolicySelector
 
 
 def test_a_policy_that_is_adopted_from_the_start_gives_way_to_a_better_one() -> None:
