@@ -6,8 +6,6 @@ computes without ever letting another thread run.
 Models: `slow` loads until it is cancelled, `missing` is not found, anything else loads.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Answers, several at once, each with one end, each saved as it grows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

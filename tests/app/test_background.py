@@ -1,7 +1,5 @@
 """Work in the background: the latest question is the one that is answered, and what must happen happens in order."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Forecasts of a job are made in the background, for the last question asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The queue of batch jobs: one runs, the others wait, and none is lost with the engine or with the window."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterable, Iterator

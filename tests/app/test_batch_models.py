@@ -1,7 +1,5 @@
 """Rows and jobs as tables, without a window; and what is said of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path

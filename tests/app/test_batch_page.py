@@ -1,7 +1,5 @@
 """The Batch page by hand: a file dropped, a form, three rows tried, a job that runs, pauses, fails and is removed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the Monitor says while a batch runs, and while other programs keep the processor busy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The window of who only asks other servers: no model of this PC is loaded before somebody needs one."""
 
-from __future__ import annotations
-
 import base64
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The cache's cards: what they say, the handle that resizes, and an engine that dies or talks nonsense in between."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

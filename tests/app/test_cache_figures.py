@@ -1,7 +1,5 @@
 """Whatever an engine reports becomes figures that can be drawn."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The models behind the chat page, without a window."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is written down when something goes wrong: reports of crashes, the log, what a diagnosis collects."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The data folder is planned, moved at the next start, and told where that cannot be."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """Downloads as the window follows them: through files, with a process that it starts and stops."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The cards below the timeline: live, of a recorded session, narrow, and after the engine's death."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

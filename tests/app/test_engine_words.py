@@ -1,7 +1,5 @@
 """The engine's sentences are known by their form, and said in the window's language with what was put in."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The expert map's key and its table."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The page for a PC without a model: what it says, what its buttons begin, and what happens when a model is there."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace

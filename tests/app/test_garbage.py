@@ -1,7 +1,5 @@
 """Garbage is collected on the GUI thread, whichever thread allocates: Qt objects may be in it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

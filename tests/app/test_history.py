@@ -1,7 +1,5 @@
 """The past in bounded memory: what goes in comes out again, at every resolution, however it was cut up."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import settings as example_settings

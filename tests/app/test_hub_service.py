@@ -1,7 +1,5 @@
 """Questions to the hub: the latest is answered, failures are sentences."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Icons take the theme's colour and as many pixels as the screen has."""
 
-from __future__ import annotations
-
 import pytest
 from PySide6.QtCore import QSize
 from PySide6.QtGui import QColor, QIcon, QImage

@@ -1,7 +1,5 @@
 """The models on this PC, listed and worked on in the background."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator

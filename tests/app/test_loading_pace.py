@@ -1,7 +1,5 @@
 """The time that loading still takes is told per phase, and only once a phase has shown its rate."""
 
-from __future__ import annotations
-
 from app.services.engine_request import LoadingPace
 from app.views.chat.model_picker import loading_words
 from engine.protocol import Phase, Progress

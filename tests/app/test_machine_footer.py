@@ -1,7 +1,5 @@
 """The sidebar's foot says what the machine holds, in words and figures that add up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

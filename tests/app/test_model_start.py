@@ -1,7 +1,5 @@
 """The default model is found off the GUI thread and loaded by the engine, or the user is told why not."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Models page: what is on this PC, what is recommended, what the hub has, and the downloads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

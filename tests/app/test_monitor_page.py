@@ -1,7 +1,5 @@
 """The Monitor page with an engine that says what the test wants, and sessions on disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

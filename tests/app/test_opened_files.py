@@ -1,7 +1,5 @@
 """Files that are opened with the window: from the desktop, or by a second start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

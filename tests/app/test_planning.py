@@ -1,7 +1,5 @@
 """Plans for the Tune page: what was timed on this machine decides, also between precisions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

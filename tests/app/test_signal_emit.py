@@ -1,7 +1,5 @@
 """A window emits signals for as long as it lives, thousands per answer: no number of them may end the process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One window for each data folder, whatever the window before left behind."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

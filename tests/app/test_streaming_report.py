@@ -1,7 +1,5 @@
 """The report that times updates of an answer runs, and times each of them."""
 
-from __future__ import annotations
-
 from PySide6.QtWidgets import QApplication
 
 from app.services.formulas import formulas

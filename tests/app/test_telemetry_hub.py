@@ -1,7 +1,5 @@
 """What comes from the engine and from the sensors is kept on one thread, whatever the others are doing meanwhile."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One set of tokens feeds everything, can be read, and follows the system and the font size."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

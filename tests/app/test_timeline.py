@@ -1,7 +1,5 @@
 """The timeline: where one looks, what lanes say, and a widget that takes whatever comes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

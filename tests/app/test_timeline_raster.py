@@ -1,7 +1,5 @@
 """The timeline: how it is drawn, its requests, and what was predicted beside what was."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every text of the window can be translated, is translated whole into every language, and is shown so at once."""
 
-from __future__ import annotations
-
 import ast
 import re
 import string

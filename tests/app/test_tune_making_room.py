@@ -1,7 +1,5 @@
 """A tuning run wants the engine to itself: what it interrupts is asked about, and goes on afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Tune page's pictures, with machines that are ordinary, strange and half unknown."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that runs far faster than its tuning says: noticed once, and only of answers that say something."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

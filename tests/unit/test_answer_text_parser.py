@@ -1,7 +1,5 @@
 """Parsing Markdown as it arrives gives what parsing the whole gives, and costs what has just arrived."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

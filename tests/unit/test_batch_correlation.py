@@ -1,7 +1,5 @@
 """Which experts a sweep is going to want most, and how busy a link was."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """`switchyard batch --endpoint` and what `switchyard jobs` says of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

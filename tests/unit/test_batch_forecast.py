@@ -1,7 +1,5 @@
 """What is predicted of a job before it runs, without the model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How fast a job will be, before it has run."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What a job says of its pace, and how answers wait for room on a disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Rows become prompts, or endings that say why not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every kind of input gives its rows, and what is wrong with it is said in one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """`switchyard batch` before and around a run: what it refuses, what it goes on with, what it says; without a model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ class Engine:
         self.prepared: PreparedJob | None = None
         self.precision = ""
 
-    def load(self, args: Any) -> tuple[Engine, None]:
+    def load(self, args: Any) -> "tuple[Engine, None]":
         self.precision = args.precision
         return self, None
 

@@ -1,7 +1,5 @@
 """What Python tells of its imports, by package; a second start beside a reader of what it reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

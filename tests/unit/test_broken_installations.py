@@ -4,8 +4,6 @@ No sentence: that start puts it right by itself.  Whatever happens, what worked 
 is gone, a start is all that it takes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Which experts stay in a cache, by each policy and by the one that chooses among them."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

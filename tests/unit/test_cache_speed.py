@@ -1,7 +1,5 @@
 """Decode speed by expert slots: as the simulator has it step by step, and never slower with fewer misses."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

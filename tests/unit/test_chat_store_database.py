@@ -1,7 +1,5 @@
 """The database's tables: the tree as rows, full-text search, versions of the file."""
 
-from __future__ import annotations
-
 import base64
 import sqlite3
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Folding, editing and deleting turns, whatever the order: nothing is lost, and what is sent is what is shown."""
 
-from __future__ import annotations
-
 import json
 import random
 import sqlite3

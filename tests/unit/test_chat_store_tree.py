@@ -1,7 +1,5 @@
 """The message tree: whatever is added and chosen, one sound visible path."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

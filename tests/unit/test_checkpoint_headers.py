@@ -1,7 +1,5 @@
 """Headers of checkpoints, in one file and in shards, and the profile that they give."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """One chooser for all: it finds the best way under noise, tries little, follows changes, and no busy phase flips it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What the default run tries of tests' combinations of parameters."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

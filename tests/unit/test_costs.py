@@ -1,7 +1,5 @@
 """One cost model: measurements beat data sheets, observations correct both, and more work never takes less."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

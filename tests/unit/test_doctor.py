@@ -1,7 +1,5 @@
 """What `switchyard doctor` finds, and when that is a reason to exit 2."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What `doctor` says of the native kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

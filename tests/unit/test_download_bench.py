@@ -1,7 +1,5 @@
 """The benchmark of downloads, over a line that is short and quick."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

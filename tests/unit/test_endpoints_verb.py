@@ -1,7 +1,5 @@
 """`switchyard endpoints`, and `switchyard chat` where another server answers."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

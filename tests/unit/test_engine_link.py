@@ -1,7 +1,5 @@
 """The line between the HTTP server and the engine: what is asked arrives whole, and a lost engine ends every answer."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

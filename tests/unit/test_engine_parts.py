@@ -1,7 +1,5 @@
 """The engine's part from a real server to its folder, by real uv: what is used is whole, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

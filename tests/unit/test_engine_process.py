@@ -1,7 +1,5 @@
 """The server's engine process comes back after it ended, unless its end was wanted."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

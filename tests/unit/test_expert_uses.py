@@ -1,7 +1,5 @@
 """Counts of experts against plain ones, and the curve against the replay of the whole."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Whole files, and files for the user alone."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

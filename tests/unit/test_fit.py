@@ -1,7 +1,5 @@
 """Whether a model fits, before it is downloaded: rows, verdicts, what is recommended and why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

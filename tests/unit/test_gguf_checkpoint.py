@@ -1,7 +1,5 @@
 """What a GGUF file says of its model, as config.json: complete, or refused in a sentence."""
 
-from __future__ import annotations
-
 import lzma
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The number formats of GGUF files, against the `gguf` package's own reading of random blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

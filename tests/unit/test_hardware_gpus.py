@@ -1,7 +1,5 @@
 """Cards as their drivers tell of them, sound and broken."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -245,7 +243,7 @@ class FakeKey:
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
 
-    def __enter__(self) -> FakeKey:
+    def __enter__(self) -> "FakeKey":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """What was measured is kept whole, noticed to be of another machine, and becomes the planner's numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

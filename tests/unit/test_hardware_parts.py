@@ -1,7 +1,5 @@
 """Processor, disk and surroundings, read from made-up files of the kernel."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

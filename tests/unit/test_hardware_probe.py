@@ -1,7 +1,5 @@
 """What this machine has: its probe, kinds of cores, and cards as Windows tells of them."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

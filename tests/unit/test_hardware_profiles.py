@@ -1,7 +1,5 @@
 """Profiles of cards that come with the program, and what an emulated device stands for."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

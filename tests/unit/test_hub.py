@@ -1,7 +1,5 @@
 """What a hub has, and what of it would run: read over real HTTP from a hub on this machine, within limits."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """Imports run one way.  What is forbidden stands in pyproject.toml; here is what `app` may use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

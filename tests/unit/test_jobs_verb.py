@@ -1,7 +1,5 @@
 """`switchyard jobs` lists, shows, stops and forgets jobs, whoever runs them."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which instruction sets are chosen for which work, by made-up times, and what is kept of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

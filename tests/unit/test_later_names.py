@@ -1,7 +1,5 @@
 """Messages name types whose modules are imported when such a message is first read, and not before."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """How sure a median of pairs is."""
 
-from __future__ import annotations
-
 import random
 import statistics
 

@@ -1,7 +1,5 @@
 """Whether a model fits is said with figures, before anything is allocated."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

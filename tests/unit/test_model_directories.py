@@ -1,7 +1,5 @@
 """Models that lie elsewhere: in other folders of the user's and in other programs' stores, whole or odd."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What other programs take of the processor: all that is busy, less what is ours."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +34,7 @@ class Machine:
 
 
 class _times(tuple[float, ...]):  # noqa: N801  # as psutil's: a tuple with names
-    def __new__(cls, user: float, idle: float, iowait: float) -> _times:
+    def __new__(cls, user: float, idle: float, iowait: float) -> "_times":
         made = super().__new__(cls, (user, idle, iowait))
         vars(made).update(user=user, idle=idle, iowait=iowait)
         return made

@@ -1,7 +1,5 @@
 """Two papers' predictors on recorded routing, and on routing that is made up."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

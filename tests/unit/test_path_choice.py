@@ -1,7 +1,5 @@
 """Tokens go the way that is cheaper as a whole, at the hit rate of these days, and find back when that changes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Where the parts of a model go: whatever sizes and budgets there are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

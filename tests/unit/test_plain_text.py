@@ -1,7 +1,5 @@
 """Nothing that a terminal would obey reaches it, and nothing of anybody's writing is lost."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """Plans: bytes that add up, settings that the engine can be run with, and refusals that name what would do."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, fields, replace
 

@@ -1,7 +1,5 @@
 """In every cell of machines x models x workloads: no policy is faster than the plan, which the engine can run."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Dense models larger than memory: planned layer by layer from disk, at the disk's speed, and refused below that."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A model of 125 billion parameters of which 51 are one table: planned for a small PC, the table where it lies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Profiles of machines and models: those that come with the program, and files with nonsense in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which policy a cache begins with, and that another one can still be adopted."""
 
-from __future__ import annotations
-
 from engine.experts.cache.selection import PolicySelector
 
 

@@ -1,7 +1,5 @@
 """Predicted decode speed of the engine on the CPU, against what `bench decode` measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Simulated timelines as the engine's records: same lanes, same times, and counts that add up."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What benches prepare of models goes with them, however they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

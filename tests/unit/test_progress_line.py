@@ -1,7 +1,5 @@
 """Progress of the command line: a bar on a terminal, plain lines elsewhere, and never a byte on stdout."""
 
-from __future__ import annotations
-
 import io
 import sys
 

@@ -1,7 +1,5 @@
 """Chats that another server answers, in the engine process: each ends once, and the engine has no part in them."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The client of endpoints against a server that does everything wrong, and against our own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """How endpoints are named and kept, and that their keys are not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Switchyards on the local network: found only when asked, and only those that announce themselves."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

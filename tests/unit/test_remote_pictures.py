@@ -1,7 +1,5 @@
 """Pictures for other servers: sent as they are, refused in a sentence, and what reads none is found out."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rows spread over places that are slow, full, limited, broken and gone: each is answered once, and limits are kept."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

@@ -1,7 +1,5 @@
 """An answer's text is taken apart the same way however it is cut into pieces, and nothing of it is lost."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The file that people attach to a report of a fault says much of the machine, and nothing of them."""
 
-from __future__ import annotations
-
 import getpass
 import platform
 from pathlib import Path

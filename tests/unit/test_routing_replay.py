@@ -1,7 +1,5 @@
 """Replay of recorded routing: the curve equals simulation, no policy beats Belady, bad files are refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

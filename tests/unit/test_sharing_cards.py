@@ -1,7 +1,5 @@
 """Several cards: what the planner says of each way to share a model among them."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

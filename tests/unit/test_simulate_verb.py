@@ -1,7 +1,5 @@
 """`switchyard simulate` as users meet it, and what it says beside published figures: order, medians, few factors."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What the cluster's benchmark shows: rows that a job reads as its nodes want them, in as many steps for any number."""
 
-from __future__ import annotations
-
 from benchmarks.simulated_cluster import ClusterPlan, bench_cluster, simulate
 from engine.bench.report import Report
 

@@ -1,7 +1,5 @@
 """Policies in the simulator: physical, repeatable, monotonous, and Switchyard never behind."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """A timeline's invariants: a resource does one thing at a time, in the order of issue, never before it may."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Sizes for people: figures in a sentence never contradict what was compared."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The range of a predicted speed: what widens it, and which way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

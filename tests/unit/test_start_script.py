@@ -1,7 +1,5 @@
 """The parts of installers/start.py that decide something; that the whole of it works is seen in a fresh clone."""
 
-from __future__ import annotations
-
 import ast
 import signal
 import subprocess

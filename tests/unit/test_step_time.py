@@ -1,7 +1,5 @@
 """Seconds of a step: what they may never do, whatever the machine; the page's table is what the formula says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a few rows say of a job's speed: their warm sweeps count, not the first ones and not others' time."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The schedules of a sweep, simulated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

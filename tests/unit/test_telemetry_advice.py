@@ -1,7 +1,5 @@
 """The one change that would help most: what is waited for, and what the planner makes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a timeline says, against a slow and plain count of nanoseconds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

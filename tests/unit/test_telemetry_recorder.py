@@ -1,7 +1,5 @@
 """Recording: nothing is lost silently, whichever threads record and whenever somebody takes."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

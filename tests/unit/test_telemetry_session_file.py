@@ -1,7 +1,5 @@
 """Sessions in files and their exports: whole, damaged, and as other programs read them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """A tuning run from end to end with a made-up engine: what is told, kept and restored, whatever happens on the way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Updates: signed, whole and proven before they are used, and what was in use before stays."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

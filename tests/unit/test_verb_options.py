@@ -1,7 +1,5 @@
 """Sizes, counts and devices as typed on a command line."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,7 +1,5 @@
 """The worker's queue, writer, reader and sentences, each without a process."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Code: copied by its button, coloured in slices, and readable in both themes."""
 
-from __future__ import annotations
-
 import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QColor, QFont, QGuiApplication

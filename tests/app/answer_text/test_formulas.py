@@ -1,7 +1,5 @@
 """Formulas are drawn where they stand, or show their source; nothing that they hold stops the window."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

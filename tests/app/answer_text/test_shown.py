@@ -1,7 +1,5 @@
 """Text that comes out as it was given, any text at all, and that all of it fits its width."""
 
-from __future__ import annotations
-
 import pytest
 from PySide6.QtCore import QRect
 from PySide6.QtGui import QAccessible, QFont

@@ -1,7 +1,5 @@
 """What streams in looks in the end like what is set at once, and is written once."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import HealthCheck, given, settings

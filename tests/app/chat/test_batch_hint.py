@@ -1,7 +1,5 @@
 """A batch job beside the chat: chats come first, and the page says so calmly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What is told before a message is sent: what cannot be attached, in its chat alone, and that a chat is too long."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A chat that grows beyond its context: it is told, and room is made, by a summary or by leaving turns out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What else can be done with a message: saved prompts, presets, two answers side by side, every row of a file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The list of models over the chat: found, filtered, loaded, unloaded and made the default, by mouse and by key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

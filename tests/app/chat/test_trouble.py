@@ -1,7 +1,5 @@
 """The engine loads, dies and is restarted; the store cannot write: nothing that was said is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

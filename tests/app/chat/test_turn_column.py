@@ -1,7 +1,5 @@
 """Turns lie as if all had been asked how high they want to be, where only those that changed are."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Workers that die, hang or talk nonsense: every request still ends, and nothing spins."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a watched worker records reaches the client whole, in order, and again after a restart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pytestqt.qtbot import QtBot

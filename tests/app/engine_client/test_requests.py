@@ -1,7 +1,5 @@
 """Requests to real worker processes: each streams, and ends once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 
