@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from PySide6.QtCore import QPoint, QPointF, Qt
+from PySide6.QtCore import QPoint, Qt
 from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QLabel, QWidget
 from pytestqt.qtbot import QtBot
@@ -91,15 +91,6 @@ def test_escape_while_dragging_chooses_nothing(plot: MissRatioPlot, qtbot: QtBot
         QTest.keyClick(plot, Qt.Key.Key_Escape)
         QTest.mouseRelease(plot.viewport(), LEFT, NO_KEYS, QPoint(300, 100))
     assert plot.slots == 1000
-
-
-def test_a_press_on_the_handle_and_no_move_changes_nothing(plot: MissRatioPlot, qtbot: QtBot) -> None:
-    plot.set_slots(1001)
-    plot.put_back()
-    handle = plot.view.mapViewToScene(QPointF(1000, 0.5)).toPoint()
-    with qtbot.assertNotEmitted(plot.chosen):
-        QTest.mouseClick(plot.viewport(), LEFT, NO_KEYS, handle + QPoint(2, 0))
-    assert not plot.is_moved
 
 
 def test_the_plot_says_what_a_size_would_give(plot: MissRatioPlot) -> None:
@@ -191,14 +182,6 @@ def test_two_tiers_have_two_rates_and_a_choice(card: CacheCard, qtbot: QtBot) ->
     with qtbot.waitSignal(card.resize_wanted) as wanted:
         card.plot.chosen.emit(2500)
     assert wanted.args == ["ram", 2500]
-
-
-def test_nothing_decoded_keeps_what_was_predicted(card: CacheCard) -> None:
-    card.show_report(report())
-    before = card.plot.texts()[1]
-    card.show_report(report(tier(recent_hit_rate=-1.0), steps_per_s=0.0))
-    assert card.plot.texts()[1] == before
-    assert "60%" in _texts(card)
 
 
 @pytest.mark.parametrize(
@@ -314,16 +297,6 @@ def test_a_token_is_the_mean_of_decode_steps(qtbot: QtBot) -> None:
     card.show_figures(replace(figures, joules=4.125), 120.0)
     assert card.values["energy"].text().startswith("4.1")
     card.grab()
-
-
-def test_energy_is_power_over_the_tokens_time() -> None:
-    history = History()
-    history.add_steps(_steps(50))
-    for at in range(0, 600_000_000, 100_000_000):
-        history.add_gauges(at, {"gpu_power": 90.0, "cpu_power": 10.0})
-    figures = token_figures(history)
-    assert figures is not None
-    assert figures.joules == pytest.approx(0.8)
 
 
 def test_nothing_decoded_is_a_dash(qtbot: QtBot) -> None:

@@ -1,8 +1,5 @@
 """Whatever an engine reports becomes figures that can be drawn."""
 
-import math
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -98,15 +95,6 @@ def test_the_expected_rate_goes_through_the_measured_one_and_never_falls(
     assert known.slots[-1] == 1000
 
 
-def test_more_experts_are_predicted_to_be_faster() -> None:
-    known = forecast(report())
-    now, more = known.tokens_per_s_at(1000), known.tokens_per_s_at(3000)
-    assert now == pytest.approx(20.0)
-    assert more is not None
-    assert more > 20.0
-    assert not known.gains_nothing
-
-
 def test_where_a_miss_is_as_cheap_as_a_hit_nothing_is_predicted() -> None:
     known = forecast(report(hit_s=2e-4, miss_s=1e-4))
     assert known.gains_nothing
@@ -147,11 +135,6 @@ def test_parts_of_memory_fill_their_place() -> None:
     assert places["ram"] == ({"experts": 700 * MIB, "other": 300 * MIB, FREE: 0}, 1000 * MIB)
     short = (MemoryPart("ram", "kv", 5), MemoryPart("ram", "total", 3))
     assert memory_places(short)["ram"] == ({"kv": 5, FREE: 0}, 5)
-
-
-def test_not_a_number_is_nothing() -> None:
-    clean = sound(replace(report(), steps_per_s=math.nan, miss_s=math.inf))
-    assert (clean.steps_per_s, clean.miss_s) == (0.0, 0.0)
 
 
 @given(st.integers(0, 6000), st.integers(1, 6144), st.floats(0, 1), st.floats(0, 1), st.floats(1e-5, 0.1))

@@ -129,15 +129,6 @@ def test_a_session_is_gone_through_with_the_maps_slider(cards: EngineCards, hub:
     assert not cards.cache.size_field.isHidden()
 
 
-def test_a_session_without_a_cache_or_a_map(cards: EngineCards) -> None:
-    session = _session()
-    session.maps.clear()
-    session.reports.clear()
-    cards._experts.show_recording(session.maps)
-    cards.show_session(session)
-    assert cards.cache.plot.isHidden()
-
-
 @pytest.mark.parametrize(("width", "font_px"), [(1400, 14), (640, 14), (640, 24), (420, 14)])
 def test_narrow_cards_stand_below_each_other(
     cards: EngineCards, hub: TelemetryHub, theme: ThemeController, qtbot: QtBot, width: int, font_px: int

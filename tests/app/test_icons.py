@@ -11,11 +11,6 @@ from app.theme import DARK, LIGHT, ThemeController
 from engine.common.paths import resources_dir
 
 NAMES = sorted(path.stem for path in (resources_dir() / "icons").glob("*.svg"))
-USED = (
-    *("logo", "chat", "batch", "monitor", "tune", "models", "settings", "plus", "search", "pin", "trash", "edit"),
-    *("copy", "check", "stop", "send", "refresh", "chevron-left", "chevron-right", "chevron-up", "chevron-down"),
-    *("more", "export", "import", "branch", "undo", "warning", "info", "close", "folder"),
-)
 
 
 def _colours(image: QImage) -> set[str]:
@@ -27,10 +22,6 @@ def _colours(image: QImage) -> set[str]:
             if colour.alpha() == 255:
                 found.add(colour.name().upper())
     return found
-
-
-def test_every_icon_of_the_vocabulary_is_there() -> None:
-    assert set(USED) <= set(NAMES)
 
 
 @pytest.mark.takes_turns(11)
@@ -64,12 +55,6 @@ def test_states_have_their_own_colours(qapp: QApplication) -> None:
         assert middle == QColor(wanted)
 
 
-def test_a_copy_of_an_icon_is_the_same(qapp: QApplication) -> None:
-    drawn = QIcon(icon("chat"))
-    drawn.addPixmap(icon("chat", "accent").pixmap(16))  # detaches, which clones the engine
-    assert not drawn.pixmap(QSize(24, 24)).isNull()
-
-
 def test_an_icon_that_is_there_follows_the_theme(theme: ThemeController, qtbot: QtBot) -> None:
     size, mark, drawn = QSize(48, 48), logo(), icon("chat", "muted")
     window = QWidget()
@@ -82,8 +67,3 @@ def test_an_icon_that_is_there_follows_the_theme(theme: ThemeController, qtbot: 
     assert mark.pixmap(size).toImage() != before
     assert _colours(drawn.pixmap(size, 1.0).toImage()) == {DARK.muted}
     assert DARK.text in _colours(by_itself.grab().toImage())
-
-
-def test_a_name_that_is_not_there_is_told_at_once(qapp: QApplication) -> None:
-    with pytest.raises(FileNotFoundError):
-        icon("no-such-icon")

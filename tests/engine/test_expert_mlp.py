@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.experts.prediction import learning, training_process
 from engine.experts.prediction.learning import BackgroundTraining, FoldedMlp, Learning, MlpPredictor, TrainingState
-from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
+from engine.experts.prediction.mlp import ExpertMlp
 from engine.experts.prediction.prefetcher import make_prefetcher
 from engine.experts.prediction.training import (
     UNREADABLE,
@@ -25,7 +25,6 @@ from engine.experts.prediction.training import (
     TrainingCancelled,
     load_if_usable,
     load_mlp,
-    loss_on,
     mlp_file,
     paths,
     save_mlp,
@@ -47,33 +46,6 @@ def routes(tokens: int, follows: float = 1.0, seed: int = 3) -> RoutingTrace:
 @pytest.fixture(scope="module")
 def trained() -> TrainedMlp:
     return train(routes(500), distance=1, widths=(64, 32), epochs=12, learning_rate=5e-3, seed=1)
-
-
-def test_it_has_the_papers_seven_layers() -> None:
-    model = ExpertMlp(3, 5)
-    matrices = [model.surroundings, *model.hidden, model.out]
-    assert [int(layer.weight.shape[0]) for layer in matrices] == [2048, 1024, 512, 256, 128, 64, 5]  # type: ignore[arg-type]
-    assert len(WIDTHS) + 1 == 7
-    assert model.dropout.p == 0.1
-
-
-def test_statistics_are_equations_2_and_3() -> None:
-    chosen = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 0]], [[-1, -1], [1, 2]]], np.int16)
-    trace = RoutingTrace(chosen, np.zeros(chosen.shape, np.float16), np.array([0, 3]), 4)
-    statistics = RoutingStatistics.of(trace, 1)
-    assert statistics.popularity.tolist() == [[0.5, 0.25, 0.25, 0], pytest.approx([1 / 6, 1 / 6, 0.5, 1 / 6])]
-    # Expert 0 was chosen twice: followed by 2 twice, by 3 and 0 once each.
-    assert statistics.affinity[0].tolist() == [[0.25, 0, 0.5, 0.25], [0, 0, 0.5, 0.5], [0.5, 0, 0.5, 0], [0] * 4]
-
-
-@given(st.integers(0, 2**31), st.integers(1, 3))
-def test_statistics_are_shares(seed: int, distance: int) -> None:
-    trace = routes(20, follows=0.5, seed=seed)
-    statistics = RoutingStatistics.of(trace, distance)
-    torch.testing.assert_close(statistics.popularity.sum(1), torch.ones(LAYERS))
-    sums = statistics.affinity.sum(2)
-    assert (torch.isclose(sums, torch.ones(())) | (sums == 0)).all()
-    assert statistics.affinity.shape == (LAYERS - distance, EXPERTS, EXPERTS)
 
 
 def test_it_learns_what_is_planted(trained: TrainedMlp) -> None:
@@ -99,17 +71,6 @@ def test_it_learns_what_is_planted(trained: TrainedMlp) -> None:
     assert found > 0.9 * wanted
 
 
-def test_an_answer_of_another_step_is_none(trained: TrainedMlp) -> None:
-    predictor = MlpPredictor(trained, WIDTH)
-    predictor.observe(0, [1, 2], None)
-    predictor.wait()
-    assert predictor.predict(1)
-    predictor.observe(0, [3, 4], None)  # the next token
-    predictor.close()
-    predictor._answers[1] = 0, [(1, 1.0)]
-    assert predictor.predict(1) == ()
-
-
 @given(st.integers(0, 2**31))
 @settings(max_examples=20)
 def test_folded_is_the_same_network(seed: int) -> None:
@@ -126,14 +87,6 @@ def test_folded_is_the_same_network(seed: int) -> None:
     expected = model(path, surroundings).sigmoid()[0]
     real = path[path != model.padding]
     torch.testing.assert_close(FoldedMlp(model)(real, surroundings[0]), expected)
-
-
-def test_the_same_seed_is_the_same_network() -> None:
-    one, other = (train(routes(80, 0.5), distance=1, widths=TINY, epochs=2, seed=5) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
-    dice = torch.get_rng_state()
-    train(routes(80), distance=1, widths=TINY, epochs=1, seed=6)
-    assert torch.equal(dice, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("tokens", [1, 63])
@@ -177,12 +130,6 @@ def test_a_damaged_file_is_told_and_not_used(trained: TrainedMlp, tmp_path: Path
     path.write_bytes(content)
     loaded, note = load_if_usable(path, LAYERS, EXPERTS)
     assert (loaded is None) == (note == UNREADABLE)  # some bits change nothing that matters
-
-
-@pytest.mark.parametrize("shape", [(LAYERS + 1, EXPERTS), (LAYERS, EXPERTS + 1)])
-def test_another_models_file_is_told(trained: TrainedMlp, tmp_path: Path, shape: tuple[int, int]) -> None:
-    save_mlp(trained, tmp_path / "a.safetensors")
-    assert load_if_usable(tmp_path / "a.safetensors", *shape) == (None, UNREADABLE)
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(
@@ -262,13 +209,6 @@ def test_one_trains_at_a_time_and_how_it_ended_is_said_once(
     assert training.poll() is state
     assert training.poll() is TrainingState.NONE
     assert os.listdir(tmp_path) == []
-
-
-def test_the_loss_on_the_trace_it_was_trained_on_is_its_loss() -> None:
-    trace = routes(120, follows=0.7)
-    one = train(trace, distance=1, widths=TINY, epochs=2)
-    assert loss_on(one, trace) == pytest.approx(one.loss, rel=1e-5)
-    assert loss_on(one, routes(120, follows=0.7, seed=9)) > one.loss
 
 
 def test_a_training_that_is_ended_leaves_nothing(in_background: BackgroundTraining, tmp_path: Path) -> None:

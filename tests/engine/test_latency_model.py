@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from hypothesis import strategies as st
 
 from engine.common.costs import Cost
 from engine.devices.opening import open_devices
-from engine.experts import latency_measurement
 from engine.experts.latency import LatencyModel, latency_file, load_latency, save_latency
-from engine.experts.latency_measurement import fit_knee, fit_line, measure
+from engine.experts.latency_measurement import measure
 from engine.experts.shares import Estimate, split_among
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.torch_experts import TorchExperts
@@ -137,33 +135,12 @@ def test_entering_the_first_way_is_paid_for_only_where_it_ends_sooner(
     assert end_s <= max(other.alone_s(longest_first), other.backlog_s) * (1 + 1e-6)
 
 
-def test_few_misses_of_a_prompt_come_over_the_link_with_less_than_its_states() -> None:
-    away = Estimate(lambda _: 1e-5, bring_s=1e-4)
-    misses = [(key, 30) for key in range(2)]
-    for entry_s, on_cpu in ((0.0, 1), (5e-4, 0)):
-        first = Estimate(lambda _: 1.5e-4, keeps_caller=True, entry_s=entry_s)
-        assert [len(keys) for keys in split_among(misses, [first, away])] == [on_cpu, 2 - on_cpu]
-
-
 def test_one_miss_goes_where_algorithm_1_says() -> None:
     for tokens in (1, 4, 7, 8, 9, 30, 500):
         on_cpu, fetched = split(MIXTRAL, [(3, tokens)])
         assert (on_cpu, fetched) == (([3], []) if MIXTRAL.prefers_cpu(tokens) else ([], [3]))
     assert MIXTRAL.prefers_cpu(1)
     assert not MIXTRAL.prefers_cpu(500)
-
-
-def test_the_order_of_the_misses_does_not_matter() -> None:
-    misses = [(0, 3), (1, 3), (2, 9), (3, 1), (4, 9)]
-    assert {tuple(map(tuple, split(MIXTRAL, order))) for order in itertools.permutations(misses)} == {
-        tuple(map(tuple, split(MIXTRAL, misses)))
-    }
-
-
-def test_a_busy_link_is_left_alone() -> None:
-    misses = [(key, 20) for key in range(4)]
-    assert split(MIXTRAL, misses)[1]
-    assert not split(MIXTRAL, misses, backlog_s=10.0)[1]
 
 
 def test_corrections_follow_a_trend_and_shrug_at_outliers() -> None:
@@ -181,18 +158,6 @@ def test_corrections_follow_a_trend_and_shrug_at_outliers() -> None:
     assert model.cpu_s(1) == pytest.approx(3 * before_s, rel=0.05)
     assert model.transfer_s == pytest.approx(MIXTRAL.transfer_s / 4, rel=0.05)
     assert model.gpu_s(2) == pytest.approx(MIXTRAL.gpu_s(2) * 2, rel=0.05)
-
-
-def test_fits() -> None:
-    assert fit_line([(t, 2.0 + 0.5 * t) for t in (1, 2, 4, 8)]) == pytest.approx((2.0, 0.5))
-    assert fit_line([(1, 3.0)]) == (3.0, 0.0)
-    assert fit_line([(1, 3.0), (2, 2.0)])[1] == 0.0
-    assert fit_line([(1, 1.0), (10, 20.0)])[0] == 0.0
-    assert fit_knee([(1, 1.0), (8, 1.1), (16, 1.0), (32, 9.0)]) == pytest.approx((1.0, 16, 0.5))
-    assert fit_knee([(1, 1.0)]) == (1.0, 1, 0.0)
-    measured = [(1, 0.9), (2, 0.8), (4, 1.0), (8, 1.2), (32, 1.7), (128, 3.4), (512, 8.0)]
-    flat_s, knee, each_s = fit_knee(measured)
-    assert all(abs(flat_s + each_s * max(0, t - knee) - s) < 0.35 * s for t, s in measured)
 
 
 def test_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,90 +211,11 @@ def test_the_device_is_left_alone_only_if_the_cpu_is_done_sooner(hits: list[int]
     assert replace(MIXTRAL).side(len(hits) + len(misses)).take(sides) == (alone_s < both_s)
 
 
-def test_what_joining_both_sides_takes_is_learnt() -> None:
-    model = replace(MIXTRAL)
-    for _ in range(200):
-        sides = model.sides([1], [1])
-        alone = model.side(2).take(sides)
-        model.side(2).observe(alone, sides[True] if alone else 1.0, sides[alone])
-    assert alone
-    assert model.side(20).take(model.sides([1] * 10, [1] * 10)) is False  # of which nothing is known yet
-
-
 # An RTX 4090 and int4 experts of Qwen3-30B-A3B: a launch takes 6 us, an expert's bytes 3 us more; the CPU takes 56 us.
 RTX_4090 = LatencyModel("int4", 2_800_000, 50e-6, 6e-6, 9e-6, 16, 1e-6, 10e-6, 25e9, gpu_launch_s=6e-6)
-
-
-@given(st.lists(st.integers(1, 64), max_size=12))
-def test_experts_on_the_device_share_a_launch(hits: list[int]) -> None:
-    own_s = sum(RTX_4090.gpu_s(tokens) - RTX_4090.gpu_launch_s for tokens in hits)
-    assert RTX_4090.hits_s(hits) == pytest.approx(own_s + RTX_4090.gpu_launch_s if hits else 0.0)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_card_that_has_the_experts_is_not_left_idle(count: int) -> None:
     sides = RTX_4090.sides([1] * count, [1] * (8 - count))
     assert sides[False] < sides[True]
-
-
-def test_a_launch_cannot_take_longer_than_what_it_is_part_of() -> None:
-    with pytest.raises(ValueError, match="invalid"):
-        replace(RTX_4090, gpu_launch_s=1.0)
-
-
-class _Card:
-    """A device whose launches are queued: a captured one takes its own time, any other that of the host."""
-
-    compute_follows_caller = True
-    torch_device = torch.device("cpu")
-
-    def __init__(self, *, can_capture: bool) -> None:
-        self.compute_stream, self.closed, self.abandoned, self._can_capture = self, 0, 0, can_capture
-        self.now_s, self._capturing, self._experts = 0.0, False, 0
-
-    def kernel(self, _hidden: torch.Tensor, index: torch.Tensor, _weights: torch.Tensor) -> None:
-        self._experts = index.numel()
-        if not self._capturing:
-            self.now_s += 100e-6
-
-    def new_capture(self) -> _Card:
-        return self
-
-    def begin(self) -> None:
-        self._capturing = True
-
-    def end(self) -> _Card:
-        self._capturing = False
-        if not self._can_capture:
-            raise RuntimeError("a number was read back")
-        return self
-
-    def abandon(self) -> None:
-        self._capturing = False
-        self.abandoned += 1
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def replay(self) -> None:
-        self.now_s += 6e-6 + 3e-6 * self._experts
-
-    def submit(self, work: Callable[[], object]) -> SimpleNamespace:
-        begun_s = self.now_s
-        work()
-        return SimpleNamespace(wait=lambda: None, started_s=begun_s, ended_s=self.now_s)
-
-
-def test_launches_are_timed_as_the_card_runs_them_not_as_the_host_queues_them() -> None:
-    card = _Card(can_capture=True)
-    times = latency_measurement._launch_times(card, card.kernel, 8, 16, torch.float32)  # type: ignore[arg-type]
-    assert [count for count, _ in times] == [1, 2, 4, 8]
-    assert fit_line(times) == (pytest.approx(6e-6), pytest.approx(3e-6))
-    assert (card.closed, card.abandoned) == (4, 0)
-
-
-def test_what_cannot_be_captured_is_timed_as_it_is() -> None:
-    card = _Card(can_capture=False)
-    times = latency_measurement._launch_times(card, card.kernel, 1, 16, torch.float32)  # type: ignore[arg-type]
-    assert times == [(1, pytest.approx(100e-6))]
-    assert (card.closed, card.abandoned) == (1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planner.placement import split_layers
-from engine.runtime.decoder_layers import LayerDevices, _Moved, layer_names, move_between
+from engine.runtime.decoder_layers import LayerDevices, layer_names, move_between
 from tests.engine.tiny_families import tiny_model
 
 
@@ -41,31 +40,6 @@ def test_even_devices_get_even_shares() -> None:
     assert split(sizes, [10, 10, 10]).of_layer == (0, 0, 1, 1, 2, 2)
     # The embedding is with the first, which has room for fewer layers then.
     assert split({**sizes, "lm_head.weight": 200}, [10, 10]).of_layer == (0, 0, 1, 1, 1, 1)
-
-
-def test_one_device_has_it_all() -> None:
-    layers = split({"model.layers.0.weight": 1}, [10])
-    assert layers == LayerDevices()
-    assert layers.of("model.layers.3.weight") == 0
-    assert layers.device_map([torch.device("cpu")]) == {"": torch.device("cpu")}
-
-
-def test_the_map_names_what_is_not_on_the_first() -> None:
-    places = [torch.device("cpu"), torch.device("meta")]
-    layers = LayerDevices("model.layers.", (0, 0, 1))
-    assert layers.device_map(places) == {"": places[0], "model.layers.2": places[1]}
-
-
-def test_arguments_are_moved_wherever_they_are() -> None:
-    here, there = torch.zeros(2), torch.device("meta")
-    cache = object()
-    to_there = _Moved(there, 1, is_shared=False)
-    _, moved = to_there.bring(True, None, (), {"a": here, "b": (here, [here, None]), "cache": cache, "n": 3}) or (
-        (),
-        {},
-    )
-    assert moved["a"].device == moved["b"][0].device == moved["b"][1][0].device == there
-    assert (moved["b"][1][1], moved["cache"], moved["n"]) == (None, cache, 3)
 
 
 class _Layer(torch.nn.Module):
@@ -108,19 +82,6 @@ def test_angles_and_masks_are_copied_once_for_each_card() -> None:
         assert len({id(call[0]) for call in moved}) == len({id(call[1]) for call in moved}) == 1
         assert len({id(call[2]) for call in moved}) == len(masks)
     assert given[2][0][0] is not given[2][1][0]
-
-
-def test_layers_that_are_called_by_themselves_hold_on_to_little() -> None:
-    model = _Stack(3)
-    move_between(model, LayerDevices("layers.", (0, 1, 1)), [torch.device("cpu"), torch.device("meta")])
-    tensors = [torch.zeros(1) for _ in range(40)]
-    gone = [weakref.ref(tensor) for tensor in tensors]
-    for tensor in tensors:
-        model.layers[1](torch.zeros(1), angles=(tensor, tensor), mask=None)
-    for layer in model.layers:
-        layer.given.clear()
-    del tensor, tensors
-    assert sum(ref() is not None for ref in gone) <= 16
 
 
 _MODEL = tiny_model("mixtral", num_hidden_layers=6)

@@ -38,20 +38,6 @@ def test_every_use_counts_once_and_is_passed_on(steps: list[tuple[int, set[int]]
                 assert added.counts[layer][expert] == 1 + sum(at == layer and expert in used for at, used in steps)
 
 
-def test_a_short_session_says_nothing() -> None:
-    uses = UseCounts(EXPERTS)
-    uses.observe(0, [1], None)
-    assert uses.added_to(None) is None
-    assert UseCounts([]).added_to(None) is None
-
-
-def test_ranked_by_use_and_known_to_caches_by_their_own_numbers() -> None:
-    known = Popularity([[0.0, 5.0, 1.0, 0.0], [7.0, 0.0, 2.0]])
-    assert list(known.ranked()) == [(1, 0), (0, 1), (1, 2), (0, 2)]
-    assert known.of([1]) == {0: 7.0, 1: 0.0, 2: 2.0}
-    assert known.of([0, 1])[4] == 7.0
-
-
 @pytest.mark.parametrize(
     "content", ["", "{}", "[]", '{"version": 9, "counts": []}', '{"version": 1, "counts": [[1, 2, 3, -4], [1, 2, 3]]}']
 )

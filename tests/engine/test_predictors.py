@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.experts.prediction.learning import RecordedRoutes
-from engine.experts.prediction.predictors import Correlation, NextGate, Predictor, PreviousToken, Ranked
+from engine.experts.prediction.predictors import Correlation, NextGate, Predictor, Ranked
 from engine.experts.replay import RoutingTrace
 from tests.engine.slots_in_time import PlantedRoutes
 
@@ -52,33 +52,12 @@ def test_correlation_learns_who_follows_whom(ahead: int) -> None:
     assert recall(Correlation(LAYERS, EXPERTS, 2 * WIDTH), routes, ahead) > 0.95**ahead - 0.1
 
 
-def test_correlation_follows_a_change() -> None:
-    predictor = Correlation(LAYERS, EXPERTS, 2 * WIDTH, half_life=50)
-    recall(predictor, PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=1.0, seed=1), steps=2000)
-    assert recall(predictor, PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=1.0, seed=2), steps=500) > 0.95
-
-
-def test_correlation_finds_nothing_where_nothing_is() -> None:
-    routes = PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=0.0)
-    assert recall(Correlation(LAYERS, EXPERTS, 2 * WIDTH), routes) < 2.5 * WIDTH / EXPERTS
-
-
 def test_correlation_starts_from_a_trace() -> None:
     routes = PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=1.0)
     chosen = np.array([routes.step() for _ in range(100)], np.int16)
     chosen[3, 2] = -1  # a layer that did not run
     trace = RoutingTrace(chosen, np.zeros(chosen.shape, np.float16), np.array([0, 100]), EXPERTS)
     assert recall(Correlation(LAYERS, EXPERTS, 6, trace=trace), routes, steps=20, judged=20) > 0.95
-
-
-def test_correlation_does_not_overflow() -> None:
-    predictor = Correlation(2, 4, 2, half_life=0.1)
-    for _ in range(50):
-        predictor.observe(0, [1], None)
-        predictor.observe(1, [2], None)
-    predictor.observe(0, [1], None)
-    assert predictor.predict(1)[0][0] == 2
-    assert np.isfinite(predictor.predict(1)[0][1])
 
 
 def test_correlation_takes_steps_of_any_width_and_length() -> None:
@@ -92,16 +71,6 @@ def test_correlation_takes_steps_of_any_width_and_length() -> None:
     predictor.observe(0, [1], None)
     assert {expert for expert, _ in predictor.predict(1)} == {0, 2, 5}
     assert predictor.predict(0) == []
-
-
-def test_previous_token_is_what_it_says() -> None:
-    predictor = PreviousToken(2)
-    assert predictor.predict(0) == []
-    predictor.observe(0, [3, 1], None)
-    predictor.observe(1, [5], None)
-    predictor.observe(0, [1, 7], None)
-    assert predictor.predict(0) == [(1, 0.75), (7, 0.5)]
-    assert predictor.predict(1) == [(5, 0.5)]
 
 
 def router(weight: torch.Tensor, width: int) -> Callable[[torch.Tensor], Any]:
@@ -126,22 +95,6 @@ def test_gate_predicts_what_the_router_would_choose(seed: int, tokens: int, limi
     assert len(said) <= tokens * limit
     predicted = [expert for expert, _ in said]
     assert set(predicted[: len(chosen)]) == chosen
-
-
-def test_gate_says_nothing_where_there_is_none() -> None:
-    predictor = NextGate([router(torch.eye(4), 2), None], 4)
-    assert predictor.predict(1) == []
-    predictor.observe(0, [1], torch.ones(1, 4))
-    assert predictor.predict(1) == []
-    assert predictor.predict(0) == []  # the next token's hidden states are not known
-    predictor.observe(0, [1], None)
-    assert predictor.predict(1) == []
-
-
-def test_gate_puts_first_what_the_router_chose_against_its_logits() -> None:
-    predictor = NextGate([None, lambda hidden: (torch.tensor([[9.0, 8.0, 7.0, 1.0]]), torch.tensor([[3, 2]]))], 4)
-    predictor.observe(0, [1], torch.ones(1, 4))
-    assert [expert for expert, _ in predictor.predict(1)] == [2, 3, 0, 1]
 
 
 def test_routes_are_those_of_the_last_whole_steps() -> None:

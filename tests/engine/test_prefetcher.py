@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.prediction.predictors import Correlation, NextGate, PreviousToken, Ranked
+from engine.experts.prediction.predictors import Correlation, PreviousToken, Ranked
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import PrefetchTimes
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
@@ -98,15 +97,6 @@ def test_who_no_longer_gains_is_dropped() -> None:
     assert prefetcher.adopted is None
 
 
-@pytest.mark.parametrize("choice", ["previous", "correlation"])
-def test_a_choice_is_kept_whatever_it_gains(choice: str) -> None:
-    tier = tier_of()
-    prefetcher = prefetcher_of(tier, choice)
-    run(tier, prefetcher, PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=0.0), steps=100)
-    assert prefetcher.adopted == choice
-    assert prefetcher.report().prefetched or choice == "previous"
-
-
 @given(counts=st.lists(st.integers(1, EXPERTS), min_size=LAYERS, max_size=LAYERS), seed=st.integers(0, 99))
 def test_layers_of_different_sizes_are_asked_for_what_they_have(counts: list[int], seed: int) -> None:
     draw = random.Random(seed)
@@ -157,24 +147,6 @@ def test_it_looks_farther_ahead_when_experts_take_longer_to_arrive() -> None:
         run(tier, prefetcher, correlated(), steps=200)
         assert prefetcher.ahead >= least
         assert prefetcher.ahead == 1 or least > 1
-
-
-def test_the_same_twice() -> None:
-    def once() -> tuple[object, ...]:
-        tier = tier_of()
-        prefetcher = prefetcher_of(tier)
-        run(tier, prefetcher, correlated(), steps=200)
-        return prefetcher.report(), tier.now_s, tuple(tier.evicted)
-
-    assert once() == once()
-
-
-def test_a_step_of_many_tokens_is_no_decode_step() -> None:
-    tier = tier_of()
-    prefetcher = prefetcher_of(tier)
-    for layer in range(LAYERS):
-        prefetcher.observe(layer, list(range(EXPERTS + 1)))
-    assert prefetcher.report().steps == 0
 
 
 class Oracle:
@@ -231,33 +203,6 @@ def test_nothing_wanted_or_predicted_is_offered_for_eviction(
             assert len(offered) == len(tier.offered)
 
 
-def test_layers_with_slots_of_their_own_evict_their_own() -> None:
-    tier = tier_of(60)
-    prefetcher = Prefetcher(
-        tier,
-        [Correlation(LAYERS, EXPERTS, 2 * WIDTH)],
-        lambda: tier.times,
-        layers=LAYERS,
-        experts=EXPERTS,
-        per_token=WIDTH,
-        choice="correlation",
-        pools=range(LAYERS),
-        clock=tier.clock,
-    )
-    asked: list[int] = []
-    really = tier.prefetch
-
-    def prefetch(layer: int, experts: Sequence[int], dead: object = ()) -> int:
-        pairs = list(dead)  # type: ignore[call-overload]
-        asked.extend(owner for owner, _ in pairs)
-        assert all(owner == layer for owner, _ in pairs)
-        return really(layer, experts, pairs)
-
-    tier.prefetch = prefetch  # type: ignore[method-assign, assignment]
-    run(tier, prefetcher, correlated(), steps=100)
-    assert asked
-
-
 @given(
     st.floats(0, 1e-2),
     st.floats(1e-6, 1e-2),
@@ -275,48 +220,3 @@ def test_room_is_for_those_that_save_something(
     if room:
         assert times.saved_s(0, left_s, backlog * 1000) > -1e-12
     assert times.saved_s(room, left_s, backlog * 1000) <= 1e-9
-
-
-@pytest.mark.takes_turns(3)
-@pytest.mark.parametrize("tokens", [3, 4, 6])
-def test_steps_of_several_tokens_wait_less_when_experts_of_all_of_them_are_prefetched(tokens: int) -> None:
-    """As steps do that try guessed tokens."""
-    waited, experts = {}, 64
-    for who in ("nobody", "as for one token", "for all tokens"):
-        dice = torch.Generator().manual_seed(5)
-        weights = [torch.randn(experts, 16, generator=dice) for _ in range(LAYERS)]
-
-        def gate(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = hidden @ weight.T
-            return logits, logits.topk(WIDTH).indices
-
-        gates = [partial(gate, weight=weight) for weight in weights]
-        kind = NextGate if who == "for all tokens" else _OfOneToken
-        tier = SlotsInTime(200, experts, arrival_s=FAST / 3, miss_s=1e-3)
-        prefetcher = Prefetcher(
-            tier,
-            [kind(gates, 2 * WIDTH)],
-            lambda tier=tier: tier.times,
-            layers=LAYERS,
-            experts=experts,
-            per_token=WIDTH,
-            choice="gate",
-            clock=tier.clock,
-        )
-        for _ in range(200):
-            hidden = torch.randn(tokens, 16, generator=dice)
-            for layer in range(LAYERS):
-                hidden = hidden + 0.1 * torch.randn(tokens, 16, generator=dice)
-                chosen = gates[layer](hidden)[1].flatten().unique().tolist()
-                tier.want(layer, chosen)
-                if who != "nobody":
-                    prefetcher.observe(layer, chosen, hidden)
-        waited[who] = tier.misses
-    assert waited["for all tokens"] < waited["as for one token"] < waited["nobody"]
-
-
-class _OfOneToken(NextGate):
-    """No more experts for several tokens than for one."""
-
-    def predict(self, layer: int) -> Ranked:
-        return super().predict(layer)[: self._limit]

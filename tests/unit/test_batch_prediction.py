@@ -41,18 +41,6 @@ def test_what_limits_a_job_is_named() -> None:
     assert of_lanes == [Bottleneck.LINK, Bottleneck.CARD, Bottleneck.DISK]
 
 
-def test_a_few_answers_that_were_timed_widen_what_was_predicted() -> None:
-    job = JobRows(100, 50.0, 20.0)
-    predicted = predicted_on_card(job, 64, 4, "Klotski", 40.0, "h2d", 0.5)
-    corrected = predicted.corrected(4.0, 0.25)
-    assert (corrected.low, corrected.tokens_per_s, corrected.high) == pytest.approx((30.0, 80.0, 200.0))
-    assert (corrected.seconds_low, corrected.seconds_high) == pytest.approx((10.0, 2000 / 30))
-    slow = predicted.corrected(0.25, 0.25)
-    assert (slow.low, slow.tokens_per_s, slow.high) == pytest.approx((7.5, 20.0, 60.0))
-    assert corrected.is_measured
-    assert not predicted.is_measured
-
-
 def test_a_prediction_in_a_sentence() -> None:
     predicted = predicted_on_card(JobRows(2000, 50.0, 20.0), 24, 3, "Klotski", 310.0, "h2d", 0.5)
     facts = ("24 rows", "3 chunks", "155 to 465 tokens/s", "the link to the card", "86 s to 4 min", "20 tokens")

@@ -44,17 +44,6 @@ def test_no_pace_is_negative_and_ranges_are_in_order(steps: list[tuple[float, bo
             assert 0 <= pace.remaining_low_s <= pace.remaining_high_s
 
 
-def test_rows_under_way_count_before_any_has_ended() -> None:
-    meter = PaceMeter(0, 0, 0.0, most_tokens=100)
-    assert meter.pace(10, 0.0).under_way == 0
-    early = meter.pace(10, 10.0, under_way=4, under_way_tokens=7)  # prompts are being read
-    assert (early.tokens_per_s, early.remaining_high_s) == (0, None)
-    pace = meter.pace(10, 20.0, under_way=4, under_way_tokens=200)
-    assert (pace.under_way, pace.tokens_per_s) == (4, 10)
-    assert pace.remaining_low_s is None
-    assert pace.remaining_high_s == (10 * 100 - 200) / 10
-
-
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(10, 100))
 def test_no_job_takes_longer_than_if_every_answer_were_as_long_as_it_may_be(ended: int, left: int, tokens: int) -> None:
     meter = PaceMeter(0, 0, 0.0, most_tokens=100)

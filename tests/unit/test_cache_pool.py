@@ -24,28 +24,6 @@ def test_who_leaves(name: str, kept: set[int]) -> None:
         assert set(pool.residents) == kept
 
 
-def test_a_step_with_more_experts_than_slots_evicts_none_of_its_own() -> None:
-    pool = Pool(range(2), make_policy("lru", 2))
-    assert step_pool(pool, [1, 2, 3, 4]) == (0, 2)
-    assert set(pool.residents) == {1, 2}
-    assert step_pool(pool, [1, 2, 3, 4]) == (2, 0)
-
-
-def test_the_selector_leaves_a_policy_that_never_hits() -> None:
-    # A loop one longer than the cache: LRU evicts each key just before its turn.
-    selector = PolicySelector(8)
-    pool = Pool(range(8), make_policy(selector.adopted, 8))
-    assert selector.adopted == "lru"
-    hits = 0
-    for step in range(4000):
-        hits += step_pool(pool, [step % 9])[0]
-        better = selector.observe([step % 9])
-        if better is not None:
-            pool.adopt(better)
-    assert selector.adopted != "lru"
-    assert hits > 1500
-
-
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(ValueError, match="mru"):
         make_policy("mru", 4)

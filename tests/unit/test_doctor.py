@@ -148,13 +148,6 @@ def test_a_broken_driver_beside_another_card_is_worth_advice(monkeypatch: pytest
     assert (second.status, second.detail) == (Status.ADVICE, "Restart.")
 
 
-def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
-    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: "13.0")
-    gpu = replace(GPU, pcie_width=16, pcie_width_now=8, used_by_others_bytes=3 * 2**30)
-    (finding,) = doctor.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
-    assert all(fact in finding.detail for fact in ("140 GiB", "3.0 GiB", "PCIe 5.0 x8", "driver 580.65"))
-
-
 @pytest.mark.parametrize(
     ("proofs", "status", "said"),
     [

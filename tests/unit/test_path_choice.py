@@ -49,14 +49,6 @@ def test_where_all_miss_and_the_link_is_fast_the_dispatcher_is_taken_and_left_as
     assert not choice.by_itself
 
 
-def test_what_a_way_takes_beyond_its_experts_is_learnt() -> None:
-    known = latency(cpu_us=100, copy_us=150)
-    choice, machine = PathChoice(known, LAYERS, PER_TOKEN, 1.0), Machine(known, 500, 100)
-    assert choice.by_itself  # as it seems at first
-    machine.run(choice, 1.0, 200)
-    assert not choice.by_itself
-
-
 def test_a_busy_moment_does_not_change_the_way() -> None:
     known = latency(cpu_us=100, copy_us=400)
     choice, machine = PathChoice(known, LAYERS, PER_TOKEN, 0.5), Machine(known, 30, 150)
@@ -85,10 +77,3 @@ def test_it_is_hardly_slower_than_the_better_way_of_nearly_any_machine() -> None
     # About 3.5% of all such cases lose more than a tenth: of some 400 drawn ones, 5% are now and then.
     assert times[int(0.9 * len(times))] < 1.1, f"seed {seed}"
     assert times[int(0.95 * len(times))] < 1.2, f"seed {seed}"
-
-
-def test_only_what_is_clearly_better_is_worth_it() -> None:
-    slow_link, fast_link = latency(cpu_us=100, copy_us=500), latency(cpu_us=2000, copy_us=100)
-    assert PathChoice(slow_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.5)
-    assert not PathChoice(fast_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.5)
-    assert PathChoice(fast_link, LAYERS, PER_TOKEN, 0.5).is_worth_it(0.0)

@@ -1,7 +1,5 @@
 """An answer's text is taken apart the same way however it is cut into pieces, and nothing of it is lost."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,16 +180,6 @@ def test_however_it_is_cut_each_form_reads_the_same(name: str, data: st.DataObje
     assert _parts(pieces, family=family) == _parts([text], family=family)
 
 
-@pytest.mark.parametrize("escaped", ["\\\\", '\\"'])
-def test_texts_within_calls_end_where_json_says(escaped: str) -> None:
-    call = '{"name": "weather", "arguments": {"city": "' + escaped + ' </tool_call>"}}'
-    text = f"<tool_call>{call}</tool_call>done"
-    read, spoken = _parts(list(text))
-    assert isinstance(read, ToolCall)
-    assert json.loads(read.arguments) == json.loads(call)["arguments"]
-    assert spoken == Spoken("done")
-
-
 def test_a_text_that_never_ends_hides_no_end_of_a_call() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Rome}}</tool_call> said'
     assert _parts([text]) == _parts(list(text)) == [Spoken(text)]
@@ -258,14 +246,6 @@ def _parts(
     return [ToolCall("", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in joined]
 
 
-@given(st.data())
-def test_how_a_text_is_cut_does_not_matter(data: st.DataObject) -> None:
-    text = data.draw(st.sampled_from(TEXTS))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert _parts(pieces) == _parts([text])
-
-
 @given(st.text(alphabet='<>/thinkol_ca[]{}"ab\n', max_size=60))
 def test_without_tools_no_text_is_lost(text: str) -> None:
     kept = "".join(part.text for part in _parts([text], tools=False) if isinstance(part, Spoken | Thought))
@@ -273,51 +253,6 @@ def test_without_tools_no_text_is_lost(text: str) -> None:
         text = text.replace(mark, "")
         kept = kept.replace(mark, "")
     assert kept.replace("\n", "").strip() == text.replace("\n", "").strip() or text.strip() == kept.strip()
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        (TEXTS[3], {"city": "Rome"}),
-        (TEXTS[5], {"city": "Rome", "days": 3}),
-        (TEXTS[6], {"city": "Rome"}),
-        (TEXTS[7], {"city": "Rome"}),
-    ],
-)
-def test_calls_of_every_form_are_read(text: str, arguments: dict[str, object]) -> None:
-    (call,) = [part for part in _parts([text]) if isinstance(part, ToolCall)]
-    assert (call.name, json.loads(call.arguments)) == ("weather", arguments)
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "007", "007"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
-        ({"type": ["string", "null"]}, "null", None),
-        ({"type": ["string", "null"]}, "none", "none"),
-        ({"type": ["string", "integer"]}, "12", 12),
-        ({"type": ["integer", "null"]}, "None", None),
-        ({"type": "boolean"}, "True", True),
-        ({"type": "boolean"}, "false", False),
-        ({"type": "number"}, "3", 3),
-        ({"type": "array"}, '["a"]', ["a"]),
-        ({"enum": ["1", "2"]}, "1", "1"),
-        ({"enum": [1, "two"]}, "1", 1),
-        ({}, "12", 12),
-        ({"$ref": "#/x"}, "True", "True"),
-    ],
-)
-def test_arguments_without_quotes_are_what_the_schema_allows(schema: object, text: str, value: object) -> None:
-    tool = Tool("f", "", json.dumps({"type": "object", "properties": {"x": schema}}))
-    for said in (
-        f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>",
-        f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
-    ):
-        reader = reply_reader("glm4_moe", (tool,), thinks=False, is_call=False)
-        (call,) = [*reader.feed(said), *reader.end()]
-        assert isinstance(call, ToolCall)
-        assert json.loads(call.arguments) == {"x": value}
 
 
 def test_calls_of_unknown_tools_and_broken_calls_stay_text() -> None:
