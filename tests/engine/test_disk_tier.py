@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.disk import load_prepared
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.direct_file import DirectFile
-from engine.experts.record import ExpertBank, allocate_records
+from engine.experts.record import allocate_records
 from tests.engine.made_up_records import (
     CPU,
     LARGE,
@@ -70,38 +69,6 @@ def test_many_reads_at_once(
             assert not disk.is_direct
 
 
-def test_whole_layers(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "PIECE_BYTES", 4096)
-    records = write_records(tmp_path / "b.gguf", CONTENTS)
-    told: list[tuple[int, int]] = []
-    bank = ExpertBank(CPU)
-    with disk_of(path, CONTENTS) as disk:
-        load_prepared(disk, bank, lambda *figures: told.append(figures))
-        assert disk.records_read == 40
-    for layer, made in zip(bank.layers.values(), records, strict=True):
-        assert torch.equal(layer.records, made)
-    assert told[-1] == (CONTENTS.nbytes, CONTENTS.nbytes)
-    assert told == sorted(told)
-
-
-def test_loading_can_be_stopped(path: Path) -> None:
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with disk_of(path, CONTENTS) as disk, pytest.raises(KeyboardInterrupt):
-        load_prepared(disk, ExpertBank(CPU), stop)
-
-
-def test_a_flipped_bit_is_found_and_named(path: Path) -> None:
-    flip(path, place_of(CONTENTS, 1, 3) + 17)
-    with disk_of(path, CONTENTS) as disk:
-        read = disk.read(1, 3, one(1))
-        with pytest.raises(EngineError, match=r"Expert 3 of layers\.1\.experts"):
-            read.result(60)
-        disk.read(1, 2, one(1)).result(60)
-        assert disk.bytes_read == LARGE.nbytes
-
-
 def test_many_who_meet_the_same_damage_have_it_repaired_once(path: Path) -> None:
     whole = path.read_bytes()
     begin = place_of(CONTENTS, 1, 3)
@@ -148,19 +115,6 @@ def test_what_the_disk_cannot_read_is_written_anew(path: Path, pieces: int, monk
         assert disk.note is not None
 
 
-def test_a_repair_that_fails_is_told(path: Path) -> None:
-    flip(path, place_of(CONTENTS, 0, 0))
-
-    def repair(layer: int, expert: int) -> torch.Tensor:
-        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "The model is gone.")
-
-    with disk_of(path, CONTENTS, repair=repair) as disk:
-        with pytest.raises(EngineError, match="is damaged") as caught:
-            disk.read(0, 0, one(0)).result(60)
-        assert isinstance(caught.value.__cause__, EngineError)
-        assert disk.records_repaired == 0
-
-
 def test_a_file_that_becomes_shorter_under_us(path: Path) -> None:
     with disk_of(path, CONTENTS) as disk:
         os.truncate(path, place_of(CONTENTS, 2, 8))
@@ -169,21 +123,6 @@ def test_a_file_that_becomes_shorter_under_us(path: Path) -> None:
             with pytest.raises(EngineError, match="has become shorter") as caught:
                 disk.read(2, expert, one(2)).result(60)
             assert caught.value.code == ErrorCode.CHECKPOINT_DAMAGED
-
-
-@pytest.mark.skipif(os.name != "posix", reason="an open file cannot be deleted here")
-def test_a_file_that_is_deleted_under_us_is_still_read(path: Path) -> None:
-    with disk_of(path, CONTENTS) as disk:
-        path.unlink()
-        disk.read(1, 1, one(1)).result(60)
-
-
-def test_what_is_no_expert_is_refused(path: Path) -> None:
-    with disk_of(path, CONTENTS) as disk:
-        for layer, expert, place in ((0, 16, one(0)), (0, -1, one(0)), (0, 0, one(0)[1:])):
-            with pytest.raises(ValueError, match="are not expert"):
-                disk.read(layer, expert, place)
-        assert disk.records_read == 0
 
 
 def test_closing_ends_every_read_and_every_thread(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.devices.cpu import open_cpu
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts import dispatcher, partial_sums
@@ -98,15 +97,6 @@ def test_the_answer_does_not_depend_on_what_is_where(device: Device, kind: str) 
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 
 
-def test_the_processor_as_the_device() -> None:
-    generator = torch.Generator().manual_seed(1)
-    with open_cpu(total=2**24) as device:
-        for mode in modes():
-            with Layers(device, "like gpt_oss", mode=mode) as layers:
-                for count in (1, 1, 7):
-                    layers.check(0, routing(generator, count, 2))
-
-
 def test_misses_are_met_as_the_mode_says(device: Device) -> None:
     one = torch.Generator().manual_seed(5)
     hidden, _, _ = routing(one, 1, 1)
@@ -166,31 +156,6 @@ def test_a_prefill_leaves_the_cache_alone(device: Device, mode: str) -> None:
         changed = {name for name, value in asdict(after).items() if value != getattr(before, name)}
         served = {"prefill_lookups", "prefill_hits", "prefill_on_cpu", "prefill_fetched", "fetched_bytes"}
         assert changed <= served | {"prefetched", "prefetches_used", "prefetches_wasted", "prefetched_bytes"}
-
-
-class Listening:
-    """A prefetcher that only notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, list[int], int]] = []
-
-    def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
-        assert hidden is not None
-        self.told.append((layer, list(experts), len(hidden)))
-
-
-def test_the_prefetcher_observes_decode_steps_once_each(device: Device) -> None:
-    generator = torch.Generator().manual_seed(2)
-    listening = Listening()
-    with Layers(device, slots=4, prefetcher=listening) as layers:
-        wanted = []
-        for count in (1, 2, DECODE_TOKENS + 1, 1):
-            for layer in range(LAYERS):
-                inputs = routing(generator, count, 3)
-                layers.check(layer, inputs)
-                if count <= DECODE_TOKENS:
-                    wanted.append((layer, sorted(set(inputs[1].flatten().tolist()) - {EXPERTS}), count))
-        assert listening.told == wanted
 
 
 def test_a_slow_link_holds_nobody_up(device: Device) -> None:

@@ -70,36 +70,6 @@ def test_what_a_failed_copy_should_have_brought_is_computed_on_the_cpu(device: D
             assert layers.cache.resize(0) == 0
 
 
-def test_memory_that_another_program_takes_is_given_back_and_the_answers_stay(device: Device) -> None:
-    generator = torch.Generator().manual_seed(4)
-    total = device.memory.total
-    with Layers(device, slots=12) as layers:
-        for _ in range(4):
-            layers.check(0, routing(generator, 1, 3))
-        try:
-            device.memory.limit(device.memory.use().used - 5 * layers.cache.layout.nbytes)
-            for _ in range(4):
-                layers.check(0, routing(generator, 1, 3))
-                assert (layers.cache.slots, device.memory.excess) == (6, 0)
-            assert layers.cache.note is not None
-        finally:
-            device.memory.limit(total)
-
-
-def test_activations_that_find_no_room_take_it_from_the_cache(device: Device) -> None:
-    generator = torch.Generator().manual_seed(4)
-    total = device.memory.total
-    with Layers(device, slots=12) as layers:
-        layers.check(0, routing(generator, 1, 3))
-        layers.cache.wait()
-        try:
-            device.memory.limit(device.memory.use().used)
-            layers.check(0, routing(generator, 100, 3))
-            assert 0 < layers.cache.slots < 12
-        finally:
-            device.memory.limit(total)
-
-
 @pytest.mark.takes_turns(2)
 @pytest.mark.parametrize("mode", modes())
 def test_a_step_of_any_size_has_room_where_a_token_has(device: Device, mode: str) -> None:
@@ -155,12 +125,3 @@ def test_no_room_for_activations_is_an_error_of_memory(device: Device) -> None:
         finally:
             device.memory.limit(total)
         layers.check(0, routing(generator, 1, 2))
-
-
-def test_a_closed_device_is_an_error() -> None:
-    device = open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0))
-    with Layers(device) as layers:
-        layers.check(0, routing(torch.Generator().manual_seed(4), 1, 2))
-        device.close()
-        with pytest.raises(EngineError, match="closed"):
-            layers.layers[0](*routing(torch.Generator().manual_seed(4), 1, 2))

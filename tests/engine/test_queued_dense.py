@@ -159,27 +159,6 @@ def test_a_step_that_is_one_graph_is_one_span_and_its_capture_too(folder: Path) 
     assert not len(of_lane(collection.spans, CPU_EXPERTS))
 
 
-def test_marks_cost_nothing_while_nothing_is_recorded(folder: Path) -> None:
-    expected = reference("qwen3_moe", folder)
-    made = []
-    for on in (False, True):
-        with opened(expected.folder, graphs="off", cache_slots=4, misses="fetch") as model, chatting(model) as session:
-            telemetry = ModelTelemetry(model)
-            telemetry.start()
-            _Marked.marks = 0
-            try:
-                if on:
-                    with collected():
-                        assert list(answer(session, PROMPT).token_ids) == expected.first
-                else:
-                    assert list(answer(session, PROMPT).token_ids) == expected.first
-            finally:
-                telemetry.stop()
-            made.append(_Marked.marks)
-    # One where a forward begins and one where it ends: experts make the others anyway.
-    assert made[1] - made[0] == 2 * NEW_TOKENS
-
-
 def test_a_lost_card_is_no_error_of_the_recording(folder: Path) -> None:
     expected = reference("qwen3_moe", folder)
     with opened(expected.folder, graphs="off", cache_slots=4) as model, chatting(model) as session:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.errors import EngineError, ErrorCode
-from engine.experts.ram_tier import RamPressure, RamTier, share_slots
-from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
-from engine.experts.record_source import Held
-from tests.engine.made_up_records import LARGE, SMALL, disk_of, flip, place_of, write_records
+from engine.common.errors import EngineError
+from engine.experts.ram_tier import RamPressure, RamTier
+from engine.experts.record import CAN_GIVE_BACK, RecordMemory
+from tests.engine.made_up_records import LARGE, disk_of, flip, place_of, write_records
 from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, arrived, make_tier
 
 
@@ -77,58 +74,6 @@ def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
     assert counters.evictions
 
 
-def test_a_prefetch_that_is_wanted_is_hurried_and_counted() -> None:
-    disk = HeldDisk()
-    tier = make_tier(disk)
-    assert tier.prefetch(0, [1, 2, 2]) == 2
-    acquired = tier.acquire(0, [1])
-    assert disk.hurried == disk.waiting[:1]
-    assert not acquired.arriving[1].done()
-    counters = tier.counters
-    assert (counters.late, counters.hits, counters.misses, counters.prefetches_used) == (1, 0, 0, 1)
-    for read in list(disk.waiting):
-        disk.end(read)
-    arrived(acquired)
-    acquired.release()
-    tier.acquire(0, [3, 4, 5])  # all slots are taken now: the next two take the places of the first two
-    tier.acquire(2, [0, 1])
-    assert tier.counters.prefetches_wasted == 1
-    for read in list(disk.waiting):
-        disk.end(read)
-    tier.close()
-
-
-def test_it_waits_for_prefetches_that_have_all_slots() -> None:
-    disk = HeldDisk()
-    tier = make_tier(disk)
-    tier.prefetch(1, [0, 1])
-    got: list[Held] = []
-    thread = threading.Thread(target=lambda: got.append(tier.acquire(1, [2])))
-    thread.start()
-    disk.end(disk.waiting[0])
-    thread.join()
-    assert list(got[0].rows) == [2]
-    for read in list(disk.waiting):
-        disk.end(read)
-    tier.close()
-
-
-def test_a_closed_disk_fails_what_is_asked_for_and_nothing_hangs() -> None:
-    disk = HeldDisk()
-    tier = make_tier(disk)
-    disk.closed = True
-    acquired = tier.acquire(0, [1])
-    with pytest.raises(EngineError, match="closed"):
-        arrived(acquired)
-    assert tier.prefetch(0, [2]) == 0
-    acquired.release()
-    assert tier.counters.failures == 2
-    tier.close()
-    tier.close()
-    with pytest.raises(EngineError, match="closed"):
-        cast(Any, tier).acquire(0, [1])
-
-
 # --- how much RAM it has
 
 
@@ -158,37 +103,6 @@ def full_tier(disk: HeldDisk, **options: Any) -> RamTier:
             disk.end(read)
         acquired.release()
     return tier
-
-
-def test_a_smaller_tier_keeps_who_was_used_last_and_gives_the_last_slots_back() -> None:
-    disk = HeldDisk()
-    tier = full_tier(disk)
-    tier.acquire(0, [4, 5]).release()
-    assert tier.resize(5 * SMALL.nbytes + LARGE.nbytes) == 5 * SMALL.nbytes + LARGE.nbytes
-    assert tier.resident(0).keys() == {4, 5}
-    assert tier.resident(2).keys() == {3, 4, 5}
-    assert sorted([*tier.resident(0).values(), *tier.resident(2).values()]) == [0, 1, 2, 3, 4]
-    for layer in (0, 2):
-        for expert, slot in tier.resident(layer).items():
-            assert torch.equal(tier.slots(layer).records[slot], RECORDS[layer][expert])
-    assert tier.counters.evictions == 7 + 2
-    assert tier.resize(10**9) == CONTENTS.nbytes
-    assert tier.capacity(0) == 12
-    tier.close()
-
-
-def test_memory_that_is_given_back_returns_to_the_system() -> None:
-    memory = RecordMemory(1000, SMALL.nbytes)
-    process = psutil.Process()
-    memory.records.fill_(1)
-    before = process.memory_info().rss
-    memory.give_back([*range(100, 1000), 3])
-    if CAN_GIVE_BACK and sys.platform == "linux":
-        assert process.memory_info().rss < before - 700 * SMALL.nbytes
-        assert not memory.records[500].any()
-    assert memory.records[[*range(3), *range(4, 100)]].all()
-    memory.records[500] = 7
-    assert memory.records[500].all()
 
 
 @pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory stays with us here")
@@ -257,18 +171,3 @@ def test_what_is_left_to_others_ends_above_the_reserve(data: st.DataObject) -> N
             filled = allowed
             assert available() >= reserve * mib or allowed == 0
         assert pressure.advise(allowed * mib, filled * mib) is None  # asked again at once
-
-
-def test_shares_of_the_budget() -> None:
-    all_of_it = share_slots(RecordTable(CONTENTS.tensors), 10**12, 2)
-    assert all_of_it == {SMALL: 12, LARGE: 3}
-    least = 2 * (SMALL.nbytes + LARGE.nbytes)
-    assert share_slots(RecordTable(CONTENTS.tensors), least, 2) == {SMALL: 2, LARGE: 2}
-    for budget in range(least, CONTENTS.nbytes, 5000):
-        shares = share_slots(RecordTable(CONTENTS.tensors), budget, 2)
-        used = sum(layout.nbytes * count for layout, count in shares.items())
-        assert used <= budget
-        assert budget - used < LARGE.nbytes + SMALL.nbytes
-    with pytest.raises(EngineError) as caught:
-        share_slots(RecordTable(CONTENTS.tensors), least - 1, 2)
-    assert caught.value.code == ErrorCode.NOT_ENOUGH_MEMORY

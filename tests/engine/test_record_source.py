@@ -325,19 +325,6 @@ def test_three_tiers_equal_the_reference(
         tiers.close()
 
 
-def test_copies_for_later_do_not_hold_up_a_step_that_needs_their_slots(device: Device, tmp_path: Path) -> None:
-    tiers = OnDisk(device, tmp_path, "gated", 4, 8, "cpu", 1)
-    try:
-        generator = torch.Generator().manual_seed(1)
-        holding(device)
-        for _ in range(6):
-            for layer in range(LAYERS):
-                tiers.check(layer, routing(generator, 1, 3))
-        assert len(tiers.tier.lent) == 1, "one slot of four may be kept"
-    finally:
-        tiers.close()
-
-
 def test_a_damaged_record_is_one_error_and_nothing_stays_held(device: Device, tmp_path: Path) -> None:
     tiers = OnDisk(device, tmp_path, "gated", 4, 8, MIXED, 1)
     try:

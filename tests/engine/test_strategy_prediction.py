@@ -32,14 +32,6 @@ def test_both_sides_work_at_once_and_the_later_one_counts() -> None:
     assert model.seconds_per_token("mixed", [step(1, 1, 1, backlog=2)], 1) == pytest.approx(13.0)
 
 
-def test_single_strategies_keep_nothing() -> None:
-    model = StrategyModel(latency(2.0, 1.0, 4.0), FREE, 16)
-    steps = [step(3, 1, 0), step(0, 4, 0)]
-    assert model.seconds_per_token("cpu", steps, 2) == pytest.approx(2 * 8.0)
-    assert model.seconds_per_token("fetch", steps, 2) == pytest.approx(2 * 17.0)
-    assert model.seconds_per_token("layer", steps, 2) == pytest.approx(2 * 64.0)
-
-
 @given(cpu_s=seconds, gpu_s=seconds, transfer_s=seconds, needed=st.integers(1, 12), layers=st.integers(1, 60))
 def test_the_best_mix_is_never_predicted_slower_than_either_side_alone(
     cpu_s: float, gpu_s: float, transfer_s: float, needed: int, layers: int
@@ -49,18 +41,6 @@ def test_the_best_mix_is_never_predicted_slower_than_either_side_alone(
     off = model.seconds_per_token("off", steps, layers)
     assert off <= model.seconds_per_token("cpu", steps, layers) * (1 + 1e-9)
     assert off <= model.seconds_per_token("fetch", steps, layers) * (1 + 1e-9)
-
-
-@given(cpu_s=seconds, gpu_s=seconds, transfer_s=seconds, needed=st.integers(1, 12), rest_s=seconds, layer_s=seconds)
-def test_constants_are_added_once(
-    cpu_s: float, gpu_s: float, transfer_s: float, needed: int, rest_s: float, layer_s: float
-) -> None:
-    free = StrategyModel(latency(cpu_s, gpu_s, transfer_s), FREE, 64)
-    costly = StrategyModel(latency(cpu_s, gpu_s, transfer_s), StepCosts(rest_s, layer_s, 0.0, 0.0, 0.0, 0.0), 64)
-    steps = [step(0, needed, 0)]
-    for misses in ("cpu", "fetch", "off", "mixed"):
-        more = costly.seconds_per_token(misses, steps, 5) - free.seconds_per_token(misses, steps, 5)
-        assert more == pytest.approx(rest_s + 5 * layer_s, abs=1e-9)
 
 
 def test_a_row_says_how_far_the_measurement_is_from_the_prediction() -> None:

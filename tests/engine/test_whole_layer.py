@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError
-from engine.devices.cpu import open_cpu
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
@@ -72,22 +71,6 @@ def test_equals_the_reference_in_any_order(
         layers.buffers.close()
     layers.buffers.close()
     assert device.memory.use().used == 0
-
-
-def test_every_layer_crosses_the_link_once_per_round() -> None:
-    generator = torch.Generator().manual_seed(1)
-    with open_cpu(total=2**24) as device:
-        layers, copied = Layers(device, KINDS["gated"]), [0]
-
-        def count(_: object) -> None:
-            copied[0] += 1
-
-        device.copy_log.listen(count)
-        for _ in range(4):
-            for layer in range(LAYERS):
-                layers.check(layer, routing(generator, 1, 2))
-        assert copied[0] == EXPERTS * (4 * LAYERS + 1)
-        layers.buffers.close()
 
 
 @pytest.mark.parametrize("which", ["compute", "h2d"])
