@@ -57,14 +57,6 @@ def test_a_scale_that_is_no_half_can_be_put() -> None:
             assert (scales < wanted * 20).all()
 
 
-def test_any_leading_dimensions_are_kept() -> None:
-    kind = GGML["Q4_K"]
-    raw = _random(kind, 1)[:4]
-    stacked = kind.dequantise(raw.reshape(2, 2, -1))
-    assert stacked.shape == (2, 2, _BLOCKS * 256)
-    np.testing.assert_array_equal(stacked.reshape(4, -1), kind.dequantise(raw))
-
-
 def test_every_type_of_the_package_is_read_or_known_by_name() -> None:
     for kind in GGMLQuantizationType:
         read = BLOCK_TYPES.get(int(kind))

@@ -156,21 +156,6 @@ def test_favoured_cores_are_no_other_kind(tmp_path: Path) -> None:
     assert compute_cpus(frozenset(range(4)), machine) == (0, 1, 2, 3)
 
 
-def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
-    neighbours = _machine(tmp_path / "a", [0, 0, 1, 1, 2, 2])
-    assert compute_cpus(frozenset(range(6)), neighbours) == (0, 2, 4)
-    spread = _machine(tmp_path / "b", [0, 1, 2, 0, 1, 2])
-    assert compute_cpus(frozenset(range(6)), spread) == (0, 1, 2)
-
-
-def test_cores_of_two_sockets_may_have_the_same_number(tmp_path: Path) -> None:
-    assert len(compute_cpus(frozenset(range(4)), _machine(tmp_path, [0, 1, 0, 1], packages=2))) == 4
-
-
-def test_without_a_topology_every_allowed_cpu_counts(tmp_path: Path) -> None:
-    assert compute_cpus(frozenset({2, 5}), tmp_path) == (2, 5)
-
-
 @given(
     cpus=st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=12),
     chosen=st.sets(st.integers(0, 11), min_size=1),

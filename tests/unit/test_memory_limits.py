@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from engine.common.errors import ErrorCode
-from engine.common.footprint import without_headroom
 from engine.devices import host_memory
 from engine.hardware import surroundings
 from engine.planner.placement import Budgets, NotEnoughRamError, require_ram
@@ -51,12 +50,6 @@ def test_what_all_programs_have_mapped_is_read_of_the_system(tmp_path: Path) -> 
     assert surroundings.mapped_bytes(tmp_path / "none") == 0
 
 
-def test_what_may_be_used_is_cut_to_the_budget() -> None:
-    assert Budgets(FREE).ram_usable == without_headroom(FREE) < FREE
-    assert Budgets(FREE, 1000).ram_usable == 1000
-    assert Budgets(700, 1000).ram_usable == without_headroom(700)
-
-
 def test_refusal_names_both_figures() -> None:
     require_ram("small", 2 * 10**9, Budgets(FREE))
     with pytest.raises(NotEnoughRamError) as caught:
@@ -64,14 +57,6 @@ def test_refusal_names_both_figures() -> None:
     assert (caught.value.code, caught.value.needed) == (ErrorCode.NOT_ENOUGH_MEMORY, 61 * 10**9)
     assert "big needs 61.6 GB" in caught.value.message
     assert "8.0 GB are free" in caught.value.message
-
-
-def test_budget() -> None:
-    require_ram("model", 2 * 10**9, Budgets(FREE, 3 * 10**9))
-    with pytest.raises(NotEnoughRamError) as caught:
-        require_ram("model", 2 * 10**9, Budgets(FREE, 10**9))
-    assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-    assert "budget" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.hardware.probe import BUSY, BusyLately, OtherPrograms, is_busy
+from engine.hardware.probe import BusyLately, OtherPrograms
 
 
 class Machine:
@@ -67,32 +67,12 @@ def test_a_stretch_is_told_as_far_as_it_has_come() -> None:
     assert taken() == pytest.approx(0.5)
 
 
-def test_waiting_for_a_disk_is_not_being_busy() -> None:
-    machine = Machine()
-    taken = machine.watched().watch()
-    machine.spend([0.0, 0.0], [0.0, 1.0], 0.0, waiting=1.0)
-    assert taken() == 0.0
-
-
-def test_only_the_processors_that_we_may_use_count() -> None:
-    machine = Machine()
-    taken = machine.watched(usable=[1]).watch()
-    machine.spend([1.0, 0.0], [0.0, 1.0], 0.0)
-    assert taken() == 0.0
-
-
 def test_a_system_that_tells_nothing_is_quiet() -> None:
     def fails() -> list[SimpleNamespace]:
         raise OSError
 
     taken = OtherPrograms(lambda: (), cpu_times=fails).watch()
     assert taken() == 0.0
-
-
-def test_the_real_counters_are_read() -> None:
-    assert 0.0 <= OtherPrograms().watch()() <= 1.0
-    assert is_busy(BUSY)
-    assert not is_busy(BUSY / 2)
 
 
 def test_whether_it_was_busy_of_late_is_looked_up_now_and_then() -> None:

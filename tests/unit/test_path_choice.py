@@ -49,17 +49,6 @@ def test_where_all_miss_and_the_link_is_fast_the_dispatcher_is_taken_and_left_as
     assert not choice.by_itself
 
 
-def test_a_busy_moment_does_not_change_the_way() -> None:
-    known = latency(cpu_us=100, copy_us=400)
-    choice, machine = PathChoice(known, LAYERS, PER_TOKEN, 0.5), Machine(known, 30, 150)
-    machine.run(choice, 0.5, 100)
-    assert choice.by_itself
-    for _ in range(3):
-        choice.observe(5.0, round(0.5 * LAYERS * PER_TOKEN))
-    machine.run(choice, 0.5, 100)
-    assert choice.by_itself
-
-
 def test_it_is_hardly_slower_than_the_better_way_of_nearly_any_machine() -> None:
     """Not of all: a way that is thought worse is not tried, and what held up long tokens is expected of short ones."""
     seed = random.randrange(2**32)

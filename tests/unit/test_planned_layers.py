@@ -60,13 +60,6 @@ def test_a_dense_model_of_42_gb_is_planned_on_a_pc_with_16() -> None:
     assert "GB of layers, read for each token" in plan_text(plan)
 
 
-def test_a_card_that_is_too_small_leaves_it_to_the_cpu() -> None:
-    machine = read_machine("laptop-rtx-4060-8gb").with_memory(vram_bytes=8 * GIB, ram_bytes=32 * GIB)
-    plan = make_plan(machine, IN_BLOCKS)
-    assert plan.card is None
-    assert plan.streamed_bytes
-
-
 def test_all_rows_of_a_step_share_what_is_read() -> None:
     costs = replace(engine_costs(PC, IN_BLOCKS.in_place(), "stored"), streamed_bytes=30e9)
     job = JobRows(1000, 100.0, 100.0)

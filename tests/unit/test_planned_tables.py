@@ -8,12 +8,10 @@ from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.common.config import EngineConfig
 from engine.hardware.machine import read_machine
-from engine.planner.costs import engine_costs
 from engine.planner.placement import (
     Budgets,
     DeviceBudget,
     Experts,
-    NotEnoughRamError,
     Placement,
     Sizes,
     Tables,
@@ -75,12 +73,6 @@ def test_a_table_is_held_where_everything_fits() -> None:
     assert plan.ram.weights > 2 * ROWS * COLUMNS
 
 
-def test_what_a_step_reads_does_not_count_the_table() -> None:
-    machine = read_machine("desktop-no-gpu-64gb")
-    costs = engine_costs(machine, SHAPE, "bf16")
-    assert costs.host_dense_bytes < 2 * (SHAPE.other_weights - SHAPE.table_weights) * 1.1
-
-
 def sizes(*, experts: int = 10, table: int = 60, dense: int = 5) -> Sizes:
     weights = Weights(
         "bf16",
@@ -121,17 +113,3 @@ def test_a_small_part_of_a_card_stays_with_the_table() -> None:
     none = placed(2000, 60, experts=100)
     assert none.devices
     assert none.tables.on_disk
-
-
-def test_what_is_needed_at_least_is_counted_without_it() -> None:
-    with pytest.raises(NotEnoughRamError) as raised:
-        placed(20)
-    assert raised.value.needed == 14 + 20  # and two experts
-
-
-def test_on_disk_they_are_not_on_their_way_to_a_card() -> None:
-    """Which blocks of others still are: what these take there says how much less it is, and not their size."""
-    (weights,) = sizes().weights
-    held = replace(weights, working_for_devices=25, tables=replace(weights.tables, in_transit=5))
-    assert held.without_tables.working_for_devices == 20
-    assert replace(held, tables=replace(held.tables, in_transit=0)).without_tables.working_for_devices == 25

@@ -8,7 +8,7 @@ import pytest
 
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.machine import HardwareProfile, card_choices, find_card, machine_names, machines_dir, read_machine
+from engine.hardware.machine import card_choices, find_card, machine_names, machines_dir, read_machine
 from tests.refusals import refused
 
 
@@ -32,11 +32,6 @@ def test_a_machine_is_one_that_could_be(name: str) -> None:
         assert machine.cpu.flops < machine.gpu.flops
     rates = [rate for _, rate in sorted(machine.cpu.weights_bytes_per_s.items())]
     assert rates == sorted(rates)
-
-
-def test_there_are_enough_of_both() -> None:
-    assert len(machine_names()) >= 15 + 11
-    assert len(model_names()) >= 20
 
 
 def test_memory_can_be_what_if() -> None:
@@ -135,8 +130,3 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
         read_machine("toaster")
     with pytest.raises(EngineError, match="mixtral-8x7b"):
         read_model("toaster")
-
-
-def test_a_profile_is_a_value() -> None:
-    assert read_machine("gcp-t4") == read_machine("gcp-t4")
-    assert isinstance(read_machine("gcp-t4"), HardwareProfile)
