@@ -43,16 +43,6 @@ def test_spans_and_steps_are_those_of_the_simulation(policy: str) -> None:
     assert np.array_equal(unpack(pack(spans), SPAN), spans)
 
 
-@pytest.mark.parametrize("policy", ["MoE-Lightning (CGOPipe)", "Klotski", "DeepSpeed"])
-def test_batches_are_batch_steps(policy: str) -> None:
-    outcome = run_policy(policy, setting(64), record=True)
-    assert outcome is not None
-    spans, steps = predicted_records(outcome.spans)
-    assert len(spans) == len(outcome.spans)
-    assert [NAMES[name] for name in steps["name"]] == ["prefill", "batch step"]
-    assert (steps["h2d_bytes"] > 0).all()
-
-
 def test_nothing_simulated_is_nothing_recorded() -> None:
     spans, steps = predicted_records([])
     assert (len(spans), len(steps)) == (0, 0)

@@ -66,17 +66,6 @@ def process() -> Iterator[Process]:
     found.chats.close()
 
 
-def test_a_chat_is_answered(process: Process, server: BadEndpoint) -> None:
-    process.ask(server)
-    finished = process.wait_for(Finished)
-    assert isinstance(finished, Finished)
-    assert (finished.finish_reason, finished.prompt_tokens, finished.generated_tokens) == ("stop", 7, 3)
-    tokens = [event for event in process.events if isinstance(event, Token)]
-    assert "".join(token.text for token in tokens) == "Hello"
-    assert process.events[-1] == finished
-    assert not process.requests.waits()  # nothing for the engine to do
-
-
 def test_calls_of_a_server_s_own_tools_are_shown(process: Process, server: BadEndpoint) -> None:
     def answer(asked: Asked) -> None:
         asked.begin_stream()
@@ -113,12 +102,6 @@ def test_tools_are_offered_and_calls_of_them_come_back(process: Process, server:
     failed = process.wait_for(Failed, "s")
     assert isinstance(failed, Failed)
     assert "takes no tools" in failed.message
-
-
-def test_only_what_was_chosen_is_sent(process: Process, server: BadEndpoint) -> None:
-    process.ask(server, chosen=("max_tokens",))
-    process.wait_for(Finished)
-    assert server.posted[0].body.keys() == {"model", "messages", "max_tokens", "stream", "stream_options"}
 
 
 def test_several_at_once_and_one_is_cancelled(process: Process, server: BadEndpoint) -> None:

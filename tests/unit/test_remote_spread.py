@@ -201,13 +201,6 @@ def test_a_row_that_no_server_can_answer_fails_and_the_others_do_not() -> None:
     assert sorted(ran.answered) == sorted(set(range(40)) - poisoned)
 
 
-def test_a_server_that_fails_with_everything_after_a_while_costs_no_row() -> None:
-    broken = Server(Place("broken"), troubles=((5.0, 4000.0, Trouble.SERVER),))
-    ran = simulate([broken, Server(Place("other"), seconds=2.0)], 100)
-    assert ran.failed == []
-    assert len(broken.begun) < 150  # pauses grow
-
-
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (0.5, 2.0, 8.0), (0.2, 30.0)])
 def test_rows_end_together_at_places_of_any_speed(speeds: tuple[float, ...], twice: bool) -> None:
@@ -216,15 +209,6 @@ def test_rows_end_together_at_places_of_any_speed(speeds: tuple[float, ...], twi
     ideal = 500 / sum(server.slots / server.seconds for server in found)
     assert ran.seconds <= 1.2 * ideal + min(speeds)
     assert len(ran.answered) == 500
-
-
-def test_a_server_that_dies_costs_little_time() -> None:
-    dies = Server(Place("dies"), 4, 1.0, ((20.0, 1e6, Trouble.UNREACHABLE),))
-    stay = [Server(Place(name), 4, 1.0) for name in ("a", "b")]
-    ran = simulate([dies, *stay], 500)
-    ideal = 20 + (500 - 20 * 12) / 8
-    assert ran.seconds <= 1.1 * ideal
-    assert sorted(ran.answered) == list(range(500))
 
 
 def test_the_last_slow_rows_are_asked_of_another_place_only_if_that_is_allowed() -> None:
@@ -267,18 +251,6 @@ def test_pauses_grow_and_what_the_server_asks_for_is_kept() -> None:
     assert turn is not None
     assert spread.answered(turn, now + 8, 3, 4)
     assert spread.waits(now + 8) == ""
-
-
-def test_a_key_that_is_wrong_takes_a_place_out_and_is_said() -> None:
-    spread = Spread([Place("a", "host:1"), Place("b")])
-    for number in range(2):
-        spread.add(row(number))
-    turns = [spread.next(0.0), spread.next(0.0)]
-    for turn in turns:
-        assert turn is not None
-        spread.failed(turn, 0.0, Trouble.KEY, "A does not accept the key.")
-    assert spread.paces(0.0)[0].state == "out"
-    assert spread.paces(0.0)[0].why == "A does not accept the key."
 
 
 def test_costs_are_counted_also_for_what_is_dropped() -> None:

@@ -35,24 +35,6 @@ TWICE = [CALL, ToolCall("", "weather", '{"city": "007"}')]
 """Two calls; the second one's argument is a text that would also be a number."""
 D = "\uff5c"  # the bar in DeepSeek's marks
 FORMS = {
-    "qwen3": (
-        "qwen3_moe",
-        "<think>\nHm.\n</think>\n\nLet me see.\n"
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "007"}}\n</tool_call>',
-    ),
-    "qwen3.5": (
-        "qwen3_5_moe_text",
-        "<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
-        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
-        "<tool_call>\n<function=weather>\n<parameter=city>\n007\n</parameter>\n</function>\n</tool_call>",
-    ),
-    "glm": (
-        "glm4_moe",
-        "<think>Hm.</think>\nLet me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>007</arg_value>\n</tool_call>",
-    ),
     "gpt-oss": (
         "gpt_oss",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
@@ -60,34 +42,6 @@ FORMS = {
         '{"city": "Rome", "days": 3}<|call|><|start|>assistant to=functions.weather<|channel|>commentary json'
         "<|message|>"
         '{"city": "007"}',
-    ),
-    "deepseek v3.1": (
-        "deepseek_v3",
-        f"<think>Hm.</think>Let me see.<{D}tool▁calls▁begin{D}>"
-        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "Rome", "days": 3}}<{D}tool▁call▁end{D}>'
-        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "007"}}<{D}tool▁call▁end{D}><{D}tool▁calls▁end{D}>',
-    ),
-    "deepseek v3": (
-        "deepseek_v3",
-        f"<think>Hm.</think>Let me see.<{D}tool▁calls▁begin{D}><{D}tool▁call▁begin{D}>function<{D}tool▁sep{D}>weather\n"
-        f'```json\n{{"city": "Rome", "days": 3}}\n```<{D}tool▁call▁end{D}>\n<{D}tool▁call▁begin{D}>function'
-        f'<{D}tool▁sep{D}>weather\n```json\n{{"city": "007"}}\n```<{D}tool▁call▁end{D}><{D}tool▁calls▁end{D}>',
-    ),
-    "deepseek v3.2": (
-        "deepseek_v3",
-        f"<think>Hm.</think>Let me see.\n\n<{D}DSML{D}function_calls>\n"
-        f'<{D}DSML{D}invoke name="weather">\n<{D}DSML{D}parameter name="city" string="true">Rome'
-        f"</{D}DSML{D}parameter>\n"
-        f'<{D}DSML{D}parameter name="days" string="false">3</{D}DSML{D}parameter>\n</{D}DSML{D}invoke>\n'
-        f'<{D}DSML{D}invoke name="weather">\n<{D}DSML{D}parameter name="city" string="true">007'
-        f"</{D}DSML{D}parameter>\n"
-        f"</{D}DSML{D}invoke>\n</{D}DSML{D}function_calls>",
-    ),
-    "minimax": (
-        "minimax_m2",
-        "<think>\nHm.\n</think>\n\nLet me see.\n<minimax:tool_call>\n"
-        '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
-        '</invoke>\n<invoke name="weather">\n<parameter name="city">007</parameter>\n</invoke>\n</minimax:tool_call>',
     ),
     "minimax m3": (
         "minimax_m3_vl",
@@ -118,14 +72,7 @@ FORMS = {
         "</parameter>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=weather>\n<parameter=city>\n007\n</parameter>\n</function>\n</tool_call>",
     ),
-    "llama 4": ("llama4", '[weather(city="Rome", days=3), weather(city="007")]'),
     "llama 4, marked": ("llama4", 'Let me see.<|python_start|>[weather(city="Rome", days=3), weather(city="007")]'),
-    "gemma 4": (
-        "gemma4_text",
-        "<|channel>thought\nHm.\n<channel|>Let me see."
-        '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>'
-        '<|tool_call>call:weather{city:<|"|>007<|"|>}<tool_call|>',
-    ),
     "granite 3": (
         "granitemoe",
         "<think>Hm.</think><response>Let me see.</response><|tool_call|>"
@@ -137,25 +84,10 @@ FORMS = {
         'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
         '<tool_call>\n{"name": "weather", "arguments": {"city": "007"}}\n</tool_call>',
     ),
-    "mistral nemo": (
-        "mistral",
-        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome", "days": 3}, "id": "abcdefghi"}, '
-        '{"name": "weather", "arguments": {"city": "007"}, "id": "abcdefghj"}]',
-    ),
     "mistral small": (
         "mistral",
         'Let me see.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome", "days": 3}'
         '[TOOL_CALLS]weather[CALL_ID]abcdefghj[ARGS]{"city": "007"}',
-    ),
-    "ministral": (
-        "mistral4",
-        '[THINK]Hm.[/THINK]Let me see.[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]weather[ARGS]'
-        '{"city": "007"}',
-    ),
-    "lfm": (
-        "lfm2_moe",
-        "<think>Hm.</think>Let me see.<|tool_call_start|>[weather(city='Rome', days=3), weather(city='007')]"
-        "<|tool_call_end|>",
     ),
 }
 

@@ -53,11 +53,3 @@ def test_faster_work_ends_no_later(work: list[tuple[str, float, list[int]]], fac
         return timeline.end
 
     assert last(factor) <= last(1.0) * (1 + 1e-9)
-
-
-def test_a_phase_takes_no_resource() -> None:
-    timeline = Timeline()
-    end = timeline.run("gpu", 2.0, "layer")
-    timeline.mark("prefill", 0.0, end)
-    assert timeline.run("gpu", 1.0, "layer", end) == 3.0
-    assert [span.lane for span in timeline.spans] == ["gpu", "phase", "gpu"]

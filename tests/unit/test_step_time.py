@@ -46,12 +46,6 @@ def test_whatever_is_farther_away_takes_longer(
         assert of_disk.seconds(many) <= replace(of_disk, way=way).seconds(many) * (1 + 1e-9)
 
 
-@given(machine=st.sampled_from(machine_names()), model=st.sampled_from(model_names()), misses=st.floats(0, 1))
-def test_reading_ahead_never_hurts_a_processor(machine: str, model: str, misses: float) -> None:
-    step = replace(a_step(machine, model), on_card=False, disk_share=1.0)
-    assert replace(step, reads_ahead=True).seconds(misses) <= step.seconds(misses) * (1 + 1e-9)
-
-
 def test_a_hand_over_is_paid_in_each_layer_that_has_one() -> None:
     step = a_step()
     layers = step.costs.model.moe_layers
@@ -102,14 +96,6 @@ def test_the_engine_takes_the_sooner_of_both_ways(machine: str, model: str, miss
     assert step.seconds(misses) == min(each)
 
 
-@pytest.mark.parametrize("machine", [_ONE_CARD, _TWO, _AMD])
-def test_a_step_whose_experts_are_all_there_is_one_graph(machine: str) -> None:
-    costs = engine_costs(read_machine(machine), read_model("qwen3-30b-a3b"), "int4")
-    step = costs_of_step(costs, "mixed", has_all=True)
-    assert step.efficiency.operator_s == GRAPH_OPERATOR_S
-    assert step.launches == STEP_LAUNCHES
-
-
 def test_drafts_cost_less_than_tokens_but_not_nothing() -> None:
     one = a_step()
     two = replace(one, rows=2.0, new_experts=0.6)
@@ -117,12 +103,6 @@ def test_drafts_cost_less_than_tokens_but_not_nothing() -> None:
     assert two.drafts_s > 0
     assert one.seconds(0.5) < two.seconds(0.5) < 2 * one.seconds(0.5)
     assert one.drafts_s == replace(two, on_card=False).drafts_s == 0
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        a_step().seconds(share)
 
 
 def test_the_page_has_these_tables() -> None:

@@ -1,13 +1,9 @@
 """The schedules of a sweep, simulated."""
 
-from dataclasses import replace
-from typing import Any
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planner.schedules import CGOPIPE, CPU_EXPERTS, HYBRID, KLOTSKI, S3, S4, SCHEDULES, Schedule
+from engine.planner.schedules import CGOPIPE, HYBRID, S3, SCHEDULES, Schedule
 from engine.planner.simulator.sweeps import CopyCost, LayerTimes, SweepParts, predicted_seconds
 
 SECONDS = st.floats(0.0001, 0.01)
@@ -53,23 +49,6 @@ def test_no_schedule_is_faster_than_its_busiest_part(sweep: SweepParts, schedule
 @given(sweeps_of_parts())
 def test_cgopipe_is_never_slower_than_one_micro_batch_after_the_other(sweep: SweepParts) -> None:
     assert _seconds(CGOPIPE, sweep) <= _seconds(S3, sweep) * 1.001
-
-
-def test_a_slow_link_is_all_that_counts_for_cgopipe() -> None:
-    parts: dict[str, Any] = dict.fromkeys(("before_s", "between_s", "after_s", "experts_s", "expert_s"), 1e-6)
-    times = LayerTimes(
-        4, attention_s=1e-6, cache=CopyCost(1e-3), expert=CopyCost(0.005), experts=10, wanted=10, hot=0, **parts
-    )
-    sweep, sweeps = SweepParts(10, times, 1e-6), 50
-    assert _seconds(CGOPIPE, sweep, sweeps) == pytest.approx(sweeps * 10 * 0.05, rel=0.01)
-    # S4 sends keys and values over the same link.
-    assert _seconds(S4, sweep, sweeps) == pytest.approx(sweeps * 10 * (0.05 + 4 * 1e-3), rel=0.01)
-    # Klotski leaves out what nobody wants.
-    wanted = replace(sweep, times=replace(times, wanted=6))
-    assert _seconds(KLOTSKI, wanted, sweeps) == pytest.approx(sweeps * 10 * 0.03, rel=0.02)
-    # Experts that the CPU computes do not cross it.
-    on_cpu = replace(sweep, times=replace(times, host_experts_s=1e-3))
-    assert _seconds(CPU_EXPERTS, on_cpu, sweeps) == pytest.approx(sweeps * 10 * 4 * 1e-3, rel=0.02)
 
 
 def test_what_is_not_simulated_is_not_predicted() -> None:

@@ -95,15 +95,6 @@ def test_no_change_gains_more_than_the_time_it_touches() -> None:
     assert (found.change, found.gain) == ("threads", pytest.approx(1 / 0.9))
 
 
-def test_fewer_bytes_also_make_room_for_more_experts() -> None:
-    plan, small = planned(), replace_tier(report(50), recent_hit_rate=0.5)
-    found = advise(waited(cpu_experts=0.9), small, Running("int8", 8, 8), plan)
-    assert (found.change, found.value) == ("precision", "int4")
-    alone = plan.gain((50, 0.5), (50, 0.5), precision="int4")
-    assert alone is not None
-    assert found.gain > alone
-
-
 @given(
     st.dictionaries(st.sampled_from(LANES), st.floats(0, 1), max_size=4),
     st.integers(0, 100),
