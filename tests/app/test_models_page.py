@@ -32,7 +32,6 @@ from engine.planner.plan_parts import Limits, PicturePlan
 from engine.tuning.fit import DiskBytes, FitCard
 from tests.app import model_parts as parts
 from tests.app import tuning_results as made
-from tests.app.layout_walker import without_name
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 
@@ -705,17 +704,6 @@ def test_downloads_are_watched_only_while_the_page_is_seen(scene: Scene) -> None
     scene.downloads.calls.watch.assert_called_with(on=True)
     scene.page.hide()
     scene.downloads.calls.watch.assert_called_with(on=False)
-
-
-def test_everything_has_a_name(scene: Scene) -> None:
-    assert without_name(scene.page) == []
-    scene.library.show(*parts.MODELS)
-    scene.downloads.show(*parts.DOWNLOADS)
-    scene.hub.found.emit(SearchAnswer("qwen", parts.FOUND))
-    scene.hub.show()
-    dialog = scene.page.open_folders()
-    assert without_name(scene.page) == []
-    dialog.accept()
 
 
 def test_tab_goes_through_the_page_from_top_to_bottom(scene: Scene, qtbot: QtBot) -> None:
