@@ -96,18 +96,6 @@ def test_who_types_asks_once(owner: QObject, qtbot: QtBot) -> None:
     assert ran == [2]
 
 
-def test_who_is_told_may_ask_again(owner: QObject, qtbot: QtBot) -> None:
-    task, told = LatestTask(owner), list[int]()
-
-    def on_told(result: int) -> None:
-        told.append(result)
-        if result < 3:
-            task.ask(lambda: result + 1, on_told)
-
-    task.ask(lambda: 1, on_told)
-    qtbot.waitUntil(lambda: told == [1, 2, 3])
-
-
 def test_closing_waits_for_what_runs_and_begins_nothing(owner: QObject, qtbot: QtBot) -> None:
     task, told, ran = LatestTask(owner), list[object](), list[int]()
     gate = Gate()

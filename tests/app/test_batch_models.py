@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PySide6.QtCore import Qt
 from PySide6.QtTest import QAbstractItemModelTester
 
 from app.models.batch_rows import (
-    JOB_ROLE,
     MOST_LATEST,
     ROW_ROLE,
     AnsweredRowsModel,
     Column,
-    InputRowsModel,
-    JobListModel,
 )
-from app.services.batch_input import count_rows, free_output, look_at, usual_suffix
+from app.services.batch_input import free_output, look_at
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
 from app.views.batch.phrases import (
@@ -35,7 +31,6 @@ from app.views.batch.phrases import (
 )
 from engine.batch_files.opening import InputForm
 from engine.common.config import BatchJob
-from engine.common.errors import EngineError
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from tests.app.scripted_batches import row
 
@@ -67,50 +62,12 @@ def test_the_latest_rows_stand_first_and_are_bounded(batches: list[list[int]]) -
     assert shown(model) == everything[::-1][:MOST_LATEST]
 
 
-def test_a_row_in_its_columns() -> None:
-    model = rows_model()
-    model.append([row(0), row(41, problem="has nothing in 'text'")])
-    model.set_beginning("question ")  # too short to be left out
-    first, second = ([model.index(n, c).data() for c in Column] for n in range(2))
-    assert first == ["1", "question 0", "answer 0", "complete", "5"]
-    assert second == ["42", "question 41", "Has nothing in 'text'", "failed", "5"]
-    assert model.last_row == 41
-    assert model.headerData(1, Qt.Orientation.Horizontal) == "Prompt"
-    model.set_rows([])
-    assert (model.rowCount(), model.last_row) == (0, -1)
-
-
 def test_what_all_prompts_begin_with_is_left_out_of_the_table() -> None:
     model = rows_model()
     one = row(3)
     model.append([type(one)(3, "Summarise in one line:\nlate parcel", "yes", "stop", 1, "")])
     model.set_beginning("Summarise in one line:\n")
     assert model.index(0, Column.PROMPT).data() == "… late parcel"
-
-
-def test_first_rows_of_an_input() -> None:
-    model = InputRowsModel()
-    QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal, model)
-    model.set_rows(("a", "b"), [("1", "two\nlines"), ("3", "")])
-    assert (model.rowCount(), model.columnCount()) == (2, 2)
-    assert model.index(0, 1).data() == "two lines"
-    assert model.index(0, 1).data(Qt.ItemDataRole.ToolTipRole) == "two\nlines"
-
-
-def test_jobs_stand_newest_first_and_are_replaced_in_place() -> None:
-    model = JobListModel(lambda job: f"job {job.key}")
-    QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal, model)
-    job = BatchJob("/data/in.csv", "/data/out.csv")
-    for key, created in (("a", 1.0), ("c", 3.0), ("b", 2.0)):
-        model.put(JobEntry(key, job, JobState.QUEUED, created))
-    model.put(JobEntry("b", job, JobState.FINISHED, 2.0))
-    keys = [model.index(n, 0).data(JOB_ROLE).key for n in range(model.rowCount())]
-    assert keys == ["c", "b", "a"]
-    assert model.index(1, 0).data(JOB_ROLE).state is JobState.FINISHED
-    assert model.index(1, 0).data(Qt.ItemDataRole.AccessibleTextRole) == "job b"
-    model.remove("b")
-    model.remove("b")
-    assert [model.row_of(key) for key in "abc"] == [1, -1, 0]
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -181,29 +138,11 @@ def test_what_is_measured_overrules_what_was_expected(measured: float, says: str
 # --- the input ------------------------------------------------------------------------------------
 
 
-def test_an_input_is_looked_at(tmp_path: Path) -> None:
-    file = tmp_path / "in.csv"
-    file.write_text("id,text\n" + "".join(f'{n},"line {n},\nmore"\n' for n in range(9)), encoding="utf-8")
-    found = look_at(file, InputForm())
-    assert found.columns == ("id", "text")
-    assert found.rows[0] == ("0", "line 0,\nmore")
-    assert (len(found.rows), found.template, found.openai, found.problem) == (5, "{{text}}", False, "")
-    assert (found.is_text, found.is_delimited, found.has_plain_text) == (True, True, False)
-    assert count_rows(file, InputForm(), lambda: False) == 9
-    assert usual_suffix(file) == ".csv"
-
-
 def test_a_wrong_encoding_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "in.txt"
     file.write_bytes("naïve\n".encode("cp1252"))
     assert "encoding" in look_at(file, InputForm()).problem
     assert look_at(file, InputForm(encoding="cp1252")).rows == (("naïve",),)
-
-
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError):
-        look_at(tmp_path / "none.csv", InputForm())
-    assert count_rows(tmp_path / "none.csv", InputForm(), lambda: False) is None
 
 
 def test_a_free_name_is_found(tmp_path: Path) -> None:

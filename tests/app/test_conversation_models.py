@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PySide6.QtCore import Qt
 from PySide6.QtTest import QAbstractItemModelTester
 
 from app.models.conversation import ROW_ROLE, ConversationModel
 from app.models.conversation_list import ConversationListModel, Group, group_of
-from app.services.chat_store import Conversation, Message, MessageState, MessageTree, SearchHit
+from app.services.chat_store import Conversation, Message, MessageTree, SearchHit
 from app.services.chat_store.records import MAX_TITLE, title_from
 from app.services.kept import Preset, own_sampling, preset_of
 from engine.common.chat import Picture
@@ -61,23 +60,6 @@ def test_conversations_are_grouped_by_day(list_model: ConversationListModel) -> 
 )
 def test_days_are_calendar_days(days: float, group: Group) -> None:
     assert group_of(conversation("x", days), NOW) is group
-
-
-def test_a_conversation_that_is_used_again_moves_up(list_model: ConversationListModel) -> None:
-    list_model.set_conversations([conversation("a", 1), conversation("b", 3)])
-    list_model.put(replace(conversation("b"), title="b"))
-    assert shown(list_model) == ["today", "b", "yesterday", "a"]
-    list_model.remove("b")
-    assert shown(list_model) == ["yesterday", "a"]
-    list_model.put(conversation("a", 1, title=""))
-    list_model.put(replace(conversation("a", 1), title=""))
-    assert shown(list_model) == ["yesterday", "untitled"]
-
-
-def test_headings_cannot_be_chosen(list_model: ConversationListModel) -> None:
-    list_model.set_conversations([conversation("a")])
-    assert list_model.index(0).flags() == Qt.ItemFlag.ItemIsDropEnabled  # what lies in a folder is dragged out to it
-    assert list_model.index(1).flags()
 
 
 def test_search_hits_replace_the_groups_until_it_ends(list_model: ConversationListModel) -> None:
@@ -155,14 +137,6 @@ def test_pictures_are_those_of_the_visible_path(model: ConversationModel) -> Non
     assert model.pictures == (red, blue)
     model.show(conversation("d"), MessageTree())
     assert (model.pictures, model.last, model.row_of("q2")) == ((), None, None)
-
-
-def test_an_update_tells_only_its_row(model: ConversationModel) -> None:
-    told: list[int] = []
-    model.dataChanged.connect(lambda first, _last: told.append(first.row()))
-    model.update(replace(message("a", "q", "assistant"), content="longer", state=MessageState.PARTIAL))
-    assert told == [1]
-    assert model.rows[1].message.content == "longer"
 
 
 @pytest.mark.parametrize(

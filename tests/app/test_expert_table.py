@@ -13,7 +13,7 @@ from pytestqt.qtbot import QtBot
 
 from app.views.monitor.engine_cards import ExpertCard
 from app.widgets.expert_map.data import map_data
-from app.widgets.expert_map.view import EXPERT, HITS, LAYER, PLACE, USES, ExpertTable, MapLegend
+from app.widgets.expert_map.view import EXPERT, LAYER, USES, ExpertTable, MapLegend
 from engine.protocol import ExpertMap
 from engine.telemetry.records import pack
 from tests.app.recorded import expert_map
@@ -63,25 +63,6 @@ def test_it_lists_every_expert_once_in_any_order(
         assert uses == sorted(uses, reverse=order == DOWN)
     table.show_data(None)
     assert table.rowCount() == 0
-
-
-def test_the_order_stays_while_the_map_goes_on(qapp: QApplication) -> None:
-    table = ExpertTable()
-    table.show_data(map_data(expert_map()))
-    table.sort(USES, DOWN)
-    assert table.data(table.index(0, EXPERT)) == "7"
-    table.show_data(map_data(dataclasses.replace(expert_map(), step=900)))
-    assert table.data(table.index(0, EXPERT)) == "7"
-    assert table.data(table.index(0, PLACE)) == "in RAM"
-    assert table.data(table.index(table.rowCount() - 1, HITS)) == "–"
-
-
-def test_sixty_thousand_experts_can_be_listed(qapp: QApplication) -> None:
-    table = ExpertTable()
-    table.show_data(map_data(random_map(60, 1000, 1)))
-    table.sort(HITS, DOWN)
-    assert 50_000 < table.rowCount() <= 60_000
-    assert table.data(table.index(table.rowCount() - 1, LAYER))
 
 
 def test_the_card_shows_the_map_or_the_table(qtbot: QtBot) -> None:

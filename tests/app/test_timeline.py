@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from PySide6.QtCore import QPoint, QPointF, Qt
-from PySide6.QtGui import QFontMetricsF, QGuiApplication, QImage
+from PySide6.QtGui import QFontMetricsF, QImage
 from PySide6.QtTest import QTest
-from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.services.history.history import History
 from app.theme import ThemeController
 from app.views.monitor.timeline_card import LaneTable
-from app.widgets.scaffold import MARK_PX
-from app.widgets.timeline.blocks import MOST_ROWS, averages_text, rows_of, token_at
+from app.widgets.timeline.blocks import averages_text, token_at
 from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator, Viewport, duration
-from app.widgets.timeline.picture import GUTTER_GAP_PX, caption_font, sizes_for, title_font
+from app.widgets.timeline.picture import title_font
 from app.widgets.timeline.view import TimelineView
-from engine.telemetry.lanes import DISK, READ
-from engine.telemetry.records import SPAN
 from tests.app.recorded import STEP_NS, decoded, sample
 
 ORIGIN_NS = 10**15
@@ -139,13 +134,6 @@ def test_only_what_the_machine_has_gets_a_lane(history: History) -> None:
     assert {"gpu", "h2d", "d2h"} <= {lane.key for lane in lanes_of(history, machine=False)}
 
 
-def test_before_an_engine_did_anything_the_machine_is_shown() -> None:
-    idle = History()
-    assert lanes_of(idle, machine=False) == []
-    idle.add_sample(ORIGIN_NS, sample())
-    assert [lane.key for lane in lanes_of(idle, machine=False)] == ["cpu_all", "ram", "faults"]
-
-
 def test_lanes_read_what_was_recorded(history: History) -> None:
     viewport = Viewport(ORIGIN_NS, 5e9, 500)
     said = {
@@ -155,17 +143,6 @@ def test_lanes_read_what_was_recorded(history: History) -> None:
     assert said["experts"] == "CPU 100%"
     assert said["cpu"] == "100%"
     assert said["cpu_all"] == "50% of 50%"
-
-
-def test_reads_beside_each_other_have_rows_of_their_own() -> None:
-    spans = np.zeros(6, SPAN)
-    spans["lane"], spans["name"] = DISK, READ
-    spans["start_ns"] = np.arange(6)
-    spans["end_ns"] = [10, 10, 3, 10, 20, 20]
-    rows = rows_of(spans)
-    assert max(rows) < MOST_ROWS
-    assert len({rows[0], rows[1], rows[2]}) == 3
-    assert rows[3] == rows[2]  # it was free again
 
 
 def test_a_token_says_what_it_waited_for(history: History) -> None:
@@ -191,22 +168,6 @@ def test_every_key_is_harmless_and_the_picture_can_be_drawn(view: TimelineView, 
         assert not view.grab().isNull()
     qtbot.keyClick(view, key.Key_Right, Qt.KeyboardModifier.ShiftModifier)
     assert view.selection is not None
-
-
-def test_space_freezes_and_home_returns(view: TimelineView, qtbot: QtBot) -> None:
-    assert view.navigator.is_live
-    qtbot.keyClick(view, Qt.Key.Key_Space)
-    assert not view.navigator.is_live
-    qtbot.keyClick(view, Qt.Key.Key_Home)
-    assert view.navigator.is_live
-
-
-def test_zoomed_in_single_spans_show(view: TimelineView) -> None:
-    view.navigator.show(ORIGIN_NS + 10 * STEP_NS, ORIGIN_NS + 12 * STEP_NS)
-    view.grab()
-    blocks = {row.lane.key: row.blocks for row in view.rows}
-    assert blocks["cpu"] is not None
-    assert len(blocks["cpu"]) >= 16
 
 
 def test_the_crosshair_reads_every_lane(view: TimelineView, qtbot: QtBot) -> None:
@@ -340,20 +301,3 @@ def test_names_and_readings_have_room_left_of_the_plots(
     for label in view.labels():
         if label.shown != label.whole:
             assert view.text_at(label.area.center()) == label.whole
-
-
-def test_a_long_reading_ends_in_an_ellipsis_and_the_tooltip_says_it(view: TimelineView) -> None:
-    row = view.rows[0]
-    row.lane = replace(row.lane, title="A name that is much longer than the gutter is wide")
-    view.set_cursor(ORIGIN_NS + 1e9)
-    (label,) = [label for label in view.labels() if label.whole == row.lane.title]
-    assert label.shown.endswith("…")
-    assert view.text_at(label.area.center()) == row.lane.title
-
-
-@pytest.mark.parametrize("font_px", [12, 14, 20])
-def test_readings_of_both_directions_end_before_the_help_mark(qapp: QApplication, font_px: int) -> None:
-    font = QGuiApplication.font()
-    font.setPixelSize(font_px)
-    read = QFontMetricsF(caption_font(font)).horizontalAdvance("↓ 880.6 ↑ 80.0 MB/s")
-    assert read <= sizes_for(font).gutter - GUTTER_GAP_PX - MARK_PX

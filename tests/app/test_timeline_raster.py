@@ -14,12 +14,12 @@ from pytestqt.qtbot import QtBot
 
 from app.services.history.gauges import Floats
 from app.services.history.history import History
-from app.services.predicted_timeline import Predicted, RequestShape, predict, request_before
+from app.services.predicted_timeline import Predicted, RequestShape, predict
 from app.views.monitor.second import SecondTimeline, aligned_ns, assumptions, speeds
 from app.widgets.timeline.lanes import Lane, LaneData, lanes_of, read_lane, reading
 from app.widgets.timeline.navigator import Viewport
 from app.widgets.timeline.picture import joined, lane_areas, read_rows, request_label, rows_of
-from app.widgets.timeline.plots import LaneRaster, _draw_outlines, draw_lane, over
+from app.widgets.timeline.plots import LaneRaster, _draw_outlines, draw_lane
 from app.widgets.timeline.view import TimelineView
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
@@ -96,17 +96,6 @@ def test_an_area_covers_what_it_stands_for(shares: list[float], ratio: float) ->
     assert covered.max() <= 1
 
 
-def test_a_line_has_gaps_where_nothing_is_known() -> None:
-    raster = LaneRaster(AREA, XS, 1.0)
-    shares = np.full(COLUMNS, 0.5)
-    shares[100:200] = np.nan
-    covered = raster.line(shares, 1.3)
-    assert covered[:, 110:190].max() == 0
-    assert covered[:, :90].sum(axis=0) == pytest.approx(1.3, abs=0.01)
-    assert raster.line(np.full(COLUMNS, np.nan), 1.3).max() == 0
-    assert over(covered, covered).max() <= 1
-
-
 S = 1_000_000_000
 
 
@@ -180,17 +169,6 @@ def test_sweeps_say_what_they_were_made_of(qapp: object) -> None:
     assert reading(lane, data, 159) == "3/s written, 64/s of jobs"
     rows = read_rows([lane], lane_areas([lane], 900, 300, QFont()), history, Viewport(0, 2 * S, 700), {})
     assert rows[0].blocks is not None
-
-
-def test_rows_are_drawn_where_there_is_room_else_their_number(qapp: object) -> None:
-    history = History()
-    history.add_spans(TWO)
-    lanes = lanes_of(history, machine=False)
-    areas = lane_areas(lanes, 900, 600, QFont())
-    for span, has_rows in ((6 * S, True), (600 * S, False)):
-        rows = read_rows(lanes, areas, history, Viewport(0, span, 700), {})
-        row = next(row for row in rows if row.lane.key == "requests")
-        assert (row.blocks is not None) is has_rows
 
 
 START_NS = 10**12
@@ -305,13 +283,6 @@ def test_a_long_answer_repeats_the_last_steps(simulated: int, wanted: int) -> No
 # --- at the same step -----------------------------------------------------------------------------
 
 
-def test_the_request_in_sight_is_found() -> None:
-    history = history_of(asked(30, 40, 1), asked(20, 9, 2, START_NS + 10**10))
-    assert request_before(history, START_NS + 5 * 10**9) == (40, 30)
-    assert request_before(history, 2**62) == (9, 20)
-    assert request_before(history, START_NS) is None
-
-
 @given(st.integers(0, 29), st.integers(0, STEP_NS - 1), st.integers(1_000_000, 100_000_000))
 def test_both_show_the_same_step_at_the_same_place(step: int, inside_ns: int, predicted_ns: int) -> None:
     history = history_of(asked(31))
@@ -322,12 +293,6 @@ def test_both_show_the_same_step_at_the_same_place(step: int, inside_ns: int, pr
         assert start == real_ns - START_NS
     else:
         assert start == steps_ns[step] - inside_ns
-
-
-def test_what_began_in_sight_begins_together() -> None:
-    history = history_of(asked(30))
-    assert aligned_ns(history, START_NS - 10**9, START_NS + 10**9, [5, 10]) == -(10**9)
-    assert aligned_ns(History(), 0, 10**9, [5]) is None
 
 
 # --- beneath the real one -------------------------------------------------------------------------
