@@ -200,28 +200,7 @@ def test_the_least_budget_is_told_truly(mixtral: Path) -> None:
         pass
 
 
-def test_more_budget_is_more_slots(mixtral: Path) -> None:
-    least = least_budget(mixtral)
-    held = []
-    for more in (0, 60_000):
-        with loaded(mixtral, ram_bytes=least + more) as model:
-            assert model.disk_backed is not None
-            held.append(model.disk_backed.nbytes)
-            assert model.info.weights_bytes + model.info.experts_bytes <= least + more
-    assert held[1] > held[0]
-
-
 # --- what may happen to the files -----------------------------------------------------------------
-
-
-def test_progress_is_one(mixtral: Path) -> None:
-    told: list[tuple[int, int]] = []
-    config = EngineConfig(str(mixtral), device="cpu", precision="bf16", threads=1, ram_bytes=least_budget(mixtral))
-    for _ in range(2):  # the second time they are converted
-        told.clear()
-        load_model(config, on_progress=lambda *done: told.append(done), cancelled=lambda: False).close()
-        assert told[-1][0] == told[-1][1] == told[0][1]
-        assert told == sorted(told)
 
 
 @pytest.mark.parametrize("after", [0, 5, 20])
@@ -297,19 +276,6 @@ def test_the_source_may_go_while_the_model_runs(mixtral: Path, monkeypatch: pyte
     with on_disk(monkeypatch, mixtral, "fp32") as model:
         shutil.rmtree(mixtral)
         assert_says(model, expected, atol=1e-5)
-
-
-def test_a_closed_model_raises(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_disk(monkeypatch, mixtral) as model:
-        module = next(m for m in model.model.modules() if getattr(m, BANK_LAYER, None) is not None)
-        kernel = tiers(model)[0]
-        model.close()
-        model.close()
-    hidden, index, weights = torch.zeros(1, 32), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)
-    for computes in (module, kernel):
-        with pytest.raises(EngineError) as caught:
-            computes(hidden, index, weights)
-        assert caught.value.code is ErrorCode.INTERNAL
 
 
 def test_ids_that_are_no_expert_contribute_nothing(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:

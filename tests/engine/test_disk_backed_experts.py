@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from engine.common.errors import EngineError
 from engine.experts.executor import ExpertExecutor
 from engine.experts.ram_tier import RamTier
-from engine.kernels.native.experts import MAX_TOKENS
 from tests.engine.made_up_records import (
     LARGE,
     SMALL,
@@ -153,18 +152,6 @@ def test_a_prompt_reads_the_next_layer_ahead_and_leaves_decoding_its_experts(mod
     assert model.listener.told == []
 
 
-def test_few_experts_of_a_prompt_read_nothing_ahead(model: Model) -> None:
-    model.layers[0](torch.randn(40, HIDDEN), torch.arange(40)[:, None] % 3, torch.ones(40, 1))
-    assert model.tier.counters.prefetched == 0
-
-
-def test_who_predicts_is_told_of_short_steps(model: Model) -> None:
-    for layer in range(LAYERS):
-        model.layers[layer](torch.randn(2, HIDDEN), torch.tensor([[2, 1], [1, 9]]), torch.ones(2, 2))
-    assert model.listener.told == [(layer, [1, 2], torch.Size([2, HIDDEN])) for layer in range(LAYERS)]
-    assert all(rows <= MAX_TOKENS for kernel in model.kernels for rows in kernel.calls)
-
-
 def test_a_step_that_fails_gives_all_slots_back(tmp_path: Path) -> None:
     write_records(tmp_path / "b.gguf", CONTENTS)
     flip(tmp_path / "b.gguf", place_of(CONTENTS, 0, 5) + 3)
@@ -177,11 +164,3 @@ def test_a_step_that_fails_gives_all_slots_back(tmp_path: Path) -> None:
         check(model, 1, 3, 0)
     finally:
         model.close()
-
-
-def test_repairs_are_reported(tmp_path: Path) -> None:
-    write_records(tmp_path / "b.gguf", CONTENTS)
-    with disk_of(tmp_path / "b.gguf", CONTENTS) as disk, RamTier(disk, budget_of(8)) as tier:
-        assert not tier.note
-        disk.records_repaired = 2
-        assert tier.note == disk.note

@@ -62,30 +62,3 @@ def test_families_of_another_kind_are_no_trouble(family: str) -> None:
     for gate in find_gates(model, sites_of(model)):
         if gate is not None:
             assert gate(torch.zeros(1, 32))[1].shape[0] == 1
-
-
-def test_asking_calls_no_hook() -> None:
-    model = tiny_model("mixtral")
-    calls: list[Any] = []
-    for module in model.modules():
-        module.register_forward_hook(lambda *arguments: calls.append(arguments))
-        module.register_forward_pre_hook(lambda *arguments: calls.append(arguments))
-    gates = find_gates(model, sites_of(model))
-    assert gates[0] is not None
-    hidden = torch.randn(1, 32, requires_grad=True)
-    logits, _ = gates[0](hidden)
-    assert not calls
-    assert not logits.requires_grad
-
-
-def test_a_gate_takes_hidden_states_of_another_type() -> None:
-    gates = find_gates(model := tiny_model("qwen3_moe"), sites_of(model))
-    assert gates[1] is not None
-    hidden = torch.randn(2, 32)
-    assert torch.equal(gates[1](hidden)[1], gates[1](hidden.double())[1])
-
-
-def test_a_router_without_weights_is_not_asked() -> None:
-    model = tiny_model("mixtral")
-    sites = sites_of(model)
-    assert find_gates(model.to("meta"), sites) == [None, None]

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.device import CaptureError
-from engine.devices.emulated import RecordedCapture
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
@@ -141,14 +139,6 @@ def test_what_was_guessed_is_computed_though_steps_have_a_single_token_now(
         assert max(made) >= 3
 
 
-def test_a_step_is_cut_where_experts_are_called(checkpoints: Path) -> None:
-    expected = reference("qwen3_moe", checkpoints)
-    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
-        assert list(answer(session, PROMPT).token_ids) == expected.first
-        step = step_of(graphs_of(session))
-        assert step.pieces == model.model.config.num_hidden_layers + 1
-
-
 def test_experts_that_wait_for_nothing_are_part_of_the_graph(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,45 +253,3 @@ def test_a_device_without_room_for_graphs_does_without(checkpoints: Path, monkey
         graphs = graphs_of(session)
         assert graphs.refused is not None
         assert "memory" in graphs.refused
-
-
-@pytest.mark.parametrize("config", [{"graphs": "auto"}, {"graphs": "off"}, {"graphs": "on", "device": "cpu"}], ids=str)
-def test_where_graphs_are_not_wanted(config: dict[str, Any], checkpoints: Path) -> None:
-    with opened(reference("qwen3_moe", checkpoints).folder, **config) as model:
-        assert model.graph_device is None
-
-
-def test_native_kernels_are_not_captured(checkpoints: Path) -> None:
-    folder = reference("qwen3_moe", checkpoints).folder
-    with opened(folder, graphs="on", precision="bf16") as model:
-        assert (model.graph_device is None) == (model.kernels is not None)
-
-
-class TestTheStandIn:
-    def test_repeats_on_the_same_memory(self) -> None:
-        x, state = torch.ones(4), torch.zeros(4)
-        factor = 3.0
-        capture = RecordedCapture()
-        capture.begin()
-        y = (x * factor).view(2, 2).t().contiguous()
-        state += x
-        graph = capture.end()
-        factor = 5.0  # what Python knew is part of the graph
-        x.fill_(2)
-        graph.replay()
-        assert y.tolist() == [[6.0, 6.0], [6.0, 6.0]]
-        assert state.tolist() == [3.0] * 4
-        assert capture.nbytes >= y.nbytes
-        capture.close()
-
-    @pytest.mark.parametrize(
-        "read",
-        [lambda x: x.tolist(), lambda x: x[0].item(), lambda x: bool(x.any()), torch.nonzero, lambda x: x.numpy()],
-    )
-    def test_reading_back_is_refused(self, read: Any) -> None:
-        capture = RecordedCapture()
-        capture.begin()
-        with pytest.raises(CaptureError):
-            read(torch.ones(3))
-        capture.abandon()
-        assert torch.ones(3).tolist() == [1.0] * 3

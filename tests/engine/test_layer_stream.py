@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import random
 import re
@@ -177,22 +176,6 @@ def test_waiting_can_be_cancelled(stream: LayerStream, monkeypatch: pytest.Monke
             stream.enter(2)
     finally:
         goes_on.set()
-
-
-def test_there_is_no_file(tmp_path: Path) -> None:
-    before = _IN_USE.nbytes
-    with pytest.raises(EngineError, match="nothing"):
-        LayerStream(layers_of(tmp_path / "nothing"), 5)
-    assert _IN_USE.nbytes == before
-
-
-def test_older_systems_read_by_touching(stream: LayerStream, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.experts.file_image._POPULATE_READ", 12345)
-    assert mmap.PAGESIZE == PAGE
-    stream.enter(0)
-    found = stream.view(layers_of(file)[0][1])
-    assert found is not None
-    assert bytes(found.numpy()) == file.read_bytes()[170_007 : 170_007 + 90_001]
 
 
 # --- a model --------------------------------------------------------------------------------------

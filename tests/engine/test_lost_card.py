@@ -9,7 +9,7 @@ import pytest
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.devices.card import CardKind, open_card
+from engine.devices.card import CardKind
 from engine.devices.card_proof import CardProof
 from engine.devices.device import Device
 from engine.devices.host_memory import PageableMemory
@@ -160,14 +160,6 @@ def test_a_model_that_does_not_fit_without_the_card(
     assert engine.info is None
     with pytest.raises(EngineError, match="No model is loaded"):
         engine.serve()
-
-
-def test_a_device_says_whether_it_responds() -> None:
-    cards = FakeCards()
-    with open_card(CardKind("cpu", cards, lambda _place: PageableMemory(), lambda _index: "fake")) as device:
-        assert device.responds()
-        cards.is_lost = True
-        assert not device.responds()
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.experts.latency import LatencyModel
 from engine.experts.prediction.prefetcher import make_prefetcher
-from engine.experts.prediction.target import over_disk, over_link
+from engine.experts.prediction.target import over_disk
 from engine.experts.ram_tier import RamTier
-from engine.experts.vram_cache import VramCounters
-from tests.engine.made_up_records import LARGE, SMALL, contents_of, disk_of, random_records, write_records
+from tests.engine.made_up_records import LARGE, contents_of, disk_of, random_records, write_records
 from tests.engine.ram_tier_parts import arrived
 from tests.engine.slots_in_time import PlantedRoutes
 
@@ -54,44 +52,3 @@ def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> No
     if choice == "correlation":
         assert report.used > report.wasted
         assert counters.prefetches_used > 0
-
-
-def test_layers_of_two_layouts_do_not_take_each_others_slots(tmp_path: Path) -> None:
-    contents = contents_of([(EXPERTS, SMALL), (EXPERTS, LARGE), (EXPERTS, SMALL), (EXPERTS, LARGE)])
-    write_records(tmp_path / "a.gguf", contents)
-    with (
-        disk_of(tmp_path / "a.gguf", contents, readers=2) as disk,
-        RamTier(disk, contents.nbytes // 2, at_least=WIDTH) as tier,
-    ):
-        prefetcher = make_prefetcher(
-            tier,
-            lambda: over_disk(disk, LARGE.nbytes),
-            layers=4,
-            experts=EXPERTS,
-            per_token=WIDTH,
-            choice="correlation",
-            pools=[0, 1, 0, 1],
-        )
-        assert prefetcher is not None
-        routes = PlantedRoutes(4, EXPERTS, WIDTH, follows=0.95)
-        for _ in range(60):
-            for layer, experts in enumerate(routes.step()):
-                held = tier.acquire(layer, experts)
-                arrived(held)
-                prefetcher.observe(layer, experts)
-                held.release()
-        assert prefetcher.report().used > 0
-
-
-def test_times_over_a_link_follow_how_misses_are_met() -> None:
-    latency = LatencyModel("bf16", 10_000_000, 1e-3, 1e-4, 1e-4, 8, 1e-5, 1e-5, 5e9)
-    on_cpu = over_link(latency, [VramCounters(on_cpu=10)])
-    assert on_cpu.miss_s == pytest.approx(latency.cpu_s(1))
-    assert on_cpu.urgent_share == 0
-    fetched = over_link(latency, [VramCounters(fetched=10)])
-    assert fetched.miss_s == pytest.approx(latency.transfer_s + latency.gpu_s(1))
-    both = over_link(latency, [VramCounters(on_cpu=5, fetched=5)])
-    assert both.miss_s < on_cpu.miss_s
-    assert both.hit_s == latency.gpu_s(1)
-    nothing_yet = over_link(latency, [VramCounters()])
-    assert nothing_yet.urgent_share == float(not latency.prefers_cpu(1))

@@ -223,19 +223,6 @@ def test_each_row_of_a_step_is_read_once_and_no_other(
         tables_of.KEPT_ROWS_BYTES = before
 
 
-def test_rows_used_last_are_not_read_again(tmp_path: Path, reads: TableReads) -> None:
-    own = bound(stored(tmp_path / "file", "BF16", [50], 64), reads)
-    for _ in range(3):
-        own(torch.tensor([[3, 7, 3]]))
-    assert reads.rows == 2
-
-
-def test_neighbours_are_read_together(tmp_path: Path, reads: TableReads) -> None:
-    own = bound(stored(tmp_path / "file", "BF16", [20, 30], 64), reads)
-    own(torch.arange(50))
-    assert (reads.rows, reads.reads) == (50, 2)  # of two parts
-
-
 def test_a_number_beyond_the_table_is_refused(tmp_path: Path, reads: TableReads) -> None:
     own = bound(stored(tmp_path / "file", "BF16", [5], 64), reads)
     with pytest.raises(IndexError):
