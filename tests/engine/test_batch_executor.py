@@ -40,11 +40,6 @@ POLICY = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens
 EVERY_FAMILY = sorted({*FAMILIES, *ADAPTED} - {"switch_transformers", "nllb-moe"})
 
 
-@pytest.fixture(scope="module")
-def mixtral() -> LoadedModel:
-    return tiny_loaded("mixtral")
-
-
 TURNS = {
     *("doge", "longcat_flash", "qwen4_exp", "qwen4_exp_text"),
     *("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,20 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.devices.device import Device
-from engine.devices.emulated import open_emulated
 from engine.experts import dispatcher, partial_sums
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, modes
-from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import EVERY_POLICY, EXPERTS, HIDDEN, KINDS, LAYERS, Layers, routing
 from tests.engine.vram_cache_parts import holding
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
-        yield device
 
 
 @given(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,6 @@ from tests.combinations import some
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of, step_of
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, memory_use, opened, reference, share_misses
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-    reference.cache_clear()
 
 
 @pytest.fixture(autouse=True)

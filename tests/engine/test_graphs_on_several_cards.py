@@ -31,12 +31,6 @@ from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference,
 from tests.engine.tiny_families import tiny_model
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-    reference.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     share_misses(monkeypatch)

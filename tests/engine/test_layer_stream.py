@@ -194,18 +194,6 @@ def small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "LARGE_LAYER_BYTES", 4 * KIB)
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    found, build = list[Plan](), loading.build
-
-    def told(plan: Plan, *arguments: Any, **options: Any) -> LoadedModel:
-        found.append(plan)
-        return build(plan, *arguments, **options)
-
-    monkeypatch.setattr(loading, "build", told)
-    return found
-
-
 def load(path: Path, ram: int | None = None, **more: Any) -> LoadedModel:
     config = EngineConfig(str(path), device="cpu", ram_bytes=ram, threads=1, context_tokens=256, **more)
     return loading.load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)

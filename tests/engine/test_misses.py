@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from engine.common.costs import CostModel
 from engine.devices.device import Device
-from engine.devices.emulated import open_emulated
 from engine.experts import misses
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, WAYS, Fetched, OnCpu, Step, Way, modes
 from engine.experts.record_source import Held
 from engine.experts.shares import Estimate
-from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import Layers, routing
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
-        yield device
 
 
 def toy(base: type[Way], seconds: float) -> tuple[type[Way], list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ from tests.engine.made_up_records import LARGE, SMALL, disk_of
 from tests.engine.ram_tier_parts import RECORDS, HeldDisk, make_tier
 from tests.engine.test_expert_kernels import layer_of
 from tests.engine.vram_cache_parts import holding
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
-        yield device
 
 
 @dataclass

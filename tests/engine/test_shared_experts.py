@@ -229,12 +229,6 @@ def test_the_way_between_cards_is_the_one_that_was_measured_to_be_sooner() -> No
                 device.close()
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-    reference.cache_clear()
-
-
 @pytest.mark.takes_turns(2)
 @pytest.mark.parametrize(
     ("family", "devices", "config"),

@@ -69,18 +69,6 @@ def small_tables_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables_of, "KEPT_ROWS_BYTES", KIB)
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    found, build = list[Plan](), loading.build
-
-    def told(plan: Plan, *arguments: Any, **options: Any) -> LoadedModel:
-        found.append(plan)
-        return build(plan, *arguments, **options)
-
-    monkeypatch.setattr(loading, "build", told)
-    return found
-
-
 def load(path: Path, ram: int | None = None, device: str = "cpu", vram: int | None = None, **more: Any) -> LoadedModel:
     config = EngineConfig(
         str(path), device=device, ram_bytes=ram, vram_bytes=vram, threads=1, context_tokens=128, **more

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,11 +9,9 @@ from hypothesis import strategies as st
 
 from engine.common.errors import EngineError
 from engine.devices.device import Device
-from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.record_source import RecordSource
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
-from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.reference import reference_experts
@@ -23,12 +19,6 @@ from tests.engine.hybrid_layers import EXPERTS, HIDDEN, KINDS, routing
 from tests.engine.test_expert_kernels import Experts, layer_of
 
 LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
-        yield device
 
 
 class Layers:

@@ -7,7 +7,6 @@ is gone, a start is all that it takes.
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,12 +126,6 @@ BROKEN: list[tuple[str, type[Fresh], breaks.Break, str]] = [
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     make_quick(monkeypatch, 16 * 1024)
     monkeypatch.setattr(os, "sync", lambda: None)
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 rows = pytest.mark.parametrize(("kind", "broken", "says"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])

@@ -47,12 +47,6 @@ def test_here_it_tells_everything_and_makes_no_folder(
     assert made <= {"logs"}
 
 
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tests, in a process of their own, take seconds."""
-    monkeypatch.setattr(doctor, "kernel_findings", lambda _hardware: [])
-
-
 @pytest.mark.usefixtures("without_kernels")
 def test_for_a_person_every_finding_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["doctor"])

@@ -46,12 +46,6 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
-
-
-@pytest.fixture
 def repo(hub: HubServer) -> Repo:
     return hub.add("org/model", FILES)
 

@@ -53,12 +53,6 @@ class Process:
 
 
 @pytest.fixture
-def server() -> Iterator[BadEndpoint]:
-    with BadEndpoint() as found:
-        yield found
-
-
-@pytest.fixture
 def process() -> Iterator[Process]:
     found = Process()
     yield found

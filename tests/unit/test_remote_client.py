@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,6 @@ from tests.bad_endpoint import MODEL, Asked, BadEndpoint, write_certificate
 SECRET = "sk-very-secret-1234567890"
 QUICK = Patience(connect_s=2, first_s=0.3, next_s=0.3, look_s=2)
 HELLO = RemoteRequest((ChatMessage("user", "Hello"),))
-
-
-@pytest.fixture
-def server() -> Iterator[BadEndpoint]:
-    with BadEndpoint() as found:
-        yield found
 
 
 def of(server: BadEndpoint, **more: Any) -> Endpoint:

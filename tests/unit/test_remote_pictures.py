@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ FILES = {
     f"a.{kind.lower()}": (file_of(coloured(), kind), f"image/{kind.lower()}") for kind in ("PNG", "JPEG", "WEBP", "GIF")
 }
 PNG = FILES["a.png"][0]
-
-
-@pytest.fixture
-def server() -> Iterator[BadEndpoint]:
-    with BadEndpoint() as found:
-        yield found
 
 
 def urls(asked: Asked) -> list[str]:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from engine import cli
 from engine.common.anonymous import of_log, without_names
 from engine.common.paths import log_dir
-from engine.verbs import doctor
 
 SECRET = "Zyxwvut"
 """In names that must not be seen."""
@@ -76,12 +75,6 @@ def test_messages_of_errors_and_of_others_are_never_shown(prompt: str) -> None:
         f'  File "/usr/lib/x.py", line 3, in f {said}',
     ]
     assert SECRET not in "\n".join(of_log(lines))
-
-
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tests, in a process of their own, take seconds."""
-    monkeypatch.setattr(doctor, "kernel_findings", lambda _hardware: [])
 
 
 @pytest.mark.usefixtures("without_kernels")
