@@ -1,7 +1,6 @@
 """The timeline: where one looks, what lanes say, how it is drawn, and what was predicted beside what was."""
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from engine.telemetry.predicted import lengthened
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import STEP, Records, no_spans
 from tests.app.recorded import STEP_NS, decoded, sample
+from tests.unit.made_up_tuning import tiny_model
 
 ORIGIN_NS = 10**15
 STEPS = 300
@@ -480,50 +480,9 @@ def history_of(*requests: tuple[Records, Records]) -> History:
     return history
 
 
-def tiny_checkpoint(folder: Path) -> Path:
-    """Configuration and headers of a small mixture of experts; its tensors have no bytes."""
-    hidden, inner, layers, experts = 64, 96, 3, 8
-    config = {
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 2048,
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (256, hidden), "lm_head.weight": (256, hidden)}
-    for layer in range(layers):
-        base = f"model.layers.{layer}."
-        for name, width in (("q", hidden), ("k", hidden // 2), ("v", hidden // 2), ("o", hidden)):
-            shapes[f"{base}self_attn.{name}_proj.weight"] = (width, hidden)
-        shapes[f"{base}block_sparse_moe.gate.weight"] = (experts, hidden)
-        for expert in range(experts):
-            own = f"{base}block_sparse_moe.experts.{expert}."
-            shapes |= {
-                f"{own}w1.weight": (inner, hidden),
-                f"{own}w3.weight": (inner, hidden),
-                f"{own}w2.weight": (hidden, inner),
-            }
-    header, offset = {}, 0
-    for name, shape in shapes.items():
-        nbytes = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
-    text = json.dumps(header).encode()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(offset))
-    return folder
-
-
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+def checkpoint() -> Path:
+    return tiny_model()
 
 
 def shape(checkpoint: Path, device: str = "cpu", tokens: int = 50) -> RequestShape:
