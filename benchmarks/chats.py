@@ -100,8 +100,9 @@ def bench_chats(config: EngineConfig, plan: ChatsPlan, report: Report, say: Call
     report.add("the slowest of them over the fastest", spreads, "x", higher_is_better=False)
     first = [each.sweeps for each in beside]
     report.add("a chat beside a batch: to its first token", first, "sweeps of the batch")
-    report.add("its speed over its speed alone", [each.chat for each in beside], "x")
-    report.add("the batch's speed over its speed alone", [each.batch for each in beside], "x")
+    for who, shares in (("its", [each.chat for each in beside]), ("the batch's", [each.batch for each in beside])):
+        report.add(f"{who} speed over its speed alone", shares, "x")
+        say(f"{who} speed over its speed alone, each run: {', '.join(f'{share:.2f}' for share in sorted(shares))}")
 
 
 def _request(prompt: Sequence[int], tokens: int, number: int = 0) -> BatchRequest:
