@@ -278,17 +278,6 @@ def test_a_form_opens_at_its_top_and_the_keyboard_goes_to_what_is_in_view(
     assert view.rect().contains(focused.mapTo(view, focused.rect().bottomLeft()))
 
 
-def test_openai_requests_need_no_template(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
-    file = tmp_path / "requests.jsonl"
-    body = '{"messages": [{"role": "user", "content": "Hi"}]}'
-    file.write_text(f'{{"custom_id": "a", "url": "/v1/chat/completions", "body": {body}}}\n', encoding="utf-8")
-    fill(page, qtbot, file)
-    assert not page.form.template.isVisible()
-    assert "OpenAI" in words(page.form.input)
-    assert page.form.output.path.suffix == ".jsonl"
-    assert page.form.job().template == ""
-
-
 # --- a job that runs ------------------------------------------------------------------------------
 
 

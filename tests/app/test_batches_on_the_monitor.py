@@ -81,7 +81,3 @@ def test_what_other_programs_take_is_told(busy: float, ours: float, others: floa
     for at_ns in range(START, START + 100 * STEP_NS, 4 * 10**8):
         history.add_sample(at_ns, replace(sample(busy=busy), cpu_ours=ours))
     assert waiting_for_last(history, 200).others == pytest.approx(others, abs=0.01)
-
-
-def test_without_sensors_nobody_is_blamed() -> None:
-    assert waiting_for_last(history_of(decoded(100, START)), 200).others == 0.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PySide6.QtCore import QPoint, Qt
+from PySide6.QtCore import QPoint, QPointF, Qt
 from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QApplication, QLabel, QWidget
 from pytestqt.qtbot import QtBot
@@ -17,7 +17,6 @@ from pytestqt.qtbot import QtBot
 from app.models.cache_figures import (
     FREE,
     NO_FORECAST,
-    TokenFigures,
     forecast,
     memory_places,
     policies,
@@ -35,7 +34,7 @@ from app.views.monitor.cache_card import CacheCard
 from app.views.monitor.engine_cards import EngineCards, ExpertCard, MemoryCard, TokenCard
 from app.views.monitor.prediction_card import PoliciesCard, PredictionCard
 from app.widgets.expert_map.data import map_data
-from app.widgets.expert_map.view import EXPERT, LAYER, USES, ExpertTable, MapLegend
+from app.widgets.expert_map.view import EXPERT, HITS, LAYER, PLACE, USES, ExpertTable, MapLegend
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import memory, number
 from app.widgets.timeline.lanes import lanes_of
@@ -321,15 +320,6 @@ def test_a_token_is_the_mean_of_decode_steps(qtbot: QtBot) -> None:
     assert shown["energy"] == "not available here"
     card.show_figures(replace(figures, joules=4.125), 120.0)
     assert card.values["energy"].text().startswith("4.1")
-    card.grab()
-
-
-def test_nothing_decoded_is_a_dash(qtbot: QtBot) -> None:
-    card = TokenCard()
-    qtbot.addWidget(card)
-    card.show_figures(None, None)
-    assert {card.values[key].text() for key in ("used", "hit", "took")} == {"–"}
-    card.show_figures(TokenFigures(1, 1, False, {"hit": 0.0, "fetched": 0.0, "cpu": 0.0}, 0.0, 0.0, 0.0, None), None)
     card.grab()
 
 
@@ -675,3 +665,23 @@ def test_the_key_fits_any_width(qtbot: QtBot, width: int, hottest: float) -> Non
     for name in ("in VRAM", "in RAM", "only on disk"):
         assert name in legend.accessibleName()
     assert legend.heightForWidth(90) > legend.heightForWidth(700)
+
+
+def test_a_press_on_the_handle_and_no_move_changes_nothing(plot: MissRatioPlot, qtbot: QtBot) -> None:
+    plot.set_slots(1001)
+    plot.put_back()
+    handle = plot.view.mapViewToScene(QPointF(1000, 0.5)).toPoint()
+    with qtbot.assertNotEmitted(plot.chosen):
+        QTest.mouseClick(plot.viewport(), LEFT, NO_KEYS, handle + QPoint(2, 0))
+    assert not plot.is_moved
+
+
+def test_the_order_stays_while_the_map_goes_on(qapp: QApplication) -> None:
+    table = ExpertTable()
+    table.show_data(map_data(expert_map()))
+    table.sort(USES, DOWN)
+    assert table.data(table.index(0, EXPERT)) == "7"
+    table.show_data(map_data(dataclasses.replace(expert_map(), step=900)))
+    assert table.data(table.index(0, EXPERT)) == "7"
+    assert table.data(table.index(0, PLACE)) == "in RAM"
+    assert table.data(table.index(table.rowCount() - 1, HITS)) == "–"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PySide6.QtTest import QAbstractItemModelTester
 
 from app.models.conversation import ROW_ROLE, ConversationModel
-from app.models.conversation_list import ConversationListModel, Group, group_of
+from app.models.conversation_list import ConversationListModel
 from app.services.chat_store import Conversation, Message, MessageTree, SearchHit
 from app.services.chat_store.records import MAX_TITLE, title_from
 from app.services.kept import Preset, own_sampling, preset_of
@@ -53,13 +53,6 @@ def test_conversations_are_grouped_by_day(list_model: ConversationListModel) -> 
         ]
     )
     assert shown(list_model) == ["pinned", "p", "today", "a", "b", "yesterday", "c", "week", "d", "older", "e"]
-
-
-@pytest.mark.parametrize(
-    ("days", "group"), [(-1, Group.TODAY), (0, Group.TODAY), (1, Group.YESTERDAY), (7, Group.WEEK), (8, Group.OLDER)]
-)
-def test_days_are_calendar_days(days: float, group: Group) -> None:
-    assert group_of(conversation("x", days), NOW) is group
 
 
 def test_search_hits_replace_the_groups_until_it_ends(list_model: ConversationListModel) -> None:
@@ -152,13 +145,6 @@ def test_a_title_is_the_first_line_with_words(text: str, title: str) -> None:
     assert title_from(text) == title
 
 
-@given(st.text(min_size=1, max_size=300))
-def test_a_title_is_short_and_one_line(text: str) -> None:
-    title = title_from(text)
-    assert len(title) <= MAX_TITLE + 1
-    assert len(title.splitlines()) <= 1
-
-
 def test_presets_are_recognised() -> None:
     own = SamplingParams(temperature=0.3, dry_multiplier=0.8, dry_range=500)
     assert preset_of(Preset.CREATIVE.value, own) is Preset.CREATIVE
@@ -182,3 +168,10 @@ def test_the_own_sampling_of_a_model_is_in_its_folder(tmp_path: Path) -> None:
         file.write_text(text)
         assert own_sampling(_model_at(tmp_path)) == Preset.BALANCED.value
     assert own_sampling(None) == Preset.BALANCED.value
+
+
+@given(st.text(min_size=1, max_size=300))
+def test_a_title_is_short_and_one_line(text: str) -> None:
+    title = title_from(text)
+    assert len(title) <= MAX_TITLE + 1
+    assert len(title.splitlines()) <= 1

@@ -49,10 +49,6 @@ def _raise_with_secret() -> None:
     raise ValueError(SECRET)
 
 
-def test_nothing_happened_nothing_is_pending(reports: CrashReports) -> None:
-    assert reports.pending() == ""
-
-
 def test_an_unhandled_error_is_pending_without_its_message(reports: CrashReports) -> None:
     try:
         _raise_with_secret()

@@ -354,13 +354,6 @@ def test_folders_are_added_and_taken_off_the_list(scene: Scene, tmp_path: Path, 
     qtbot.waitUntil(lambda: not scene.page.findChildren(FoldersDialog))
 
 
-def test_the_folder_where_downloads_go_stays(scene: Scene) -> None:
-    dialog = scene.page.open_folders()
-    assert not dialog.drop.isEnabled()
-    assert dialog.add.isEnabled()
-    dialog.accept()
-
-
 # --- the catalogue ----------------------------------------------------------------------------------
 
 

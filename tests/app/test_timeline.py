@@ -17,7 +17,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.history.gauges import Floats
 from app.services.history.history import History
-from app.services.predicted_timeline import Predicted, RequestShape, predict
+from app.services.predicted_timeline import Predicted, RequestShape, predict, request_before
 from app.theme import ThemeController
 from app.views.monitor.second import SecondTimeline, aligned_ns, assumptions, speeds
 from app.views.monitor.timeline_card import LaneTable
@@ -576,3 +576,10 @@ def test_what_was_assumed_is_said(checkpoint: Path, switchyard_home: Path) -> No
     assert "40 tokens read and 50 written" in said
     assert "From data sheets" in said
     assert speeds(found, None).count("tokens/s") == 1
+
+
+def test_the_request_in_sight_is_found() -> None:
+    history = history_of(asked(30, 40, 1), asked(20, 9, 2, START_NS + 10**10))
+    assert request_before(history, START_NS + 5 * 10**9) == (40, 30)
+    assert request_before(history, 2**62) == (9, 20)
+    assert request_before(history, START_NS) is None

@@ -134,3 +134,11 @@ def test_ways_that_take_long_to_change_to_are_hardly_ever_tried() -> None:
         choice.observe(arm, seconds, 1e-3)
     assert 2 <= changes <= 12
     assert total_s <= 1.03 * (20_000 + 200) * 1e-3
+
+
+def test_the_prediction_decides_first_and_follows_what_is_asked() -> None:
+    choice = Choice(ARMS)
+    assert choice.take({"a": 2.0, "b": 1.0, "c": 3.0}) == "b"
+    choice.observe("b", 1.0, 1.0)
+    assert choice.take({"a": 0.5, "b": 1.0, "c": 3.0}) == "a"
+    assert choice.take({"b": 1.0, "c": 0.9}) == "c"  # there is no a this time

@@ -17,8 +17,8 @@ import xxhash
 
 from engine.checkpoint.downloads import transfer as space
 from engine.checkpoint.downloads.checking import Checker
-from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, MOST_CONNECTIONS, Crew, Limit
-from engine.checkpoint.downloads.parts import SEARCH, File, Job, Journal
+from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, MOST_CONNECTIONS, Crew, Limit, Waits
+from engine.checkpoint.downloads.parts import SEARCH, File, Job, Journal, Stopped
 from engine.checkpoint.downloads.records import PlannedFile
 
 PART = 100
@@ -290,3 +290,25 @@ def test_a_journal_survives_being_torn_anywhere(tmp_path: Path, monkeypatch: pyt
     flipped = Journal(path)
     flipped.close()
     assert 5 not in flipped.of(0).digests
+
+
+def test_it_ends_when_all_is_to_end(memory: FromMemory) -> None:
+    memory.is_stopped = True
+    memory.checker.run()
+    with pytest.raises(Stopped):
+        memory.checker._is_repaired(memory.file)
+    memory.write_all(CONTENT[:-1] + b"?")
+    memory.is_stopped, memory.is_open = False, False
+    memory.checker._judge(memory.file)
+    assert not memory.jobs  # the journal is closed: nothing is begun any more
+    job = Job(memory.file, 0, 0, Waits())
+    assert job.got == 0
+
+
+def test_a_search_that_a_kill_ended_goes_on_where_it_was(memory: FromMemory) -> None:
+    memory.write_all(CONTENT[:-1] + b"?")
+    memory.journal.search(0)
+    memory.write(0, CONTENT)
+    memory.run()
+    assert memory.is_complete
+    assert memory.fetched == [1, 2]

@@ -1,5 +1,7 @@
 """An answer's text is taken apart the same way however it is cut into pieces, and nothing of it is lost."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,3 +226,34 @@ def test_a_required_call_is_the_whole_text() -> None:
 )
 def test_where_an_answer_may_begin_after_a_thought(family: str, text: str, ends: bool) -> None:
     assert bool(form_of(family).ends_thought.search(text)) is ends
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "007", "007"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "none", "none"),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "number"}, "3", 3),
+        ({"type": "array"}, '["a"]', ["a"]),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "two"]}, "1", 1),
+        ({}, "12", 12),
+        ({"$ref": "#/x"}, "True", "True"),
+    ],
+)
+def test_arguments_without_quotes_are_what_the_schema_allows(schema: object, text: str, value: object) -> None:
+    tool = Tool("f", "", json.dumps({"type": "object", "properties": {"x": schema}}))
+    for said in (
+        f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>",
+        f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
+    ):
+        reader = reply_reader("glm4_moe", (tool,), thinks=False, is_call=False)
+        (call,) = [*reader.feed(said), *reader.end()]
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments) == {"x": value}

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from engine.telemetry.lanes import (
     H2D,
     PHASE,
     PREFILL,
+    layer_number,
 )
 from engine.telemetry.layer_log import STAMP, LayerLog, Stamped
 from engine.telemetry.recorder import Recorder, Ring
@@ -232,3 +234,11 @@ def test_what_is_not_records_is_refused(text: str) -> None:
         assert len(unpack(text, STEP)) == 0
     except EngineError:
         return
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("model.layers.12.mlp.experts", 12), ("model.norm", -1), ("layers.3", 3), ("transformer.blocks.7.ffn", 7)],
+)
+def test_layers_are_numbered_by_their_name(name: str, number: int) -> None:
+    assert layer_number(name) == number

@@ -12,6 +12,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
 from engine.protocol import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.measuring import _good_enough
 from engine.tuning.report import report_text
 from engine.tuning.result import TuningResult
 from engine.tuning.run import TuningEvent, tune
@@ -28,6 +29,7 @@ from tests.unit.made_up_tuning import (
     MACHINE,
     MadeUpEngine,
     around,
+    measurements,
     no_memory,
     others_take,
     tiny_model,
@@ -422,3 +424,22 @@ def test_a_result_that_is_outrun_is_no_longer_believed(model: Path) -> None:
     applied = apply_tuning(config, model, lambda: MACHINE)
     assert applied.config.precision == "int8"  # its settings hold
     assert f"{3 * kept.won.tokens_per_s:.1f}" in applied.note
+
+
+def test_a_card_that_a_plan_does_not_get_is_a_reason_to_lose(model: Path) -> None:
+    class FallsBack(MadeUpEngine):
+        def _loaded(self, what, config, on_progress, cancelled):  # type: ignore[no-untyped-def]
+            info = super()._loaded(what, config, on_progress, cancelled)
+            self.info = replace(info, device="cpu", device_note="Runs on the CPU: no room.")
+            return self.info
+
+    ending = run(FallsBack(speeds), EngineConfig(str(model), device="emulated:slow-link"))
+    assert ending.result is not None
+    for one in ending.result.timed:
+        assert one.contestant.is_before or "no room" in one.problem
+
+
+def test_measurements_taken_under_load_are_taken_again(model: Path) -> None:
+    good = measurements()
+    assert _good_enough(good, "quick") == good
+    assert _good_enough(replace(good, others=0.5), "quick") is None

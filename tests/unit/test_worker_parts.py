@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -219,3 +220,26 @@ def test_the_log_has_the_place_and_not_the_text(caplog: pytest.LogCaptureFixture
     assert "ValueError" in caplog.text
     assert "in fails" in caplog.text
     assert "SECRET" not in as_engine_error(caught.value, "answering").message
+
+
+def test_a_window_that_is_gone_is_noticed(pipe: tuple[int, int]) -> None:
+    read_end, write_end = pipe
+    os.close(read_end)
+    broken = threading.Event()
+    writer = EventWriter(write_end, on_broken=broken.set)
+    writer.start()
+    writer.send(Cancelled("r"))
+    assert broken.wait(30)
+    writer.close()
+
+
+def test_heartbeats_come_by_themselves(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.process.streams.HEARTBEAT_S", 0.01)
+    read_end, write_end = pipe
+    writer = EventWriter(write_end, on_broken=lambda: None)
+    writer.start()
+    reader, beats = LineReader(), []
+    while len(beats) < 3:
+        beats += [decode(line) for line in reader.feed(os.read(read_end, 65536))]
+    assert all(isinstance(beat, Heartbeat) for beat in beats)
+    writer.close()
