@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.experts.prediction import learning, training_process
 from engine.experts.prediction.learning import BackgroundTraining, FoldedMlp, Learning, MlpPredictor, TrainingState
-from engine.experts.prediction.mlp import ExpertMlp
+from engine.experts.prediction.mlp import ExpertMlp, RoutingStatistics
 from engine.experts.prediction.prefetcher import make_prefetcher
 from engine.experts.prediction.training import (
     UNREADABLE,
@@ -276,3 +276,13 @@ def test_what_was_served_is_learnt_and_taken_over() -> None:
     assert again.load() is None
     assert again.note == UNREADABLE
     again.close()
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3))
+def test_statistics_are_shares(seed: int, distance: int) -> None:
+    trace = routes(20, follows=0.5, seed=seed)
+    statistics = RoutingStatistics.of(trace, distance)
+    torch.testing.assert_close(statistics.popularity.sum(1), torch.ones(LAYERS))
+    sums = statistics.affinity.sum(2)
+    assert (torch.isclose(sums, torch.ones(())) | (sums == 0)).all()
+    assert statistics.affinity.shape == (LAYERS - distance, EXPERTS, EXPERTS)

@@ -219,3 +219,9 @@ RTX_4090 = LatencyModel("int4", 2_800_000, 50e-6, 6e-6, 9e-6, 16, 1e-6, 10e-6, 2
 def test_a_card_that_has_the_experts_is_not_left_idle(count: int) -> None:
     sides = RTX_4090.sides([1] * count, [1] * (8 - count))
     assert sides[False] < sides[True]
+
+
+@given(st.lists(st.integers(1, 64), max_size=12))
+def test_experts_on_the_device_share_a_launch(hits: list[int]) -> None:
+    own_s = sum(RTX_4090.gpu_s(tokens) - RTX_4090.gpu_launch_s for tokens in hits)
+    assert RTX_4090.hits_s(hits) == pytest.approx(own_s + RTX_4090.gpu_launch_s if hits else 0.0)

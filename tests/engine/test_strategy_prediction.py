@@ -73,3 +73,15 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, left_out:
     values = [float(number) for number in range(count)]
     assert median_interval(values) == (values[left_out], values[-1 - left_out])
     assert median_interval(values[:5]) is None
+
+
+@given(cpu_s=seconds, gpu_s=seconds, transfer_s=seconds, needed=st.integers(1, 12), rest_s=seconds, layer_s=seconds)
+def test_constants_are_added_once(
+    cpu_s: float, gpu_s: float, transfer_s: float, needed: int, rest_s: float, layer_s: float
+) -> None:
+    free = StrategyModel(latency(cpu_s, gpu_s, transfer_s), FREE, 64)
+    costly = StrategyModel(latency(cpu_s, gpu_s, transfer_s), StepCosts(rest_s, layer_s, 0.0, 0.0, 0.0, 0.0), 64)
+    steps = [step(0, needed, 0)]
+    for misses in ("cpu", "fetch", "off", "mixed"):
+        more = costly.seconds_per_token(misses, steps, 5) - free.seconds_per_token(misses, steps, 5)
+        assert more == pytest.approx(rest_s + 5 * layer_s, abs=1e-9)

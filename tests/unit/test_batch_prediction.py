@@ -1,6 +1,7 @@
 """How fast a job will be, before it has run and while it runs."""
 
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,3 +306,11 @@ def test_it_holds_the_true_median_about_as_often_as_it_says() -> None:
         assert sure is not None
         held += sure[0] <= 1 <= sure[1]
     assert 0.93 < held / 2000 < 0.985
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=6, max_size=80))
+def test_the_median_lies_within(values: list[float]) -> None:
+    sure = median_interval(sorted(values))
+    assert sure is not None
+    low, high = sure
+    assert min(values) <= low <= statistics.median(values) <= high <= max(values)

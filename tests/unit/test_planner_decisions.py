@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
-from engine.planner.costs import Costs
+from engine.planner.costs import Costs, distinct_experts
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.memory import share_on_disk
 from engine.planner.papers.fiddler import hit_rate_bounds
@@ -124,3 +124,20 @@ def test_workloads_as_text() -> None:
     for text in ("", "0x4", "4", "4x0", "axb", "4x4x4x4x4"):
         with pytest.raises(ValueError, match="not a workload"):
             parse_workload(text)
+
+
+@given(roofline=rooflines(), upper=_INTENSITY, lower=_INTENSITY)
+def test_the_bottleneck_is_the_lowest_roof(roofline: HierarchicalRoofline, upper: float, lower: float) -> None:
+    wider = HierarchicalRoofline(roofline.upper, roofline.lower, roofline.link * 2)
+    if roofline.bottleneck(upper, lower) != "link":
+        assert wider.attainable(upper, lower) == roofline.attainable(upper, lower)
+    else:
+        assert wider.attainable(upper, lower) >= roofline.attainable(upper, lower)
+
+
+@given(experts=st.integers(2, 512), per_token=st.integers(1, 8), tokens=st.floats(0, 1e5))
+def test_distinct_experts_are_between_one_token_s_and_all(experts: int, per_token: int, tokens: float) -> None:
+    per_token = min(per_token, experts)
+    used = distinct_experts(experts, per_token, tokens)
+    assert 0 <= used <= experts
+    assert distinct_experts(experts, per_token, 1) == pytest.approx(per_token)

@@ -257,3 +257,11 @@ def test_arguments_without_quotes_are_what_the_schema_allows(schema: object, tex
         (call,) = [*reader.feed(said), *reader.end()]
         assert isinstance(call, ToolCall)
         assert json.loads(call.arguments) == {"x": value}
+
+
+@given(st.data())
+def test_how_a_text_is_cut_does_not_matter(data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from(TEXTS))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert _parts(pieces) == _parts([text])

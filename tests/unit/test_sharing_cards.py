@@ -197,3 +197,16 @@ def test_all_cards_of_this_machine_are_planned_with() -> None:
     assert machine.gpu.bytes_per_s == one.bytes_per_s  # as fast as the slower
     assert both.vram_in_use == 3 * GIB
     assert both.compute_gpus == (big, small)
+
+
+@given(st.floats(1, 300), st.integers(1, 8))
+def test_the_busiest_card_has_its_share_at_least_and_no_more_than_all(experts: float, cards: int) -> None:
+    most = most_on_one(experts, cards)
+    assert experts / cards - 1e-9 <= most <= experts + 1e-9
+    assert most_on_one(experts + 1, cards) >= most - 1e-9
+
+
+@given(st.integers(2, 4), st.integers(4, 64))
+def test_of_all_experts_each_card_has_its_share(cards: int, experts: int) -> None:
+    assert most_on_one(experts, cards, experts) == pytest.approx(experts / cards)
+    assert most_on_one(1, cards, experts) == 1

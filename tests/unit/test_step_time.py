@@ -261,3 +261,9 @@ def test_with_all_experts_an_emulated_card_is_as_fast_as_the_cpu_that_computes_f
     on_cpu = predict_decode(TIMED, tiny(), EngineConfig("m", device="cpu", precision="bf16", threads=1))
     assert found.memory.all_experts
     assert found.tokens_per_s == pytest.approx(on_cpu.tokens_per_s, rel=0.1)
+
+
+@given(machine=st.sampled_from(machine_names()), model=st.sampled_from(model_names()), misses=st.floats(0, 1))
+def test_reading_ahead_never_hurts_a_processor(machine: str, model: str, misses: float) -> None:
+    step = replace(a_step(machine, model), on_card=False, disk_share=1.0)
+    assert replace(step, reads_ahead=True).seconds(misses) <= step.seconds(misses) * (1 + 1e-9)

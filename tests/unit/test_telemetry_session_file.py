@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
@@ -187,3 +187,10 @@ def test_tables_have_a_row_for_each(records: Records) -> None:
     table = io.StringIO()
     write_steps(STEPS, table)
     assert [row["hits"] for row in csv.DictReader(io.StringIO(table.getvalue()))] == ["3", "3"]
+
+
+@given(place=st.integers(0, 10**6), change=st.integers(1, 255))
+@example(place=362881, change=1)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_a_damaged_byte_ends_what_can_be_read(tmp_path: Path, five_spans: bytes, place: int, change: int) -> None:
+    assert_read_up_to_the_damage(tmp_path / f"damaged{SUFFIX}", five_spans, place % len(five_spans), change)
