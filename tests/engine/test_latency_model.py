@@ -1,4 +1,4 @@
-"""Who is computed where, and what strategies take: the choice is the best there is, measurements are fitted and kept."""
+"""Who is computed where, and what strategies take: the best choice there is, from measurements fitted and kept."""
 
 from __future__ import annotations
 
