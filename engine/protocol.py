@@ -1,10 +1,9 @@
 """What the processes of this program say to each other: frozen dataclasses, one codec, a version.
 
 One message is one line of UTF-8 JSON: `{"type": "Generate", ...fields}`.  The window writes commands to the
-worker's stdin, the worker writes events to a private copy of its stdout.  Every command that carries a
-`request_id` is answered by exactly one terminal event (`TERMINAL`) with the same id; if the worker dies, the client
-synthesises that event.  `Token`, `Progress` and terminal events are lossless and ordered; `Telemetry` and the other
-`SAMPLES` are latest-wins and may be dropped; `DROPPABLE` events are dropped, and counted, while the pipe is slow.
+worker's stdin, the worker writes events to a private copy of its stdout.  Every `Request` is answered by exactly one
+`TerminalEvent` with the same id; if the worker dies, the client synthesises that event.  Events are lossless and
+ordered, but for each `Sample` and what is `Droppable`.
 
 The HTTP server's process speaks the same: to the window over its stdin and stdout, and over a local socket to each
 engine that answers its clients, with the window's words for progress, text, endings and failures.  So do the process
@@ -13,13 +12,12 @@ that makes embeddings for it, the one that speaks to a Ray cluster, and the engi
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
 from engine.batch_files.job_watcher import Pace
 from engine.batch_files.rows import Constraint, RowRequest
@@ -46,7 +44,7 @@ _LATER = {
     "Plan": "engine.planner.plan_parts",
     **dict.fromkeys(("Contestant", "Timed", "TuningKind", "TuningResult"), "engine.tuning.result"),
 }
-"""Modules of what only messages about tuning have in them: every start of window and worker would wait for them."""
+"""Modules that only messages about tuning need: every start of window and worker would wait for them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -70,38 +68,77 @@ LoadPhase = Literal["loading", "reading", "converting"]
 Phase = Literal["loading", "reading", "converting", "prefill", "decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class OfRequest:
-    """A message about one request."""
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Fields:
+    """What is a frozen dataclass because it inherits from this: a message, or a part of one."""
 
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+MESSAGES: dict[str, type[Message]] = {}
+"""By the names under which they are sent."""
+
+
+class Message(Fields):
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        MESSAGES[cls.__name__] = cls
+        for kind in cls.__bases__:  # which is only inherited from
+            MESSAGES.pop(kind.__name__, None)
+
+
+class OfRequest(Message):
     request_id: str
+
+
+class Command(Message):
+    """The window says it to the worker."""
+
+
+class Request(Command, OfRequest):
+    """A command that ends in exactly one `TerminalEvent`."""
+
+
+class Event(Message):
+    """The worker says it to the window."""
+
+
+class RequestEvent(Event, OfRequest):
+    pass
+
+
+class TerminalEvent(RequestEvent):
+    pass
+
+
+class Sample(Event):
+    """Latest-wins: a newer one takes the place of one that was not sent yet."""
+
+
+class Droppable(Event):
+    """Dropped, and counted, while the pipe is slow."""
 
 
 # --- models and chats: the window to the worker ---------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LoadModel(OfRequest):
+class LoadModel(Request):
     """Load this model, replacing the current one.  Ends in `ModelLoaded`, `Failed` or `Cancelled`."""
 
     config: EngineConfig
 
 
-@dataclass(frozen=True, slots=True)
-class UnloadModel(OfRequest):
+class UnloadModel(Request):
     """Free the model's memory.  Ends in `ModelUnloaded` (also when none was loaded)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generate(OfRequest):
+class Generate(Request):
     """Answer the last message.  Ends in `Finished` (also when cancelled midway) or `Failed`.
 
-    With `remote`, an endpoint's model answers, whatever is loaded or going on here; nobody else does in its place.
-
-    Attributes:
-        chat: of which it is a turn.  What is computed of it may be kept on disk, if `keep_chat` was told so and until
-            `forget_chat`; of no chat nothing is.
-        tools: what the answer may call. It ends behind its calls, which come in a `Called`, for the window to run.
+    With `remote`, an endpoint's model answers, whatever is loaded or going on here.  What is computed may be kept on
+    disk as that `chat`'s, from `keep_chat` until `forget_chat`.  An answer ends behind its calls of `tools`, which come
+    in a `Called`, for the window to run.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -111,18 +148,15 @@ class Generate(OfRequest):
     tools: tuple[Tool, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel(OfRequest):
+class Cancel(Command, OfRequest):
     """Stop that request within one token, or before it starts.  Has no terminal event."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Command):
     """Cancel everything and exit 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOthers:
+class ServeOthers(Command):
     """From now on answer what other programs ask at the server behind this link; an empty address ends that.
 
     Has no terminal event.
@@ -135,23 +169,20 @@ class ServeOthers:
 # --- and back -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Event):
     """A worker's first event: it accepts commands.  The client refuses another protocol version."""
 
     protocol_version: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Event):
     """The worker is alive; `monotonic_s` is its own clock."""
 
     monotonic_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Progress(OfRequest):
+class Progress(RequestEvent):
     """Progress of a phase: `done` of `total` (bytes of all phases of loading together, prompt tokens in prefill)."""
 
     phase: Phase
@@ -159,8 +190,7 @@ class Progress(OfRequest):
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class NamedToken:
+class NamedToken(Fields):
     """A token and how likely it was; `raw` are its bytes, which may be a part of a character only."""
 
     text: str
@@ -168,23 +198,17 @@ class NamedToken:
     raw: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NamedChances:
+class NamedChances(Fields):
     """`Chances` with the tokens' texts."""
 
     token: NamedToken
     likeliest: tuple[NamedToken, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Token(OfRequest):
-    """Newly visible text of an answer; may be empty while a character or a stop string is incomplete.
+class Token(RequestEvent):
+    """Newly visible text and reasoning of an answer; may be empty while a character or a stop string is incomplete.
 
-    Attributes:
-        text: what to append.
-        generated_tokens: how many tokens have been generated so far in this answer.
-        reasoning: what to append to what the model thinks before it answers; it is no part of the text.
-        chances: of the new tokens, where a client of the server asked for them.
+    `generated_tokens` are those of the answer so far.  A client of the server may ask for the new tokens' `chances`.
     """
 
     text: str
@@ -193,45 +217,34 @@ class Token(OfRequest):
     chances: tuple[NamedChances, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Called(OfRequest):
+class Called(RequestEvent):
     """An answer calls these tools; its terminal event follows."""
 
     calls: tuple[ToolCall, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLoaded(OfRequest):
+class ModelLoaded(TerminalEvent):
     """Terminal event of `LoadModel`."""
 
     info: ModelInfo
     load_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ModelMoved:
+class ModelMoved(Event):
     """The loaded model runs elsewhere now, because its card no longer responds, or with less memory; answers go on."""
 
     info: ModelInfo
 
 
-@dataclass(frozen=True, slots=True)
-class ModelUnloaded(OfRequest):
+class ModelUnloaded(TerminalEvent):
     """Terminal event of `UnloadModel`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished(OfRequest):
-    """Terminal event of `Generate` and `Submit`.
+class Finished(TerminalEvent):
+    """Terminal event of `Generate` and `Submit`; most fields are those of `GenerationResult`.
 
     Attributes:
-        prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV cache.
-        ttft_s: seconds from the start of the request to its first token; 0 if there was none.
-        tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
-        guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         gave_way: sentences on what is not done as it was planned; empty if all is.
-        stopped_by: the stop string that ended the answer, if one did.
-        pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
     """
 
     finish_reason: FinishReason
@@ -248,14 +261,18 @@ class Finished(OfRequest):
     pictures_s: float = 0.0
     stopped_by: str = ""
 
+    @classmethod
+    def of(cls, result: Any, request_id: str = "", gave_way: str = "") -> Finished:
+        """Of a `GenerationResult`."""
+        own = (each.name for each in fields(cls) if each.name not in ("request_id", "gave_way"))
+        return cls(request_id, gave_way=gave_way, **{name: getattr(result, name) for name in own})
 
-@dataclass(frozen=True, slots=True)
-class Cancelled(OfRequest):
+
+class Cancelled(TerminalEvent):
     """Terminal event of a `LoadModel` that was cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed(OfRequest):
+class Failed(TerminalEvent):
     """Terminal event of any request that failed: `message` is one sentence for the user."""
 
     code: ErrorCode
@@ -273,23 +290,21 @@ class Failed(OfRequest):
 # --- jobs: commands, then events ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointKey:
+class EndpointKey(Fields):
     """The key of the endpoint of this name."""
 
     name: str
     key: str = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class StartBatch(OfRequest):
+class StartBatch(Request):
     """Answer a file of rows with the loaded model.  Ends in `BatchFinished` (even if stopped) or `Failed`.
 
     Chats take priority; loading another model stops the job, which can be resumed.  A job that names endpoints is
     answered by them; the loaded model matters only if it is one of them.
 
     Attributes:
-        keys: of endpoints, where nothing else keeps them.
+        keys: where nothing else keeps them.
         config: of the engine on each node, if a Ray cluster answers.
     """
 
@@ -298,8 +313,7 @@ class StartBatch(OfRequest):
     config: EngineConfig | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SampleBatch(OfRequest):
+class SampleBatch(Request):
     """Answer the first `rows` rows of a job and save nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`.
 
     A job that names endpoints is tried at those, and `BatchSampled` says what that took.  That of a Ray cluster is
@@ -311,22 +325,19 @@ class SampleBatch(OfRequest):
     keys: tuple[EndpointKey, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BatchProgress(OfRequest):
+class BatchProgress(RequestEvent):
     """Progress of a job; `blocked` says why it is, as a sentence, and is empty if it is not."""
 
     pace: Pace
     blocked: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSampled(OfRequest):
+class BatchSampled(RequestEvent):
     """What a sample at endpoints says of each row of the job: measured, since endpoints are not modelled.
 
     Attributes:
-        rows: that were answered.
         row_s: for one row at one place, while few are asked.
-        cost: of a row, in `currency`; None if no place has a price.
+        cost: of a row; None if no place has a price.
     """
 
     rows: int
@@ -337,22 +348,14 @@ class BatchSampled(OfRequest):
     currency: str
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlanned(OfRequest):
+class BatchPlanned(RequestEvent):
     """How a job will run, before its first answer; after a sample, corrected by its timing."""
 
     prediction: JobPrediction
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """A completed row.
-
-    Attributes:
-        row: its index in the input.
-        prompt, answer, reasoning: their beginnings, for display; the journal has the whole text.
-        finish_reason, generated_tokens, problem: see `engine.batch_files.rows.Answer`.
-    """
+class BatchRow(Fields):
+    """The beginnings of a completed row's texts, for display; see `engine.batch_files.rows.Answer`."""
 
     row: int
     prompt: str
@@ -363,21 +366,17 @@ class BatchRow:
     reasoning: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRows(OfRequest):
+class BatchRows(RequestEvent):
     """Rows completed since the previous such event; for fast jobs only the latest."""
 
     rows: tuple[BatchRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFinished(OfRequest):
-    """Terminal event of `StartBatch` and `SampleBatch`.
+class BatchFinished(TerminalEvent):
+    """Terminal event of `StartBatch` and `SampleBatch`; unless it is `finished` the job can be resumed.
 
     Attributes:
-        finished: whether all rows are complete; otherwise the job was stopped and can be resumed.
-        done, failed, cut_off: rows completed in all runs of the job; see `Pace`.
-        written: rows in the output.
+        done, failed, cut_off: rows of all runs of the job; see `Pace`.
         tokens: generated in this run, in `seconds` of computing.
         note: a remark on how rows were run, or on the result's path if it differs from the requested one.
         output, errors: files of the result and of failed OpenAI requests; empty if not written.
@@ -414,16 +413,13 @@ Measured = Literal[
 Unit = Literal["bytes/s", "flop/s", "tokens/s"]
 
 
-@dataclass(frozen=True, slots=True)
-class StartTuning(OfRequest):
+class StartTuning(Request):
     """Tune this machine for a model.  Ends in `TuningFinished` (also when cancelled) or `Failed`.
 
     Attributes:
         config: the model and current settings: those that are `auto` or None are tuned.
-        kind: thoroughness of measuring and timing.
         until: the last part to run.
-        measure_again: ignore earlier measurements of this machine.
-        even_if_busy: save results even if other programs were busy; otherwise nothing is saved.
+        even_if_busy: results are saved even if other programs were busy.
     """
 
     config: EngineConfig
@@ -433,14 +429,8 @@ class StartTuning(OfRequest):
     even_if_busy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TuningNumber:
-    """A number just measured.
-
-    Attributes:
-        what: its place in the picture of the machine; `decode` belongs to the contestant being timed.
-        detail: details for display: `8 threads`, `int8, 16 tokens`.
-    """
+class TuningNumber(Fields):
+    """A number just measured, with a detail such as `8 threads`; `decode` is of the contestant that is being timed."""
 
     what: Measured
     detail: str
@@ -448,15 +438,8 @@ class TuningNumber:
     unit: Unit
 
 
-@dataclass(frozen=True, slots=True)
-class TuningProgress(OfRequest):
-    """Progress of a stage.
-
-    Attributes:
-        name: name of the measurement, or of the contestant being loaded or timed.
-        done: 0 to 1 of the stage.
-        number: the latest number, if any.
-    """
+class TuningProgress(RequestEvent):
+    """How much of a stage is done, 0 to 1; `name` is that of the measurement, or of the contestant."""
 
     stage: Stage
     name: str
@@ -464,15 +447,12 @@ class TuningProgress(OfRequest):
     number: TuningNumber | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TuningMeasured(OfRequest):
+class TuningMeasured(RequestEvent):
     """The machine is measured: `engine.hardware.measured.load_measurements(probe(), device)` returns the
     results, unless other programs were busy.
 
     Attributes:
-        kind: thoroughness.
         taken_at: ISO 8601, UTC; `kept`: earlier measurements that are still valid.
-        notes: sentences for the user.
         skipped: what could not be measured and why, as sentences.
         others: CPU share of other programs meanwhile.
     """
@@ -486,34 +466,30 @@ class TuningMeasured(OfRequest):
     others: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TuningPlans(OfRequest):
+class TuningPlans(RequestEvent):
     """The contestants in order of timing; `plan` is the planner's first choice, for roofline and memory."""
 
     plan: Plan
     contestants: tuple[Contestant, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TuningTimed(OfRequest):
+class TuningTimed(RequestEvent):
     """A contestant was timed, or failed; sent again when repeats change its median."""
 
     timed: Timed
 
 
-@dataclass(frozen=True, slots=True)
-class TuningFinished(OfRequest):
+class TuningFinished(TerminalEvent):
     """Terminal event of `StartTuning`.
 
     Attributes:
-        finished: whether the run completed; otherwise it was cancelled or failed, and no result is saved.
+        finished: if not, it was cancelled or failed, and no result is saved.
         result: None if it did not finish, or was limited by `until`.
         reloaded: whether models were unloaded or loaded; otherwise the earlier model is untouched.
         loaded: if `reloaded`, the model loaded now: the earlier one, with tuned settings if it is the tuned model; None
             if there was none, or if it could not be reloaded, which the note says.
-        note: a further note for the user; may be empty.
-        problem: why it failed, as a sentence; empty if it did not.
-        saved: whether result and measurements are saved: not if other programs were busy, unless requested.
+        problem: why it failed, as a sentence.
+        saved: not if other programs were busy, unless requested.
         others: the largest CPU share of other programs.
         unsaved: measurements of this run that were not saved.
     """
@@ -535,37 +511,26 @@ class TuningFinished(OfRequest):
 CacheTier = Literal["vram", "ram"]
 
 
-@dataclass(frozen=True, slots=True)
-class WatchTelemetry:
-    """Selects what is recorded and sent; initially nothing.
-
-    Attributes:
-        on: spans, counters and cache reports.
-        expert_map: `ExpertMap`, twice a second; only while `on`.
-    """
+class WatchTelemetry(Command):
+    """Selects what is recorded and sent, at first nothing: spans, counters and cache reports, and an `ExpertMap`."""
 
     on: bool
     expert_map: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeCache:
+class ResizeCache(Command):
     """Resizes a tier to so many experts, if there is room; the next `CacheReport` has the actual number."""
 
     tier: CacheTier
     slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class Telemetry:
-    """The engine's memory use and speed; a newer sample replaces an unsent one.
+class Telemetry(Sample):
+    """The engine's memory use, and its speed over the last second of decoding.
 
     Attributes:
         rss_bytes: resident memory of the worker; the next three are parts of it.
-        kv_tokens, kv_bytes: current context.
-        tokens_per_s: over the last second of decoding; 0 when idle.
-        device_total_bytes, device_used_bytes: budget and use of device memory by the model;
-            device_experts_bytes is the experts' part.  All 0 on the CPU.
+        device_total_bytes, device_used_bytes: budget and use of device memory by the model; 0 on the CPU.
     """
 
     rss_bytes: int
@@ -579,14 +544,13 @@ class Telemetry:
     device_experts_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TelemetrySpans:
+class TelemetrySpans(Droppable):
     """Spans that ended since the previous message.
 
     Attributes:
         clock_ns, wall_s: the same moment on the spans' clock and in seconds since 1970.
-        packed: `SPAN` records, not sorted (see `engine.telemetry.records.unpack`); `count` of them.
-        dropped: spans dropped since recording started.
+        packed: `SPAN` records, not sorted (see `engine.telemetry.records.unpack`).
+        dropped: since recording started.
     """
 
     clock_ns: int
@@ -596,8 +560,7 @@ class TelemetrySpans:
     dropped: int
 
 
-@dataclass(frozen=True, slots=True)
-class TelemetryCounters:
+class TelemetryCounters(Droppable):
     """Steps ended since the previous message: packed `STEP` records, in order; `dropped` as in `TelemetrySpans`."""
 
     count: int
@@ -605,8 +568,7 @@ class TelemetryCounters:
     dropped: int
 
 
-@dataclass(frozen=True, slots=True)
-class TelemetryRequest:
+class TelemetryRequest(Event):
     """Maps the `number` in spans to a `request_id`."""
 
     number: int
@@ -614,22 +576,18 @@ class TelemetryRequest:
     clock_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPlace:
+class RequestPlace(Event):
     """Which endpoint answers the request of this number in the requests' lane."""
 
     number: int
     place: str
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertMap:
+class ExpertMap(Sample):
     """Use and location of all experts, [layers, experts] in row-major order.
 
     Attributes:
-        layers: layer number of each row.
         experts: per row; rows with fewer are padded with experts in no place.
-        step: the last step counted.
         heat: packed uint8: decayed use counts, scaled so that 255 is `hottest`.
         places: packed uint8: bits of `IN_VRAM`, `IN_RAM`, `ON_DISK`, `ARRIVING`.
         uses, hits, last_step: packed uint32: since the model was loaded; steps count from 1, 0 is never.
@@ -651,27 +609,22 @@ class ExpertMap:
 IN_VRAM, IN_RAM, ON_DISK, ARRIVING = 1, 2, 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRate:
+class PolicyRate(Fields):
     """The recent hit rate of a policy had it been used alone."""
 
     name: str
     hit_rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class TierReport:
+class TierReport(Fields):
     """One tier of the expert cache.
 
     Attributes:
         slots, most_slots: capacity in experts, and the most that are useful.
         record_bytes: of one expert, on average.
-        hits, lookups: since the model was loaded, decode steps only.
+        hits, lookups: since the model was loaded, as the other counts, but of decode steps only.
         recent_hit_rate: over the last seconds; -1 without lookups.
-        policy: the current policy; is_adaptive: chosen among `shadows`.
-        arriving: copies or reads in flight.
-        evictions, prefetched, prefetches_used, prefetches_wasted: since the model was loaded.
-        note: note for the user; may be empty.
+        is_adaptive: the policy was chosen among `shadows`.
         miss_s: extra seconds of an expert in the tier below; 0 if unknown.
     """
 
@@ -694,8 +647,7 @@ class TierReport:
     miss_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
+class MemoryPart(Fields):
     """Bytes of one purpose in one place (`ram`, or the name of a device); `total` and `free` are parts too.
 
     The other parts of a place sum to its `total`.
@@ -706,21 +658,16 @@ class MemoryPart:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReport:
+class CacheReport(Sample):
     """State of the expert cache, once a second while computing.
 
     Attributes:
         tiers: fastest first; empty if all experts are in RAM without a cache.
         curve_slots, curve_hit_rates: hit rate of an LRU cache of that size on the recent routing (Mattson et al.
             1970), for the top tier; empty until there is enough data.
-        steps_per_s: over the last seconds of decoding; 0 without decoding.
-        lookups_per_step: experts per step.
-        hit_s, miss_s: seconds of a hit and of a miss; 0 if unknown.
+        steps_per_s: over the last seconds of decoding.
+        hit_s, miss_s: 0 if unknown.
         adopted: the predictor in use, empty if none; ahead: its lookahead in layers.
-        predictors: all available ones.
-        memory: see `MemoryPart`.
-        note: note for the user; may be empty.
     """
 
     tiers: tuple[TierReport, ...]
@@ -737,61 +684,10 @@ class CacheReport:
     note: str = ""
 
 
-Command = (
-    LoadModel
-    | UnloadModel
-    | Generate
-    | StartBatch
-    | SampleBatch
-    | StartTuning
-    | Cancel
-    | Shutdown
-    | WatchTelemetry
-    | ResizeCache
-    | ServeOthers
-)
-
-
-Sample = Telemetry | ExpertMap | CacheReport
-Droppable = TelemetrySpans | TelemetryCounters
-Event = (
-    Ready
-    | Heartbeat
-    | Progress
-    | Token
-    | Called
-    | ModelLoaded
-    | ModelMoved
-    | ModelUnloaded
-    | Finished
-    | BatchPlanned
-    | BatchProgress
-    | BatchRows
-    | BatchSampled
-    | BatchFinished
-    | TuningProgress
-    | TuningMeasured
-    | TuningPlans
-    | TuningTimed
-    | TuningFinished
-    | Cancelled
-    | Failed
-    | TelemetryRequest
-    | RequestPlace
-    | Sample
-    | Droppable
-)
-TerminalEvent = ModelLoaded | ModelUnloaded | Finished | BatchFinished | TuningFinished | Cancelled | Failed
-TERMINAL: tuple[type, ...] = get_args(TerminalEvent)
-SAMPLES: tuple[type, ...] = get_args(Sample)
-DROPPABLE: tuple[type, ...] = get_args(Droppable)
-
-
 # --- the HTTP server's process, and what answers its clients --------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Fields):
     """One answer that a client wants.
 
     Attributes:
@@ -802,7 +698,7 @@ class Ask:
         sampling: fields of `SamplingParams` that differ from what the model's makers suggest.
         top_chances: how many likely tokens to name for each token; `None` logs nothing.
         ignores_end: the answer goes on to its limit, past where the model would end it.
-        wants: the answer, or only the prompt's length, or only the prompt itself; nothing is generated then.
+        wants: the prompt's length, or the prompt itself, if nothing is to be generated.
         keep_s: how long the model is kept afterwards, see `Answerer.release`; None leaves that as it is.
     """
 
@@ -822,7 +718,6 @@ class Ask:
     keep_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Submit(OfRequest):
     """A client asks; the id is the server's.  Ends in `Finished` or `Failed`, after a `Began`, `Progress` of a long
     prompt and `Token`s; a `Cancel` says that nobody waits for it any more."""
@@ -830,16 +725,14 @@ class Submit(OfRequest):
     ask: Ask
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Message):
     """Free it once nobody has asked for it for so long; see `Answerer.release`."""
 
     model: Path
     after_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Fields):
     """A prompt, for clients that want to see it: its text, and the ids and the bytes of its tokens."""
 
     text: str
@@ -847,7 +740,6 @@ class Prompt:
     raw: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Began(OfRequest):
     """The prompt is known; `thinks` if it ends by opening the model's reasoning; `family` is that model's.
 
@@ -861,23 +753,20 @@ class Began(OfRequest):
     is_call: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ModelIs:
+class ModelIs(Message):
     """What is loaded now, or what is being loaded, if that is known."""
 
     model: Path | None
     loading: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Remark:
+class Remark(Message):
     """Something for people."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServeModels:
+class ServeModels(Message):
     """What an engine's process beside the window's is to do, on its stdin: how models are run, where the server is,
     and as which chat's what is computed is kept on disk, if at all."""
 
@@ -891,8 +780,7 @@ class ServeModels:
 # --- the HTTP server's process and the window, which says the first three -------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Listen:
+class Listen(Message):
     """Where the server is to listen; the fields are those of `engine.serving.server.Address`."""
 
     host: str
@@ -900,8 +788,7 @@ class Listen:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(Message):
     """What the window has, and how models are run that programs ask for by name; said again whenever it changes.
 
     Attributes:
@@ -921,25 +808,20 @@ class Rules:
     gives_way: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FreeOthers:
+class FreeOthers(Message):
     """The window needs the memory: the model beside its own is freed, unless it is answering."""
 
 
 Outcome = Literal["answered", "refused", "left", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Message):
     """One request that is over.
 
     Attributes:
-        began_s: seconds since 1970.
+        began_s: since 1970.
         program: as it names itself.
-        path: which interface, such as `/v1/messages`.
-        model: its name; empty if the request was refused before that.
-        read_tokens, written_tokens: of the prompt, and of the answers.
-        status: of HTTP.
+        model: empty if the request was refused before that.
         outcome: `left`, if the client went away before the end.
     """
 
@@ -954,23 +836,20 @@ class Served:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(Message):
     """The model beside the window's: its name, empty if there is none, and whether it is being loaded."""
 
     model: str
     is_loading: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Wants:
+class Wants(Message):
     """A program asks for the window's model, which was put aside, or for the room that it takes."""
 
     what: Literal["model", "room"]
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
+class Listening(Message):
     """The server listens at this port; the engine finds it at `link`."""
 
     port: int
@@ -978,14 +857,8 @@ class Listening:
     secret: str
 
 
-@dataclass(frozen=True, slots=True)
 class Embed(OfRequest):
-    """Make vectors of texts, or of their tokens.  Ends in `Vectors` or `Failed`.
-
-    Attributes:
-        dimensions: of the vectors, where the model allows fewer; None for all.
-        truncates: texts that are too long for the model are cut.
-    """
+    """Make vectors of texts, or of their tokens, with all dimensions or fewer.  Ends in `Vectors` or `Failed`."""
 
     model: Path
     texts: tuple[Any, ...]
@@ -993,13 +866,8 @@ class Embed(OfRequest):
     truncates: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Vectors(OfRequest):
-    """Terminal event of `Embed`: float32 in little-endian order, one vector behind the other, in base64.
-
-    Attributes:
-        tokens: of all texts.
-    """
+    """Terminal event of `Embed`: float32 in little-endian order, one vector behind the other, in base64."""
 
     packed: str
     tokens: int
@@ -1008,23 +876,28 @@ class Vectors(OfRequest):
 # --- a job, the process that speaks to its Ray cluster, and the engine on each node ---------------
 
 
-@dataclass(frozen=True, slots=True)
-class OfNode:
-    """A message about the engine that was started on a node as its `life`th."""
+class OfNode(Message):
+    """About the engine that was started on a node as its `life`th."""
 
     node: str
     life: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterJob:
+class NodeCommand(OfNode):
+    pass
+
+
+class NodeEvent(OfNode):
+    pass
+
+
+class ClusterJob(Fields):
     """What a cluster is to run.
 
     Attributes:
         models: names and paths under which nodes may have the model, the likeliest first.
-        digest: of the model, see `content_digest`; empty for that of the first node.
-        config: settings of the engine; the precision may be `auto`: the first node decides for all.
-        job: its settings; paths are of no use to nodes.
+        digest: see `content_digest`; empty for that of the first node, which decides about an `auto` precision, too.
+        job: its paths are of no use to nodes.
         sample: its first rows, each with the share of the input read so far.
     """
 
@@ -1035,8 +908,7 @@ class ClusterJob:
     sample: tuple[tuple[float, RowRequest], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StartNode(OfNode):
+class StartNode(NodeCommand):
     """Start an engine there, which takes these of the node's processors and cards."""
 
     cpus: float
@@ -1044,22 +916,19 @@ class StartNode(OfNode):
     asked: ClusterJob
 
 
-@dataclass(frozen=True, slots=True)
-class GiveRows(OfNode):
+class GiveRows(NodeCommand):
     """More rows.  The number of each is its ticket here: a row that was asked twice has two answers."""
 
     rows: tuple[RowRequest, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropRows(OfNode):
+class DropRows(NodeCommand):
     """Others have answered the rows of these tickets: those that were not begun are left out."""
 
     tickets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterNode:
+class ClusterNode(Fields):
     """A node that is in the cluster; `ident` is Ray's."""
 
     ident: str
@@ -1070,22 +939,19 @@ class ClusterNode:
     memory: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterNodes:
+class ClusterNodes(Message):
     """All nodes, every two seconds: a sign of life, too.  A `Failed` says that the cluster cannot be used."""
 
     nodes: tuple[ClusterNode, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeDoes(OfNode):
+class NodeDoes(NodeEvent):
     """What it does before it can answer rows, as what follows its name in a sentence."""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReady(OfNode):
+class NodeReady(NodeEvent):
     """It answers rows from now on, `at_once` at the same time; its plan predicts `rows_per_s`, 0 if unknown."""
 
     digest: str
@@ -1094,29 +960,21 @@ class NodeReady(OfNode):
     rows_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class NodeAnswers(OfNode):
+class NodeAnswers(NodeEvent):
     """Answers, by their tickets, and what it has under way: rows, and the tokens generated for them."""
 
     answers: tuple[RowAnswer, ...]
     under_way: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGone(OfNode):
+class NodeGone(NodeEvent):
     """It has ended: `why`, as the end of a sentence.  With `refuses` another one there would do no better."""
 
     why: str
     refuses: bool = False
 
 
-LinkMessage = Submit | Release | Began | ModelIs | Remark | ServeModels | Embed | Vectors
-FrontMessage = Listen | Rules | FreeOthers | Listening | Served | Beside | Wants
-NodeCommand = StartNode | GiveRows | DropRows
-NodeEvent = NodeDoes | NodeReady | NodeAnswers | NodeGone
 ClusterEvent = ClusterNodes | NodeEvent | Failed
-Message = Command | Event | LinkMessage | FrontMessage | NodeCommand | ClusterEvent
-_BY_NAME: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 # --- the codec ------------------------------------------------------------------------------------
@@ -1131,14 +989,7 @@ def encode(message: Message) -> bytes:
 
 def _known(value: Any) -> Any:
     """What JSON knows in the place of a value; nothing is copied, as `asdict` would."""
-    kind: type = type(value)
-    names = _names(kind)
-    return str(value) if names is None else {name: getattr(value, name) for name in names}
-
-
-@functools.cache
-def _names(cls: type) -> tuple[str, ...] | None:
-    return tuple(each.name for each in fields(cls)) if is_dataclass(cls) else None
+    return {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else str(value)
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_known)
@@ -1152,7 +1003,7 @@ def decode(line: bytes) -> Message:
     """
     try:
         raw = json.loads(line)
-        return typing.cast(Message, from_fields(_BY_NAME[raw.pop("type")], raw))
+        return typing.cast(Message, from_fields(MESSAGES[raw.pop("type")], raw))
     except EngineError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -37,7 +37,7 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
 from engine.process.remote import RemoteChats, RemoteJobs, needs_no_model
-from engine.process.requests import Request, RequestQueue, cancelled_event, failed
+from engine.process.requests import RequestQueue, cancelled_event, failed
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService
 from engine.protocol import (
@@ -56,6 +56,7 @@ from engine.protocol import (
     Phase,
     Progress,
     Ready,
+    Request,
     ResizeCache,
     SampleBatch,
     ServeOthers,
@@ -130,8 +131,7 @@ class Worker:
     def _go_on(self, engine: Engine) -> None:
         """Goes on with answers, or performs the next request once there are none, waiting for one if necessary."""
         self._others.admit(engine)
-        if engine.is_busy:
-            self._chats.answer()
+        self._chats.answer()
         if self._chats.are_under_way:
             request = self._requests.take_if(StartBatch, SampleBatch)
         elif engine.is_busy and not self._requests.is_closed:
@@ -158,7 +158,7 @@ class Worker:
     def _settle(self) -> None:
         """Stops jobs before something that cannot be done beside them."""
         batches = self._batches
-        batches.settle(lambda: self._chats.answer_while(lambda: batches.are_running))
+        batches.settle(lambda: self._chats.answer(lambda: not batches.are_running))
 
     def _perform(self, engine: Engine, request: Request) -> TerminalEvent | None:
         """How it ended; None if it has only been begun."""

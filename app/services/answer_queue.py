@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -422,19 +422,7 @@ class AnswerQueue(QObject):
         if not self._running:
             self._pace.stop()
         if isinstance(event, Finished):
-            stats = AnswerStats(
-                finish_reason=event.finish_reason,
-                prompt_tokens=event.prompt_tokens,
-                generated_tokens=event.generated_tokens,
-                ttft_s=event.ttft_s,
-                tokens_per_s=event.tokens_per_s,
-                guessed_tokens=event.guessed_tokens,
-                accepted_tokens=event.accepted_tokens,
-                gave_way=event.gave_way,
-                pictures=event.pictures,
-                pictures_kept=event.pictures_kept,
-                pictures_s=event.pictures_s,
-            )
+            stats = AnswerStats(**{each.name: getattr(event, each.name) for each in fields(AnswerStats)})
             if event.finish_reason == "cancelled":
                 self._end(turn, MessageState.PARTIAL, "", CANCELLED, stats)
             elif turn.calls:

@@ -14,7 +14,6 @@ from engine.protocol import (
     BatchSampled,
     Called,
     Generate,
-    LoadModel,
     Message,
     Progress,
     SampleBatch,
@@ -26,8 +25,8 @@ from engine.protocol import (
     TuningPlans,
     TuningProgress,
     TuningTimed,
-    UnloadModel,
 )
+from engine.protocol import Request as RequestCommand
 
 _LEAST_S = 1.0
 """Of a phase, before its rate is believed."""
@@ -63,8 +62,6 @@ class LoadingPace:
         rate = (self.progress.done - begun) / (self._clock() - begun_s)
         return max(0.0, (self.progress.total - self.progress.done) / rate)
 
-
-RequestCommand = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning
 
 _SIGNAL_OF: dict[type, str] = {
     Progress: "progress",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from engine.batch_files.job_watcher import ComputingClock, JobEnding, JobWatcher, Pace, StoppedError, run_in_background
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
+from engine.jobs.rows import never
 from engine.planner.batch_prediction import JobPrediction
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue, RequestThreads
@@ -107,7 +108,7 @@ class BatchService:
             events.pace,
             events.answer_now,
             chats.are_due,
-            untimed(chats.give_way),
+            untimed(lambda: chats.answer(never)),
             cancelled,
             events.plan,
             share=untimed(chats.take_turns),

@@ -44,14 +44,16 @@ class ChatService:
         self._progress_s = 0.0
         self._open: set[str] = set()
 
-    def begin(self, request: Generate) -> None:
-        name, told, reads = request.request_id, 0, False
+    def begin(self, asked: Generate) -> None:
+        from engine.runtime.schedule.request import BatchRequest  # torch, which is there by now
+
+        name, told = asked.request_id, -1
         log = RequestLog()
 
         def on_progress(done: int, total: int) -> None:
-            nonlocal reads
-            if not reads:
-                reads = True
+            nonlocal told
+            if told < 0:
+                told = 0
                 log.reads(total - done)
             self._read(name, done, total)
 
@@ -60,34 +62,30 @@ class ChatService:
             self._open.discard(name)
             self._end(name, outcome)
 
-        def wrote(tokens: int) -> None:
+        def tell(tokens: int, text: str, reasoning: str = "") -> None:
             nonlocal told
+            self._send(Token(name, text, tokens, reasoning))
             log.has_written(tokens)
-            self._wrote(tokens - told)
+            self._wrote(tokens - max(told, 0))
             told = tokens
-
-        def on_text(text: str, tokens: int) -> None:
-            self._send(Token(name, text, tokens))
-            wrote(tokens)
-
-        def on_reasoning(text: str, tokens: int) -> None:
-            self._send(Token(name, "", tokens, text))
-            wrote(tokens)
 
         self._open.add(name)
         try:
             self._engine.begin(
-                request.messages,
-                request.sampling,
-                on_progress=on_progress,
-                on_text=on_text,
-                on_reasoning=on_reasoning,
-                on_reused=log.reuses,
-                cancelled=lambda: self._requests.is_cancelled(name),
-                on_end=on_end,
-                chat=request.chat,
-                on_begin=lambda: self._begins(name),
-                tools=request.tools,
+                BatchRequest(
+                    0,
+                    asked.messages,
+                    sampling=asked.sampling,
+                    tools=asked.tools,
+                    chat=asked.chat,
+                    on_progress=on_progress,
+                    on_text=lambda text, tokens: tell(tokens, text),
+                    on_reused=log.reuses,
+                    cancelled=lambda: self._requests.is_cancelled(name),
+                ),
+                on_end,
+                lambda: self._begins(name),
+                on_reasoning=lambda text, tokens: tell(tokens, "", text),
                 on_calls=lambda calls: self._send(Called(name, calls)),
             )
         except Exception as error:
@@ -98,38 +96,28 @@ class ChatService:
         """Whether any chat has not ended yet; other programs' requests may go on longer."""
         return bool(self._open)
 
-    def answer(self) -> None:
-        """Answers who asks until nobody is left, or the window wants something else: a job goes on beside chats, and
-        all else waits for them, but for no other program."""
-        with _ended():
-            self._engine.serve(self._is_wanted_elsewhere)
-
-    def answer_while(self, goes_on: Callable[[], bool]) -> None:
-        """Answers who asks, and goes on with jobs, while `goes_on()` and there is something to do."""
+    def answer(self, until: Callable[[], bool] | None = None) -> None:
+        """Answers who asks, and goes on with jobs, until nothing is left or `until()`, which by default is that the
+        window wants something else: a job goes on beside chats, and all else waits for them, but for no other program.
+        """
         self._arrive()
-        with _ended():
-            self._engine.serve(lambda: self._arrive() or not goes_on())
+        if self._engine.is_busy:
+            is_over = until or self._is_wanted_elsewhere
+            with _ended():
+                self._engine.scheduler.serve(lambda: self._arrive() or is_over())
 
     def are_due(self) -> bool:
         """Whether who asks is to have a turn before a job goes on."""
         self._arrive()
-        return self._engine.is_due()
+        return self._engine.is_answering and self._engine.scheduler.is_due()
 
     def take_turns(self) -> None:
         """Answers who asks for as long as the job has computed since."""
         if self._engine.is_answering:
             with _ended():
-                self._engine.share(self._arrive)
-
-    def give_way(self) -> None:
-        """Answers who asks until nobody is left."""
-        self._arrive()
-        if self._engine.is_answering:
-            with _ended():
-                self._engine.serve(self._arrive)
+                self._engine.scheduler.share(self._arrive)
 
     def _is_wanted_elsewhere(self) -> bool:
-        self._arrive()
         if self._open:
             return self._requests.waits(StartBatch, SampleBatch)
         return self._requests.waits() or self._requests.is_closed
@@ -151,23 +139,7 @@ class ChatService:
         if isinstance(outcome, BaseException):
             self._requests.end(failed(name, outcome, "answering"))
         else:
-            self._requests.end(
-                Finished(
-                    name,
-                    outcome.finish_reason,
-                    outcome.prompt_tokens,
-                    outcome.reused_tokens,
-                    outcome.generated_tokens,
-                    outcome.ttft_s,
-                    outcome.tokens_per_s,
-                    outcome.guessed_tokens,
-                    outcome.accepted_tokens,
-                    FALLS.note,
-                    outcome.pictures,
-                    outcome.pictures_kept,
-                    outcome.pictures_s,
-                )
-            )
+            self._requests.end(Finished.of(outcome, name, gave_way=FALLS.note))
         self._wrote(0)
 
 

@@ -15,18 +15,15 @@ from engine.protocol import (
     Finished,
     Generate,
     LoadModel,
+    Request,
     SampleBatch,
     StartBatch,
     StartTuning,
     TerminalEvent,
     TuningFinished,
-    UnloadModel,
 )
 
 _log = logging.getLogger(__name__)
-
-
-Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning
 
 
 def cancelled_event(request: Request) -> TerminalEvent | None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.common.channel import Pipes
-from engine.protocol import DROPPABLE, HEARTBEAT_S, Droppable, Event, Heartbeat, Sample, encode
+from engine.protocol import HEARTBEAT_S, Droppable, Event, Heartbeat, Sample, encode
 
 _BATCH = 256
 MOST_OFFERED = 64
@@ -113,7 +113,7 @@ class EventWriter:
                 if self._closed and not self._queue:
                     return
                 batch: list[Event] = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-                self._offered -= sum(isinstance(event, DROPPABLE) for event in batch)
+                self._offered -= sum(isinstance(event, Droppable) for event in batch)
                 if not self._queue and self._samples:
                     batch += self._samples.values()
                     self._samples = {}

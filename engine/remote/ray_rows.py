@@ -27,6 +27,7 @@ from engine.protocol import (
     GiveRows,
     NodeAnswers,
     NodeDoes,
+    NodeGone,
     NodeReady,
     StartNode,
 )
@@ -258,7 +259,7 @@ class RayRows:
                 node.doing = event.what
             elif isinstance(event, NodeReady):
                 self._ready(node, event, now)
-            else:
+            elif isinstance(event, NodeGone):
                 self._given_up += self._blocks.leave(node.ident, died=not event.refuses)
                 if event.refuses:
                     node.refuses(event.why.removesuffix("."))

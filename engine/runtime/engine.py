@@ -21,8 +21,7 @@ from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.file_image import EARLY_READS, remember
-from engine.jobs.rows import Check, never
-from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
+from engine.runtime.decode.generation import GenerationResult, TextCallback, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.decode.split_answer import SplitAnswer
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from engine.runtime.batch.job_plan import JobPlan
     from engine.runtime.batch.model_rows import ModelRows
     from engine.runtime.batch.whole_job import HostedModel
-    from engine.runtime.schedule.live import LiveRows
 
 
 _log = logging.getLogger(__name__)
@@ -307,7 +305,7 @@ class Engine:
             EngineError: `INVALID_REQUEST` without a model, and what the model raises.
         """
         loaded = self._ready()
-        self._forget()
+        self.scheduler.forget()
         prompt = encode(loaded.tokenizer, TIMED_PROMPT, special=True, cancelled=cancelled)
         prompt = prompt[: max(1, loaded.context_tokens // 2)]
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
@@ -360,18 +358,17 @@ class Engine:
         """
         ended: list[Outcome] = []
         calls: list[ToolCall] = []
-        self.begin(
-            messages,
-            sampling,
+        request = BatchRequest(
+            0,
+            tuple(messages),
+            sampling=sampling,
+            tools=tools,
             on_progress=on_progress,
             on_text=on_text,
-            on_reasoning=on_reasoning,
             cancelled=cancelled,
-            on_end=ended.append,
-            tools=tools,
-            on_calls=calls.extend,
         )
-        self.serve(lambda: bool(ended))
+        self.begin(request, ended.append, on_reasoning=on_reasoning, on_calls=calls.extend)
+        self.scheduler.serve(lambda: bool(ended))
         outcome = ended[0]
         if isinstance(outcome, BaseException):
             raise outcome
@@ -379,34 +376,25 @@ class Engine:
 
     def begin(
         self,
-        messages: Sequence[ChatMessage],
-        sampling: SamplingParams,
-        *,
-        on_progress: Callable[[int, int], None],
-        on_text: TextCallback,
-        cancelled: Callable[[], bool],
+        request: BatchRequest,
         on_end: OnEnd,
-        chat: str = "",
         on_begin: Callable[[], None] = lambda: None,
+        *,
         on_reasoning: TextCallback = ignore_text,
-        on_reused: ReusedCallback = ignore_reused,
-        tools: tuple[Tool, ...] = (),
         on_calls: Callable[[tuple[ToolCall, ...]], None] = lambda _calls: None,
     ) -> None:
-        """Takes a request that is answered in `serve`, or in `share` while a job runs.
+        """Takes a chat that the scheduler answers; its `on_text` is told of the answer without the reasoning.
 
         Args:
-            on_text, on_reasoning: told what is answered, and apart from it what the model thinks before.
-            on_end: told how it ended, once.
-            tools: what the answer may call; `on_calls` is told what it does call, before its end.
-            on_begin: see `Scheduler.submit`.
-            chat, on_reused: see `BatchRequest`.
+            on_end, on_begin: see `Scheduler.submit`.
+            on_reasoning: told what the model thinks before it answers.
+            on_calls: told which tools the answer calls, before its end.
 
         Raises:
             EngineError: `INVALID_REQUEST` without a model.
         """
-        loaded, scheduler = self._ready(), self._schedule()
-        answer = SplitAnswer(loaded.info.family, on_text, on_reasoning, tools)
+        scheduler, info = self.scheduler, self._ready().info
+        answer = SplitAnswer(info.family, request.on_text, on_reasoning, request.tools)
 
         def ended(outcome: Outcome) -> None:
             try:
@@ -420,22 +408,21 @@ class Engine:
                 on_end(outcome)
             else:
                 on_end(replace(outcome, text=answer.text, reasoning=answer.reasoning))
-                note_use(self._place, _how(loaded.info), outcome.tokens_per_s, outcome.generated_tokens)
+                note_use(self._place, _how(info), outcome.tokens_per_s, outcome.generated_tokens)
             self._tell_of_card()
 
-        request = BatchRequest(
-            0,
-            tuple(messages),
-            tools=tools,
-            sampling=sampling,
-            chat=chat,
-            on_prepared=answer.begin,
-            on_progress=on_progress,
-            on_text=answer.take,
-            on_reused=on_reused,
-            cancelled=cancelled,
-        )
-        scheduler.submit(request, ended, on_begin)
+        scheduler.submit(replace(request, on_prepared=answer.begin, on_text=answer.take), ended, on_begin)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Of the loaded model.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model.
+        """
+        self._ready()
+        assert self._scheduler is not None
+        return self._scheduler
 
     @property
     def is_answering(self) -> bool:
@@ -444,27 +431,8 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `serve` has anything to do, for requests or for jobs."""
+        """Whether the scheduler has anything to do, for requests or for jobs."""
         return self._scheduler is not None and (self._scheduler.is_busy or self._scheduler.background.is_busy)
-
-    def serve(self, until: Check = never) -> None:
-        self._schedule().serve(until)
-
-    def is_due(self) -> bool:
-        return self._scheduler is not None and self._scheduler.is_due()
-
-    def share(self, until: Check = never) -> None:
-        self._schedule().share(until)
-
-    def live_rows(self) -> LiveRows:
-        """Answers requests of many clients with the loaded model, together with all others, until it is closed.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
-        """
-        from engine.runtime.schedule.live import LiveRows  # a chat does without
-
-        return LiveRows(self._ready(), self._schedule())
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
         """Answers a job's rows with the loaded model on this thread; nothing else is answered meanwhile.
@@ -474,7 +442,7 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import OwnHost, run_whole_job  # which the first chat need not wait for
 
-        return run_whole_job(prepared, OwnHost(self._ready(), self._schedule().moved), watcher)
+        return run_whole_job(prepared, OwnHost(self._ready(), self.scheduler.moved), watcher)
 
     def open_rows(self, job: BatchJob, asked: Iterable[tuple[float, RowRequest | Answer]]) -> tuple[JobPlan, ModelRows]:
         """Answers rows of a job that others keep, on this thread, until it is closed; nothing else is answered then.
@@ -497,8 +465,8 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import SharedHost, run_whole_job
 
-        self._schedule().return_to_card()
-        host = SharedHost(self._schedule().background, self._schedule().moved)
+        self.scheduler.return_to_card()
+        host = SharedHost(self.scheduler.background, self.scheduler.moved)
         return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
 
     def hosted_model(self, *, beside_others: bool) -> HostedModel:
@@ -509,7 +477,7 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import HostedModel, OwnHost, SharedHost
 
-        loaded, scheduler = self._ready(), self._schedule()
+        loaded, scheduler = self._ready(), self.scheduler
         host = SharedHost(scheduler.background, scheduler.moved) if beside_others else OwnHost(loaded, scheduler.moved)
         return HostedModel(host)
 
@@ -518,15 +486,6 @@ class Engine:
         from engine.runtime.batch.whole_job import run_sample
 
         run_sample(prepared, self._ready(), rows, watcher)
-
-    def _forget(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.forget()
-
-    def _schedule(self) -> Scheduler:
-        self._ready()
-        assert self._scheduler is not None
-        return self._scheduler
 
     def _ready(self) -> LoadedModel:
         if self._loaded is None:

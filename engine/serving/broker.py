@@ -10,22 +10,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 from engine.batch_files.openai_requests import NO_LIMIT
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.falls import passed_over
 from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Ask, Began, Failed, Finished, NamedChances, NamedToken, Progress, Prompt, Token
-from engine.runtime.decode.generation import ChanceLog, Chances, GenerationResult
-from engine.runtime.decode.split_answer import thinking_for
-from engine.runtime.schedule.live import LiveRows
-from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.batch.policy import policy_for
+from engine.runtime.decode.detokenizer import token_bytes
+from engine.runtime.decode.generation import ChanceLog, Chances
+from engine.runtime.decode.sequence import SequenceError
+from engine.runtime.schedule.request import BatchRequest, Outcome, PreparedRow
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving.link import CLOSING, MOST_WAITING, TOO_MANY, Event, State, Ticket
 from engine.telemetry.request_log import RequestLog
 
@@ -38,12 +41,28 @@ MOST_READY = 64
 """Those at the head of the queue that are tokens before it is their turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A request as tokens, and what its client is told when it is its turn."""
+_OF_ONE = (
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.PROMPT_TOO_LONG,
+    ErrorCode.MODEL_UNSUPPORTED,
+    ErrorCode.NOT_ENOUGH_MEMORY,
+)
+"""What may be wrong with one request alone."""
 
-    request: BatchRequest
-    began: Began
+
+class _Waiting(Ticket):
+    """A request until its end.
+
+    Attributes:
+        row: it as tokens, once it is.
+        began: what its client is told when it is its turn.
+    """
+
+    def __init__(self, ask: Ask, on_event: Callable[[Event], None]) -> None:
+        super().__init__(ask, on_event)
+        self.log = RequestLog()
+        self.row: PreparedRow | None = None
+        self.began = Began("", 0, thinks=False)
 
 
 class RequestBroker:
@@ -61,27 +80,26 @@ class RequestBroker:
     def __init__(self, engine: Engine, on_waiting: Callable[[], None] = lambda: None, chat: str = "") -> None:
         self._engine, self._on_waiting, self._chat = engine, on_waiting, chat
         self.changed = threading.Condition()
-        self._waiting: deque[Ticket] = deque()
-        self._ready: dict[Ticket, _Ready] = {}
+        self._waiting: deque[_Waiting] = deque()
         self._tokenizing: threading.Thread | None = None
-        self._under_way: dict[int, Ticket] = {}
-        self._rows: LiveRows | None = None
+        self._under_way = set[_Waiting]()
+        self._submitted = 0
+        """Requests that the scheduler has, those included that have been told their end."""
+        self._scheduler: Scheduler | None = None
+        self._most = 0
+        self._failure: BaseException | None = None
         self._model: Path | None = None
         self._sampling = SamplingParams()
-        self._logs: WeakKeyDictionary[Ticket, RequestLog] = WeakKeyDictionary()
-        self._numbers = 0
         self.is_closed = False
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        ticket = Ticket(ask, on_event)
-        log = RequestLog()
+        ticket = _Waiting(ask, on_event)
         with self.changed:
             if self.is_closed:
                 raise CLOSING.error
             if len(self._waiting) >= MOST_WAITING:
                 raise TOO_MANY.error
             self._waiting.append(ticket)
-            self._logs[ticket] = log
             self._begin_tokenizing()
             self.changed.notify_all()
         self._on_waiting()
@@ -125,197 +143,173 @@ class RequestBroker:
             # Who already waits for it is answered before another is loaded: a turn costs one load, not each request.
             self._waiting = deque(sorted(self._waiting, key=lambda ticket: ticket.ask.model != model))
 
-    def answer(self) -> None:
-        """Answers who waits for the loaded model, until nobody is left.
-
-        Raises:
-            BaseException: the model cannot be run.
-        """
-        rows = self._rows_now()
-        while True:
-            rows.run(self, self._ended)
-            with self.changed:
-                self.changed.wait_for(lambda: self.is_closed or self._tokenizing is None or self._is_ready())
-                if self.is_closed or not self._waiting or self._waiting[0].ask.model != self._model:
-                    return
-
-    def _is_ready(self) -> bool:
-        return bool(self._waiting) and self._waiting[0] in self._ready
-
     def admit(self) -> None:
-        """Lets who waits for the loaded model join those that the engine is answering.
+        """Lets who waits for the loaded model join those that the engine is answering, as many as there are places.
 
         Raises:
-            BaseException: the model cannot be run.
+            BaseException: what keeps the model from answering anybody.
         """
         if self._waiting or self._under_way:
-            self._rows_now().take(self, self._ended)
+            self._join(self._opened())
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
 
-    def _rows_now(self) -> LiveRows:
-        if self._rows is None:
-            self._rows = self._engine.live_rows()
-        return self._rows
+    def _opened(self) -> Scheduler:
+        if self._scheduler is None:
+            scheduler = self._engine.scheduler
+            self._scheduler, self._most = scheduler, policy_for(scheduler.loaded).rows
+        return self._scheduler
+
+    def _join(self, scheduler: Scheduler) -> None:
+        while self._failure is None and self._submitted < self._most and (ticket := self._next()) is not None:
+            assert ticket.row is not None
+            ticket.log.reads(len(ticket.row.prompt))
+            ticket.tell(ticket.began)
+            self._submitted += 1
+            scheduler.submit(ticket.row, partial(self._ended, ticket))
+
+    def _next(self) -> _Waiting | None:
+        """The next request for the loaded model, if it is its turn and ready."""
+        with self.changed:
+            gone = self._without_the_gone()
+            ticket = self._waiting[0] if self._is_ready() and not self.is_closed else None
+            if ticket is not None:
+                self._waiting.remove(ticket)
+                self._under_way.add(ticket)
+            self._begin_tokenizing()
+        _end(gone)
+        return ticket
+
+    def _is_ready(self) -> bool:
+        return bool(self._waiting) and self._waiting[0].row is not None
+
+    def _ended(self, ticket: _Waiting, outcome: Outcome) -> None:
+        self._submitted -= 1
+        is_of_one = isinstance(outcome, SequenceError)
+        if isinstance(outcome, EngineError) and (is_of_one or outcome.code in _OF_ONE):
+            event: Event = Failed.of(outcome)
+        elif isinstance(outcome, BaseException):
+            self._failure = outcome  # nobody else is answered either: `refuse` tells them all
+            return
+        elif outcome.finish_reason == "cancelled" and not ticket.is_cancelled():
+            event = CLOSING
+        else:
+            event = Finished.of(outcome)
+        with self.changed:
+            self._under_way.discard(ticket)
+        ticket.log.ends()
+        ticket.tell(event)
 
     def free(self) -> None:
-        """Frees keys and values before the model is freed, or another needs the room; ends what is under way."""
+        """Ends what is under way, before the model is freed, or another needs the room."""
         with self.changed:
-            left = list(self._under_way.values())
-            self._under_way.clear()
-            self._ready.clear()
-            rows, self._rows = self._rows, None
+            scheduler, self._scheduler = self._scheduler, None
+            for ticket in self._waiting:
+                ticket.row = None
             preparing = self._tokenizing
-        for ticket in left:
-            ticket.tell(Failed("", ErrorCode.BUSY, "The model was taken away: try again later."))
+        self._end_under_way(Failed("", ErrorCode.BUSY, "The model was taken away: try again later."))
         if preparing is not None:
             preparing.join()
-        if rows is not None:
-            rows.close()
+        if scheduler is not None:
+            with passed_over("Requests ended while closing"):  # everybody has been told then
+                scheduler.serve(lambda: not self._submitted)
+        self._submitted, self._failure = 0, None
 
     def refuse(self, failure: EngineError, model: Path | None = None) -> None:
         """Nobody who is being answered or waits gets an answer, unless it is for another model than this."""
-        with self.changed:
-            under_way = list(self._under_way.values())
-            self._under_way.clear()
-        for ticket in under_way:
-            ticket.tell(Failed.of(failure))
+        self._end_under_way(Failed.of(failure))
         self.refuse_waiting(failure, model)
+
+    def _end_under_way(self, failure: Failed) -> None:
+        with self.changed:
+            left, self._under_way = self._under_way, set()
+        for ticket in left:
+            ticket.tell(failure)
 
     def refuse_waiting(self, failure: EngineError, model: Path | None = None) -> None:
         """Nobody who waits gets an answer, unless it is for another model than this."""
         with self.changed:
             refused = [ticket for ticket in self._waiting if model in (None, ticket.ask.model)]
             for ticket in refused:
-                self._take_out(ticket)
+                self._waiting.remove(ticket)
         for ticket in refused:
             ticket.tell(Failed.of(failure))
 
-    def _without_the_gone(self) -> list[Ticket]:
+    def _without_the_gone(self) -> list[_Waiting]:
         """Takes out who waits no more: no model is loaded for them, and nobody waits behind them."""
         gone = [ticket for ticket in self._waiting if ticket.is_cancelled()]
         for ticket in gone:
-            self._take_out(ticket)
+            self._waiting.remove(ticket)
         return gone
-
-    def _take_out(self, ticket: Ticket) -> bool:
-        """Whether it was still waiting; who takes it out tells it what becomes of it."""
-        self._ready.pop(ticket, None)
-        if ticket not in self._waiting:
-            return False
-        self._waiting.remove(ticket)
-        return True
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        return self
-
-    def __next__(self) -> BatchRequest:
-        """The next request for the loaded model, if it is its turn and ready: they may end now and go on later."""
-        with self.changed:
-            gone = self._without_the_gone()
-            ticket = self._waiting[0] if self._is_ready() and not self.is_closed else None
-            if ticket is not None:
-                ready = self._ready[ticket]
-                self._take_out(ticket)
-                self._under_way[ready.request.row] = ticket
-            self._begin_tokenizing()
-        _end(gone)
-        if ticket is None:
-            raise StopIteration
-        self._logs[ticket].reads(len(ready.request.ids))
-        ticket.tell(ready.began)
-        return ready.request
 
     # --- the thread that makes tokens -------------------------------------------------------------
 
     def _begin_tokenizing(self) -> None:
         """Starts it, with the lock held, if there is something to do for it."""
-        if self._tokenizing is None and self._rows is not None and self._next_text() is not None:
-            work = self._tokenize
-            self._tokenizing = threading.Thread(target=work, args=(self._rows,), name="serving-prompts", daemon=True)
+        if self._tokenizing is None and self._scheduler is not None and self._next_text() is not None:
+            work = partial(self._tokenize, self._scheduler)
+            self._tokenizing = threading.Thread(target=work, name="serving-prompts", daemon=True)
             self._tokenizing.start()
 
-    def _next_text(self) -> Ticket | None:
+    def _next_text(self) -> _Waiting | None:
         """The first of those at the head of the queue that is no tokens yet."""
         ours = takewhile(lambda ticket: ticket.ask.model == self._model, self._waiting)
-        texts = (ticket for ticket in islice(ours, MOST_READY) if ticket not in self._ready)
+        texts = (ticket for ticket in islice(ours, MOST_READY) if ticket.row is None)
         return next((ticket for ticket in texts if not ticket.is_cancelled()), None)
 
-    def _tokenize(self, rows: LiveRows) -> None:
+    def _tokenize(self, scheduler: Scheduler) -> None:
         """Ends once nobody waits whose request is a text, or the model is taken away."""
         while True:
             with self.changed:
-                ticket = self._next_text() if rows is self._rows and not self.is_closed else None
+                ticket = self._next_text() if scheduler is self._scheduler and not self.is_closed else None
                 if ticket is None:
                     self._tokenizing = None
                     self.changed.notify_all()
                     return
-            ready, endings = None, list[Event]()
+            found: PreparedRow | list[Event] = []
             try:
-                ready, endings = self._begin(ticket, rows)
+                found = self._begin(ticket, scheduler)
             except RequestCancelled:
-                if rows is self._rows and not self.is_closed:  # if not, it waits for the next model, or for its refusal
-                    endings = [Finished("", "cancelled")]
+                if scheduler is self._scheduler and not self.is_closed:  # else it waits for the next model, or an end
+                    found = [Finished("", "cancelled")]
             except BaseException as error:  # what is wrong with one request harms no other; libraries may panic
                 if not isinstance(error, EngineError):
                     log_failure(error, "reading a request")
-                endings = [Failed.of(as_engine_error(error, "reading a request"))]
+                found = [Failed.of(as_engine_error(error, "reading a request"))]
+            endings = list[Event]()
             with self.changed:
-                if ready is not None and rows is self._rows and ticket in self._waiting:
-                    self._ready[ticket] = ready
-                is_told = bool(endings) and self._take_out(ticket)
+                if isinstance(found, list):
+                    if found and ticket in self._waiting:
+                        self._waiting.remove(ticket)
+                        endings = found
+                elif scheduler is self._scheduler:
+                    ticket.row = found
                 self.changed.notify_all()
-            for event in endings if is_told else ():
+            for event in endings:
                 ticket.tell(event)
             self._on_waiting()
 
-    def _begin(self, ticket: Ticket, rows: LiveRows) -> tuple[_Ready | None, list[Event]]:
+    def _begin(self, ticket: _Waiting, scheduler: Scheduler) -> PreparedRow | list[Event]:
         """The request as tokens; or, if nothing else was asked for, all that its client is told."""
-        ask = ticket.ask
+        ask, log, loaded, preparation = ticket.ask, ticket.log, scheduler.loaded, scheduler.preparation
+        chances = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
+        told, said_s = 0, time.monotonic()
 
         def unwanted() -> bool:
-            return ticket.is_cancelled() or self.is_closed
+            return ticket.is_cancelled() or ticket.is_over or self.is_closed
 
         def given_up() -> bool:
-            return unwanted() or self._rows is not rows
-
-        stops: tuple[str, ...] = ()
-        shown: tuple[int, ...] = ()
-        family = info.family if (info := self._engine.info) else ""
-        most = rows.context_tokens if ask.wants == "answer" else None
-        sampling = replace(self._sampling, **{"max_tokens": NO_LIMIT, **ask.sampling})
-        thinking = thinking_for(sampling, constrained=ask.constraint is not None or ask.choice.must)
-        if ask.ids:
-            prompt, thinks = rows.known(ask.ids), False
-        elif ask.text is not None:
-            prompt, thinks = rows.text_prompt(ask.text, given_up, most, special=ask.special), False
-        else:
-            prompt = rows.prompt(ask.messages, ask.tools, given_up, thinking, ask.end, most)
-            stops, thinks, shown = rows.implied_stops, rows.thinks(prompt), rows.shown(calls=bool(ask.tools))
-        if ask.wants != "answer":
-            events: list[Event] = [Finished("", "stop", len(prompt), 0, 0)]
-            if ask.wants == "prompt":
-                raw = tuple(tuple(rows.token_bytes(token)) for token in prompt)
-                seen = Prompt(rows.text_of(prompt), tuple(prompt), raw)
-                events.insert(0, Began("", len(prompt), thinks, family, seen))
-            return None, events
-        rows.check_room(prompt)
-        constraint, is_call = None, False
-        if ask.constraint is not None:
-            constraint = rows.constrained(ask.constraint, prompt if ask.messages else None, thinking)
-        elif ask.tools:
-            constraint, is_call = rows.held_calls(ask.tools, ask.choice, prompt, thinking)
-        log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
-        self._numbers += 1
-        told, said_s = 0, time.monotonic()
-        following = self._logs[ticket]
+            return unwanted() or self._scheduler is not scheduler
 
         def on_text(text: str, generated_tokens: int) -> None:
             nonlocal told
-            chances: tuple[NamedChances, ...] = ()
-            if log is not None:
-                chances = tuple(self._named(each) for each in log.tokens[told:generated_tokens])
+            named: tuple[NamedChances, ...] = ()
+            if chances is not None:
+                named = tuple(_named(loaded.tokenizer, each) for each in chances.tokens[told:generated_tokens])
                 told = generated_tokens
-            following.has_written(generated_tokens)
-            ticket.tell(Token("", text, generated_tokens, chances=chances))
+            log.has_written(generated_tokens)
+            ticket.tell(Token("", text, generated_tokens, chances=named))
 
         def on_read(done: int, total: int) -> None:
             nonlocal said_s
@@ -324,48 +318,49 @@ class RequestBroker:
                 ticket.tell(Progress("", "prefill", done, total))
 
         request = BatchRequest(
-            self._numbers,
-            ids=tuple(prompt),
-            sampling=replace(sampling, stop=(*sampling.stop, *stops)),
-            constraint=constraint,
+            0,
+            ask.messages,
+            ask.ids,
+            ask.text,
+            ask.special,
+            ask.tools,
+            ask.choice,
+            ask.end,
+            replace(self._sampling, **{"max_tokens": NO_LIMIT, **ask.sampling}),
+            ask.constraint,
             end_ids=frozenset() if ask.ignores_end else None,
-            chances=log,
+            chances=chances,
             chat=self._chat,
-            shown=shown,
             on_progress=on_read,
             on_text=on_text,
-            on_reused=following.reuses,
+            on_reused=log.reuses,
             cancelled=unwanted,
         )
-        return _Ready(request, Began("", len(prompt), thinks, family, is_call=is_call)), []
-
-    def _named(self, chances: Chances) -> NamedChances:
-        rows = self._rows
-        assert rows is not None
-
-        def named(token: int, logprob: float) -> NamedToken:
-            return NamedToken(rows.token_text(token), logprob, tuple(rows.token_bytes(token)))
-
-        likeliest = tuple(named(token, value) for token, value in chances.likeliest)
-        return NamedChances(named(chances.token_id, chances.logprob), likeliest)
-
-    def _ended(self, answer: GenerationResult) -> None:
-        with self.changed:
-            ticket = self._under_way.pop(answer.row, None)
-        if ticket is None:  # told already that the model was taken away
-            return
-        self._logs[ticket].ends()
-        if answer.error is not None:
-            ticket.tell(Failed.of(answer.error))
-            return
-        if answer.finish_reason == "cancelled" and not ticket.is_cancelled():
-            ticket.tell(CLOSING)
-            return
-        lengths = answer.prompt_tokens, answer.reused_tokens, answer.generated_tokens
-        ticket.tell(Finished("", answer.finish_reason, *lengths, stopped_by=answer.stopped_by))
+        preparation.check_known(ask.ids)
+        if ask.wants == "answer":
+            row = preparation.prepare(request, given_up)
+            ticket.began = Began("", len(row.prompt), row.thinks, loaded.info.family, is_call=row.is_call)
+            return row
+        prompt = preparation.prompt_of(request, given_up)
+        events: list[Event] = [Finished("", "stop", len(prompt), 0, 0)]
+        if ask.wants == "prompt":
+            raw = tuple(tuple(token_bytes(loaded.tokenizer, token)) for token in prompt)
+            known = prompt if loaded.sight is None else loaded.sight.text(prompt)
+            text = str(loaded.tokenizer.decode(known, clean_up_tokenization_spaces=False))
+            thinks = request.is_chat and preparation.replies.thinks(prompt)
+            events.insert(0, Began("", len(prompt), thinks, loaded.info.family, Prompt(text, tuple(prompt), raw)))
+        return events
 
 
-def _end(gone: list[Ticket]) -> None:
+def _named(tokenizer: Any, chances: Chances) -> NamedChances:
+    def named(token: int, logprob: float) -> NamedToken:
+        return NamedToken(str(tokenizer.decode([token])), logprob, tuple(token_bytes(tokenizer, token)))
+
+    likeliest = tuple(named(token, value) for token, value in chances.likeliest)
+    return NamedChances(named(chances.token_id, chances.logprob), likeliest)
+
+
+def _end(gone: list[_Waiting]) -> None:
     for ticket in gone:
         ticket.tell(Finished("", "cancelled"))
 
@@ -411,6 +406,28 @@ class ModelBroker(RequestBroker):
             self._thread.join()
 
     # --- the engine's thread ----------------------------------------------------------------------
+
+    def answer(self) -> None:
+        """Answers who waits for the loaded model, until nobody is left.
+
+        Raises:
+            BaseException: the model cannot be run.
+        """
+        scheduler = self._opened()
+
+        def arrive() -> bool:
+            self._join(scheduler)
+            return self._failure is not None
+
+        while True:
+            self.admit()
+            while self._submitted:
+                scheduler.serve(arrive)
+                self.admit()
+            with self.changed:
+                self.changed.wait_for(lambda: self.is_closed or self._tokenizing is None or self._is_ready())
+                if self.is_closed or not self._waiting or self._waiting[0].ask.model != self._model:
+                    return
 
     def _work(self) -> None:
         try:

@@ -56,12 +56,12 @@ class Ticket:
     ) -> None:
         self.ask, self._on_event, self._on_cancel = ask, on_event, on_cancel
         self._is_cancelled = threading.Event()
-        self._is_over = False
+        self.is_over = False
 
     def cancel(self) -> None:
         if not self._is_cancelled.is_set():
             self._is_cancelled.set()
-            if self._on_cancel is not None and not self._is_over:
+            if self._on_cancel is not None and not self.is_over:
                 self._on_cancel()
 
     def is_cancelled(self) -> bool:
@@ -69,9 +69,9 @@ class Ticket:
 
     def tell(self, event: Event) -> None:
         """Reports to the client, unless it has been told how it ended."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = isinstance(event, Finished | Failed)
+        self.is_over = isinstance(event, Finished | Failed)
         self._on_event(event)
 
 

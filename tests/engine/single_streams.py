@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,8 @@ from engine.runtime.decode.generation import BeamModel, GenerationResult
 from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
-from engine.runtime.schedule.request import BatchRequest, Preparation
+from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.scheduler import Scheduler
 
 _Result = TypeVar("_Result")
 
@@ -34,6 +36,22 @@ def search_over(model: BeamModel, search: Beams[_Result], device: torch.device) 
     except StopIteration as end:
         result: _Result = end.value
         return result
+
+
+def answered_together(scheduler: Scheduler, requests: Iterable[BatchRequest]) -> dict[int, GenerationResult]:
+    """What comes of requests that share a model, by their numbers; what is wrong with one is in its result."""
+    answers = dict[int, GenerationResult]()
+
+    def ended(number: int, outcome: Outcome) -> None:
+        if isinstance(outcome, BaseException):
+            assert isinstance(outcome, EngineError)
+            outcome = GenerationResult(error=outcome)
+        answers[number] = outcome
+
+    for request in requests:
+        scheduler.submit(request, partial(ended, request.row))
+    scheduler.serve()
+    return answers
 
 
 class Alone:

@@ -78,7 +78,7 @@ def test_chats_and_a_job_go_on_beside_each_other(
             engine.on_news = requests.look_after_others
             service.start(engine, request)
             while service.are_running:
-                chats.answer_while(lambda: service.are_running)
+                chats.answer(lambda: not service.are_running)
             (ending,) = [event for event in sent if isinstance(event, BatchFinished)]
         chats.answer()
     finally:

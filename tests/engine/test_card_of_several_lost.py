@@ -120,7 +120,7 @@ class Job:
             thread = threading.Thread(target=lambda: endings.append(runner(prepared, watcher)))
             thread.start()
             while thread.is_alive():
-                self.engine.serve()
+                self.engine.scheduler.serve()
                 thread.join(0.005)
             (ending,) = endings
         return ending, [json.loads(line)["answer"] for line in output.read_text().splitlines()]

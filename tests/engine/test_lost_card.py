@@ -89,8 +89,8 @@ def ask(
 
         sampling = SamplingParams(max_tokens=NEW_TOKENS)
         request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=NO_END, on_text=on_text)
-        engine._schedule().submit(request, end)
-    engine.serve(lambda: all(outcome is not None for outcome in ended))
+        engine.scheduler.submit(request, end)
+    engine.scheduler.serve(lambda: all(outcome is not None for outcome in ended))
     return ended
 
 
@@ -159,7 +159,7 @@ def test_a_model_that_does_not_fit_without_the_card(
         ask(engine, [PROMPT, PROMPT])
     assert engine.info is None
     with pytest.raises(EngineError, match="No model is loaded"):
-        engine.serve()
+        engine.scheduler.serve()
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -26,10 +26,10 @@ from engine.runtime.decode.speculation import Speculation
 from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, answered_together
 
 POISON = 666
 """The seed of the sequence in which something goes wrong."""
@@ -179,18 +179,17 @@ def expected(mixtral: LoadedModel) -> dict[int, tuple[int, ...]]:
 def test_four_streams_beside_one_in_which_something_goes_wrong(
     mixtral: LoadedModel, expected: dict[int, tuple[int, ...]], step: str, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, answers = LiveRows(mixtral), dict[int, GenerationResult]()
+    scheduler = Scheduler(mixtral)
     requests = [_request(number) for number in range(5)]
     requests[place] = _poisoned(place, step, monkeypatch)
-    rows.run(iter(requests), lambda answer: answers.__setitem__(answer.row, answer))
+    answers = answered_together(scheduler, requests)
     _check_error(answers[place].error, step)
     assert {n: answer.token_ids for n, answer in answers.items() if n != place} == {
         n: expected[n] for n in range(5) if n != place
     }
-    rows.run(iter([_request(5)]), lambda answer: answers.__setitem__(answer.row, answer))
-    assert answers[5].token_ids == expected[5]
-    assert rows.under_way == 0
-    rows.close()
+    assert answered_together(scheduler, [_request(5)])[5].token_ids == expected[5]
+    assert not scheduler.is_busy
+    scheduler.close()
 
 
 @pytest.mark.takes_turns(2)
@@ -198,12 +197,12 @@ def test_four_streams_beside_one_in_which_something_goes_wrong(
 def test_alone_with_the_model(
     mixtral: LoadedModel, expected: dict[int, tuple[int, ...]], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, answers = LiveRows(mixtral), dict[int, GenerationResult]()
+    scheduler, answers = Scheduler(mixtral), dict[int, GenerationResult]()
     for request in (_request(1), _poisoned(0, step, monkeypatch), _request(2)):
-        rows.run(iter([request]), lambda answer: answers.__setitem__(answer.row, answer))
+        answers |= answered_together(scheduler, [request])
     _check_error(answers[0].error, step)
     assert [answers[n].token_ids for n in (1, 2)] == [expected[n] for n in (1, 2)]
-    rows.close()
+    scheduler.close()
 
 
 @pytest.mark.takes_turns(2)

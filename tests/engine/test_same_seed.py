@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import torch
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
-from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, random_prompt
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, answered_together
 from tests.engine.test_kept_prefixes import CHAT, ROOT, files_in
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -52,10 +49,6 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def _request(ids: Sequence[int], seed: int | None, number: int = 0, tokens: int = TOKENS) -> BatchRequest:
     sampling = SamplingParams(temperature=1.5, seed=seed, max_tokens=tokens)
     return BatchRequest(number, ids=tuple(ids), sampling=sampling, end_ids=NO_END, chat=CHAT)
-
-
-def _take(answers: dict[int, GenerationResult], answer: GenerationResult) -> None:
-    answers[answer.row] = answer
 
 
 PROMPT = random_prompt(340)
@@ -104,13 +97,13 @@ def test_in_company(loaded: LoadedModel) -> None:
         expected[number] = alone.answer(_request(prompts[number], number, tokens=TOKENS + 40)).token_ids
     alone.clear()
     for company in (2, 8, 12) if loaded.info.family == "mixtral" else (10,):
-        rows, answers = LiveRows(loaded), dict[int, GenerationResult]()
+        scheduler = Scheduler(loaded)
         requests = [
             _request(prompts[number], number if number < 8 else None, number, TOKENS + 40 + (number >= 8) * 20)
             for number in sorted(range(company), key=lambda number: number % 5)
         ]
-        rows.run(iter(requests), partial(_take, answers))
-        rows.close()
+        answers = answered_together(scheduler, requests)
+        scheduler.close()
         assert {number: answers[number].token_ids for number in range(min(company, 8))} == {
             number: expected[number] for number in range(min(company, 8))
         }

@@ -33,13 +33,12 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone, search_over
+from tests.engine.single_streams import Alone, answered_together, search_over
 from tests.engine.tiny_families import tiny_checkpoint
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
@@ -254,7 +253,6 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
         session._whole = False  # as in the midst of a forward
         return fails(session, token, token_id)
 
-    live, answers = LiveRows(loaded, scheduler), dict[int, GenerationResult]()
     with monkeypatch.context() as patched:
         patched.setattr(KvSession, "step", fails_for_one)
         ask("it", tuple(random_prompt(7)))
@@ -262,7 +260,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
         scheduler.serve()
         sampling = SamplingParams(max_tokens=3)
         asked = [BatchRequest(n, ids=tuple(random_prompt(7 - n)), sampling=sampling, end_ids=NO_END) for n in range(2)]
-        live.run(iter(asked), lambda answer: answers.__setitem__(answer.row, answer))
+        answers = answered_together(scheduler, asked)
     assert isinstance(ends["it"], EngineError if has_own else GenerationResult)
     assert isinstance(ends["beside it"], GenerationResult)
     assert [answers[n].error is not None for n in range(2)] == [has_own, False]

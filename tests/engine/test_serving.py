@@ -21,8 +21,8 @@ from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.protocol import Ask, ChatMessage, Failed, Finished, Served, Token
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving import connections
 from engine.serving.answers import Answer
 from engine.serving.broker import ModelBroker
@@ -60,7 +60,7 @@ class TinyEngine:
     def __init__(self) -> None:
         self.loaded: LoadedModel | None = None
         self.loads: list[str] = []
-        self.rows: list[LiveRows] = []
+        self._scheduler: Scheduler | None = None
 
     @property
     def info(self) -> Any:
@@ -68,7 +68,7 @@ class TinyEngine:
 
     def load(self, path: Path, _cancelled: CancelCheck) -> None:
         self.loads.append(path.name)
-        self.loaded = None
+        self.unload()
         if path.name == "broken":
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is no room for it.")
         self.loaded = replace(tiny_loaded(path.name), tokenizer=tiny_tokenizer(self.template))
@@ -76,13 +76,17 @@ class TinyEngine:
     def default_sampling(self) -> SamplingParams:
         return SamplingParams()
 
-    def live_rows(self) -> LiveRows:
+    @property
+    def scheduler(self) -> Scheduler:
         assert self.loaded is not None
-        self.rows.append(LiveRows(self.loaded))
-        return self.rows[-1]
+        if self._scheduler is None:
+            self._scheduler = Scheduler(self.loaded)
+        return self._scheduler
 
     def unload(self) -> None:
-        self.loaded = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+        self.loaded = self._scheduler = None
 
 
 @dataclass
@@ -186,14 +190,14 @@ def test_results_of_tools_go_back_into_the_conversation_of_every_client(running:
     openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
     ollama = pytest.importorskip("ollama")
     seen: list[tuple[ChatMessage, ...]] = []
-    prompt = LiveRows.prompt
+    prompt = Preparation.prompt
 
-    def spied(self: LiveRows, messages: tuple[ChatMessage, ...], *rest: Any) -> list[int]:
+    def spied(self: Preparation, messages: tuple[ChatMessage, ...], *rest: Any) -> list[int]:
         seen.append(messages)
         return prompt(self, messages, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LiveRows, "prompt", spied)
+        patch.setattr(Preparation, "prompt", spied)
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
             turns: list[Any] = list(HELLO)
             for _round in range(2):
@@ -449,7 +453,7 @@ def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
         caller.sendall(head.encode() + body)
         _until(lambda: running.broker.state.under_way + running.broker.state.waiting > 0)
     _until(lambda: running.broker.state.under_way + running.broker.state.waiting == 0)
-    scheduler = running.engine.rows[-1]._scheduler
+    scheduler = running.engine.scheduler
     _until(lambda: not scheduler.is_busy and (scheduler._batch is None or scheduler._batch.pool.held == 0))
 
 
@@ -737,14 +741,14 @@ class Watched(list[Any]):
 def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, watched = TinyEngine(), Watched()
     broker = ModelBroker(engine, engine.load)
-    closing, prompt = threading.Thread(target=broker.close), LiveRows.prompt
+    closing, prompt = threading.Thread(target=broker.close), Preparation.prompt
 
     def read(*given: Any) -> list[int]:
         closing.start()
         _until(lambda: broker.is_closed)
-        return prompt(*given[:3], lambda: False)
+        return prompt(*given[:2], lambda: False)
 
-    monkeypatch.setattr(LiveRows, "prompt", read)
+    monkeypatch.setattr(Preparation, "prompt", read)
     broker.start()
     broker.ask(Ask(Path("mixtral"), HI), watched)
     _until(lambda: watched.ending)
@@ -808,14 +812,14 @@ def test_one_request_that_cannot_be_read_harms_no_other(
     failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, good, bad = TinyEngine(), Watched(), Watched()
-    broker, prompt = ModelBroker(engine, engine.load), LiveRows.prompt
+    broker, prompt = ModelBroker(engine, engine.load), Preparation.prompt
 
-    def read(rows: LiveRows, messages: Any, *more: Any) -> list[int]:
+    def read(rows: Preparation, messages: Any, *more: Any) -> list[int]:
         if messages[0].content == "bad":
             raise failure("it breaks")
         return prompt(rows, messages, *more)
 
-    monkeypatch.setattr(LiveRows, "prompt", read)
+    monkeypatch.setattr(Preparation, "prompt", read)
     broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 9}), good)
     broker.ask(Ask(Path("mixtral"), (ChatMessage("user", "bad"),)), bad)
     broker.start()
@@ -859,10 +863,7 @@ def test_of_several_answers_the_first_failure_ends_the_others() -> None:
 
 def test_an_encoder_reads_what_it_reads_in_a_chat() -> None:
     loaded = as_loaded(encoder_decoder("switch_transformers"))
-    rows = LiveRows(loaded)
-    assert rows.prompt(HI, (), lambda: False) == Preparation(loaded).prompt(HI, lambda: False)
-    assert rows.implied_stops == ()
-    rows.close()
+    assert Preparation(loaded).implied_stops == ()
 
 
 def _until(holds: Any) -> None:

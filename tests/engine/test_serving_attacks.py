@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from engine.common.paths import log_dir
 from engine.process.lifetime import Seldom
 from engine.protocol import Ask, Failed, Finished, Token
-from engine.runtime.schedule.live import LiveRows
+from engine.runtime.schedule.request import Preparation
 from engine.serving import connections
 from engine.serving import server as server_module
 from engine.serving.broker import ModelBroker
@@ -319,11 +319,11 @@ def test_requests_may_name_the_whole_url() -> None:
 
 
 def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, prompt = TinyEngine(), LiveRows.prompt
+    engine, prompt = TinyEngine(), Preparation.prompt
     broker = ModelBroker(engine, engine.load)
     written, at_work, more = list[int](), threading.Event(), threading.Condition()
 
-    def read(rows: LiveRows, messages: Any, *given: Any) -> list[int]:
+    def read(rows: Preparation, messages: Any, *given: Any) -> list[int]:
         if messages[0].content != "Hello":
             at_work.set()
             before = len(written)
@@ -347,7 +347,7 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
         counted.append(event)
 
     long, counted = list[Any](), list[Any]()
-    monkeypatch.setattr(LiveRows, "prompt", read)
+    monkeypatch.setattr(Preparation, "prompt", read)
     broker.start()
     ticket = broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 240}), on_stream)
     try:
@@ -363,16 +363,16 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
 
 
 def test_a_model_that_goes_ends_what_is_becoming_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, prompt, events = TinyEngine(), LiveRows.prompt, list[Any]()
+    engine, prompt, events = TinyEngine(), Preparation.prompt, list[Any]()
     broker = ModelBroker(engine, engine.load)
     at_work = threading.Event()
 
-    def read(rows: LiveRows, messages: Any, tools: Any, cancelled: Callable[[], bool], *given: Any) -> list[int]:
+    def read(rows: Preparation, messages: Any, cancelled: Callable[[], bool], *given: Any) -> list[int]:
         at_work.set()
         _until(cancelled)
-        return prompt(rows, messages, tools, cancelled, *given)
+        return prompt(rows, messages, cancelled, *given)
 
-    monkeypatch.setattr(LiveRows, "prompt", read)
+    monkeypatch.setattr(Preparation, "prompt", read)
     broker.start()
     broker.ask(Ask(Path("mixtral"), HI), events.append)
     assert at_work.wait(30)

@@ -79,7 +79,7 @@ def test_a_thousand_that_misbehave_leave_nothing_behind() -> None:
                 for each in rude:
                     each.result()
             _until(lambda: _is_idle(running))
-            together = running.engine.rows[-1]._scheduler._batch
+            together = running.engine.scheduler._batch
             assert together is not None
             _until(lambda: together.pool.held == 0)
             assert running.chat().status_code == 200

@@ -15,8 +15,6 @@ from engine.common.errors import ErrorCode
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue
 from engine.protocol import Ask, Failed, Finished, Generate, LoadModel, SampleBatch, ServeOthers, Token
-from engine.runtime.schedule.live import LiveRows
-from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving.link import EngineLink
 from engine.serving.other_programs import ApiRequests
@@ -29,31 +27,14 @@ MODEL = Path("mixtral")
 class OneScheduler(TinyEngine):
     """As the window's engine: chats and other programs ask the same scheduler."""
 
-    def load(self, path: Path, cancelled: Callable[[], bool]) -> None:
-        super().load(path, cancelled)
-        assert self.loaded is not None
-        self.scheduler = Scheduler(self.loaded)
-
-    def live_rows(self) -> LiveRows:
-        assert self.loaded is not None
-        return LiveRows(self.loaded, self.scheduler)
-
-    def begin(self, messages: Any, sampling: SamplingParams, *, on_end: Any, on_begin: Any, **told: Any) -> None:
-        del told["on_reasoning"], told["on_calls"]
-        self.scheduler.submit(BatchRequest(0, tuple(messages), sampling=sampling, **told), on_end, on_begin)
+    def begin(self, request: Any, on_end: Any, on_begin: Any, **_told: Any) -> None:
+        self.scheduler.submit(request, on_end, on_begin)
 
     @property
     def is_answering(self) -> bool:
         return self.scheduler.is_busy
 
-    def serve(self, until: Callable[[], bool]) -> None:
-        self.scheduler.serve(until)
-
-    def is_due(self) -> bool:
-        return self.scheduler.is_due()
-
-    def share(self, until: Callable[[], bool]) -> None:
-        self.scheduler.share(until)
+    is_busy = is_answering
 
 
 class Window:
@@ -164,14 +145,14 @@ def test_a_batch_that_comes_does_not_wait_for_other_programs() -> None:
     window.answer()
     assert not isinstance(events[-1], Finished)
     assert isinstance(window.requests.take_if(SampleBatch), SampleBatch)
-    window.chats.give_way()  # as a job does
+    window.chats.answer(lambda: False)  # as a job does
     assert isinstance(events[-1], Finished)
 
 
 def test_what_breaks_ends_all_and_the_next_one_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     window, events = Window(), list[Any]()
     with monkeypatch.context() as broken:
-        broken.setattr(OneScheduler, "live_rows", lambda _self: 1 / 0)
+        broken.setattr("engine.serving.broker.policy_for", lambda _loaded: 1 / 0)
         window.ask(events.append)
         window.answer()
     assert events[-1].error.code is ErrorCode.INTERNAL

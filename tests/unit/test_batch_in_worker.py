@@ -15,7 +15,7 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
-from engine.process.requests import Request, RequestQueue, cancelled_event
+from engine.process.requests import RequestQueue, cancelled_event
 from engine.protocol import (
     BatchFinished,
     BatchPlanned,
@@ -27,6 +27,7 @@ from engine.protocol import (
     Finished,
     Generate,
     LoadModel,
+    Request,
     SampleBatch,
     StartBatch,
     decode,
@@ -96,7 +97,7 @@ class Process:
             else:
                 self.requests.end(Finished(name, "stop", 1, 0, 1, 0.1, 1.0))
 
-    def give_way(self) -> None:
+    def answer(self, _until: Callable[[], bool]) -> None:
         while self._chats:
             self.take_turns()
 

@@ -16,12 +16,18 @@ class Breaking:
     def __init__(self) -> None:
         self._ends: list[Any] = []
 
-    def begin(self, *_args: Any, on_end: Any, **_options: Any) -> None:
+    def begin(self, _request: Any, on_end: Any, *_args: Any, **_options: Any) -> None:
         self._ends.append(on_end)
+
+    @property
+    def scheduler(self) -> Breaking:
+        return self
 
     @property
     def is_answering(self) -> bool:
         return bool(self._ends)
+
+    is_busy = is_answering
 
     def is_due(self) -> bool:
         return self.is_answering
@@ -37,7 +43,7 @@ class Breaking:
     share = serve
 
 
-@pytest.mark.parametrize("how", ["answer", "take_turns", "give_way"])
+@pytest.mark.parametrize("how", ["answer", "take_turns"])
 def test_what_breaks_chats_ends_them_and_nothing_else(how: str) -> None:
     events = list[Event]()
     requests = RequestQueue(events.append)

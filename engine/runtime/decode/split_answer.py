@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.common.chat import Tool, ToolCall
-from engine.common.config import SamplingParams, Thinking
+from engine.common.config import Thinking
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, form_of, reply_reader
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
 from engine.runtime.decode.generation import TextCallback, TokenConstraint, ignore_text
@@ -24,11 +24,6 @@ _TAIL_CHARACTERS = 120
 """Enough for the end of every reasoning."""
 _MOST_BETWEEN = 2
 """Line breaks between a thought and its answer: tokens."""
-
-
-def thinking_for(sampling: SamplingParams, *, constrained: bool) -> Thinking:
-    """How much to think before an answer: none before one that is held to a form, unless that was asked for."""
-    return "off" if constrained and sampling.thinking == "auto" else sampling.thinking
 
 
 class Replies:

@@ -1,4 +1,4 @@
-"""Requests and answers; requests become prompts in tokens here, with what ends their answers."""
+"""Requests become prompts in tokens here, with what ends their answers and what holds them to a form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from engine.runtime.decode.generation import (
     ignore_reused,
     ignore_text,
 )
-from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
+from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
 from engine.runtime.decode.sequence import (
     AnswerLimits,
     AnswerSequence,
@@ -42,7 +42,7 @@ from engine.runtime.decode.sequence import (
     end_token_ids,
     of_one,
 )
-from engine.runtime.decode.split_answer import Replies, thinking_for
+from engine.runtime.decode.split_answer import Replies
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Blind, Layout
 
@@ -51,20 +51,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One row.
+    """What is to be answered: a conversation, or what comes after tokens or a text.
 
     Attributes:
         row: index in the input.
-        messages: the conversation to continue; empty if `ids` are given.
-        ids: the prompt as tokens.
-        tools: those that the answer may call, with `messages`.
-        sampling: parameters of this row.
-        constraint: what the answer must satisfy, if anything.
+        ids, text: the prompt in the place of `messages`; a text gets what the tokenizer adds at its ends if `special`.
+        tools, choice: what the answer to `messages` may or must call.
+        end: how the prompt of `messages` ends.
+        constraint: what the answer must satisfy; of one to `messages`, what comes behind the reasoning.
         end_ids: tokens that end the answer; `None` for the model's own.
         chances: takes how likely each token was, if anybody asks.
         chat: of which it is a turn: what is computed of it may be kept on disk, as that chat's; empty: only in RAM.
-        shown: control tokens that are part of the answer's text, such as marks around calls of tools; for `messages`,
-            those around the reasoning.
+        shown: control tokens that are part of the answer's text; for `messages` they are known.
         on_progress: told how much of the prompt has been read.
         on_prepared: told, before its prompt is read, whether that has opened the model's reasoning; not for `ids`.
         on_text: told after each token of the answer.
@@ -76,9 +74,13 @@ class BatchRequest:
     row: int
     messages: tuple[ChatMessage, ...] = ()
     ids: tuple[int, ...] = ()
+    text: str | None = None
+    special: bool = True
     tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    end: PromptEnd = "answer"
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    constraint: TokenConstraint | None = None
+    constraint: Constraint | TokenConstraint | None = None
     end_ids: frozenset[int] | None = None
     chances: ChanceLog | None = None
     chat: str = ""
@@ -94,6 +96,10 @@ class BatchRequest:
         """Whether its answer is to be the same another time, bit by bit, whatever was read before and beside it."""
         return self.sampling.seed is not None
 
+    @property
+    def is_chat(self) -> bool:
+        return not self.ids and self.text is None
+
 
 AnswerCallback = Callable[[GenerationResult], None]
 
@@ -106,15 +112,20 @@ class PreparedRow:
         earlier: how many of the prompt's first tokens are of earlier turns; see `AnswerSequence`.
         begun_s: when it was asked, by `perf_counter`.
         layout: where pictures lie in the prompt, if there are any.
+        thinks: the prompt ends by opening the model's reasoning.
+        is_call: all but the reasoning is one call as JSON, in no family's form.
     """
 
     request: BatchRequest
     prompt: list[int]
     limits: AnswerLimits
     tokenizer: Any
+    constraint: TokenConstraint | None = None
     earlier: int = 0
     begun_s: float = 0.0
     layout: Layout | None = None
+    thinks: bool = False
+    is_call: bool = False
 
     @property
     def text(self) -> list[int]:
@@ -134,7 +145,7 @@ class PreparedRow:
             request.sampling,
             self.limits,
             self.tokenizer,
-            request.constraint,
+            self.constraint,
             device,
             earlier=self.earlier,
             chances=request.chances,
@@ -195,17 +206,37 @@ class Preparation:
             return source_prompt(self._tokenizer, messages, cancelled)
         return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking, end, most_tokens, self._sight)
 
-    def constrained(
-        self, constraint: Constraint, prompt: Sequence[int] | None, thinking: Thinking = "auto"
-    ) -> TokenConstraint:
-        """What makes an answer satisfy a constraint; see `LiveRows.constrained`."""
-        answer = self._constraints().begin(constraint)
-        return answer if prompt is None else self.replies.free_before(answer, prompt, thinking)
+    def prompt_of(self, request: BatchRequest, cancelled: CancelCheck, most_tokens: int | None = None) -> list[int]:
+        """The tokens of a request's prompt, which may be too many.
 
-    def held_calls(
+        Raises:
+            EngineError, RequestCancelled: as `chat_prompt`.
+        """
+        if request.ids:
+            return list(request.ids)
+        if request.text is not None:
+            how: dict[str, Any] = {"special": request.special, "cancelled": cancelled, "most_tokens": most_tokens}
+            return encode(self._tokenizer, request.text, **how)
+        thinking = self._thinking(request)
+        return self.prompt(request.messages, cancelled, request.tools, thinking, request.end, most_tokens)
+
+    @staticmethod
+    def _thinking(request: BatchRequest) -> Thinking:
+        """How much to think before an answer: none before one that is held to a form, unless that was asked for."""
+        is_free = request.constraint is None and not request.choice.must
+        return "off" if not is_free and request.sampling.thinking == "auto" else request.sampling.thinking
+
+    def check_known(self, ids: Sequence[int]) -> None:
+        """Raises EngineError `INVALID_REQUEST` if this model has no such token."""
+        most = int(self._loaded.model.config.get_text_config().vocab_size)
+        if (token := next((each for each in ids if not 0 <= each < most), None)) is not None:
+            words = f"The prompt has the token {token}, but this model has those from 0 to {most - 1:,} only."
+            raise EngineError(ErrorCode.INVALID_REQUEST, words)
+
+    def _held_calls(
         self, tools: Sequence[Tool], choice: ToolChoice, prompt: Sequence[int], thinking: Thinking
     ) -> tuple[TokenConstraint | None, bool]:
-        """See `LiveRows.held_calls`."""
+        """What holds calls of tools to their schemas, and whether the whole answer is a call as JSON."""
         try:
             if self._calls is None:
                 self._calls = CallGrammars(self._constraints(), self.replies.form, self._tokenizer)
@@ -260,28 +291,28 @@ class Preparation:
             )
 
     def _prepared(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
-        begun_s, sampling, earlier = clock.now(), request.sampling, 0
-        if request.ids:
-            prompt, stop = list(request.ids), sampling.stop
-        else:
-            constraint = request.constraint
-            thinking = thinking_for(sampling, constrained=constraint is not None)
-            most = self._context_tokens
-            prompt = self.prompt(request.messages, cancelled, request.tools, thinking, most_tokens=most)
-            stop = (*sampling.stop, *self.implied_stops)
+        begun_s, sampling, stop = clock.now(), request.sampling, request.sampling.stop
+        prompt = self.prompt_of(request, cancelled, self._context_tokens)
+        room, earlier, thinks, is_call = self.fitting(prompt), 0, False, False
+        constraint = request.constraint
+        if isinstance(constraint, Constraint):
+            constraint = self._constraints().begin(constraint)
+        if request.is_chat:
+            thinking, stop = self._thinking(request), (*stop, *self.implied_stops)
             if sampling.repetition_penalty != 1:
                 earlier = self._earlier(request, prompt, cancelled)
-            text = prompt if self._sight is None else self._sight.text(prompt)
-            request.on_prepared(not self._encodes and self.replies.thinks(text))
+            thinks = not self._encodes and self.replies.thinks(prompt)
+            request.on_prepared(thinks)
             if constraint is not None and not self._encodes:
-                constraint = self.replies.free_before(constraint, text, thinking)
+                constraint = self.replies.free_before(constraint, prompt, thinking)
             elif request.tools:
-                constraint, _is_call = self.held_calls(request.tools, ToolChoice(), text, thinking)
-            request = replace(request, shown=self.replies.shown(calls=bool(request.tools)), constraint=constraint)
+                constraint, is_call = self._held_calls(request.tools, request.choice, prompt, thinking)
+            request = replace(request, shown=self.replies.shown(calls=bool(request.tools)))
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
-        limits = AnswerLimits.within(self.fitting(prompt), sampling, end_ids, stop)
+        limits = AnswerLimits.within(room, sampling, end_ids, stop)
         layout = self._sight.layout(prompt) if self._sight is not None else None
-        return PreparedRow(request, prompt, limits, self._tokenizer, earlier, begun_s, layout)
+        how = (constraint, earlier, begun_s, layout, thinks, is_call)
+        return PreparedRow(request, prompt, limits, self._tokenizer, *how)
 
     def rows(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
@@ -337,35 +368,48 @@ Outcome = GenerationResult | BaseException
 OnEnd = Callable[[Outcome], None]
 
 
-@dataclass(eq=False)
 class Asked:
     """A request, and when its tokens came."""
 
-    request: BatchRequest
-    on_end: OnEnd
-    on_begin: Callable[[], None]
-    begun_s: float
-    on_token: Callable[[], None] = lambda: None
-    prepared: PreparedRow | None = None
-    begun: AnswerSequence | None = None
-    """Its answer so far, after the model has moved to another device."""
-    tokens: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
+    def __init__(
+        self,
+        request: BatchRequest | PreparedRow,
+        on_end: OnEnd,
+        on_begin: Callable[[], None],
+        on_token: Callable[[], None],
+        number: int,
+    ) -> None:
+        self._request, self._on_end, self.on_begin, self._on_token = request, on_end, on_begin, on_token
+        self.number = number
+        self.begun: AnswerSequence | None = None
+        """Its answer so far, after the model has moved to another device."""
+        self.tokens = 0
+        self._begun_s, self._first_s, self._last_s = clock.now(), 0.0, 0.0
+        self._row: PreparedRow | None = None
 
-    def on_text(self, text: str, tokens: int) -> None:
+    def prepare(self, preparation: Preparation) -> PreparedRow:
+        """What is answered; this is told what comes of it."""
+        if self._row is None:
+            asked = self._request
+            found = preparation.prepare(asked, asked.cancelled) if isinstance(asked, BatchRequest) else asked
+            self._on_text = found.request.on_text
+            request = replace(found.request, row=self.number, on_text=self._told)
+            self._row = replace(found, request=request, begun_s=self._begun_s)
+        return self._row
+
+    def _told(self, text: str, tokens: int) -> None:
         if tokens > self.tokens:
-            self.last_s = clock.now()
-            self.first_s = self.first_s or self.last_s
+            self._last_s = clock.now()
+            self._first_s = self._first_s or self._last_s
             self.tokens = tokens
-            self.on_token()
-        self.request.on_text(text, tokens)
+            self._on_token()
+        self._on_text(text, tokens)
 
     def end(self, outcome: Outcome) -> None:
         """Tells how it ended; that nobody can be told harms no other."""
         try:
             with of_one():
-                self.on_end(outcome)
+                self._on_end(outcome)
         except SequenceError as error:
             _log.warning("the end of a request could not be told: %s", error.code)
 
@@ -373,14 +417,16 @@ class Asked:
         """Another model goes on with it."""
         if self.begun is not None:
             self.begun.move(loaded.device)
-        if (prepared := self.prepared) is not None and prepared.layout is not None and loaded.sight:
-            self.prepared = replace(prepared, layout=prepared.layout.seen_by(loaded.sight))
+        row = self._row or self._request
+        if isinstance(row, PreparedRow) and row.layout is not None and loaded.sight:
+            moved = replace(row, layout=row.layout.seen_by(loaded.sight))
+            self._row, self._request = moved if self._row else None, moved
 
     def timed(self, result: GenerationResult) -> GenerationResult:
         """With the times of all its tokens, wherever they came from."""
-        took = self.last_s - self.first_s
+        took = self._last_s - self._first_s
         return replace(
             result,
-            ttft_s=self.first_s - self.begun_s if self.tokens else 0.0,
+            ttft_s=self._first_s - self._begun_s if self.tokens else 0.0,
             tokens_per_s=(self.tokens - 1) / took if self.tokens > 1 and took > 0 else 0.0,
         )

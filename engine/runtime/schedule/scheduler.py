@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from time import monotonic
 
 import torch
 
-from engine.common import clock
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.falls import FALLS
 from engine.jobs.rows import Check, never
@@ -29,7 +27,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import batch_for, lane_for
-from engine.runtime.schedule.request import Asked, BatchRequest, OnEnd, Outcome, Preparation
+from engine.runtime.schedule.request import Asked, BatchRequest, OnEnd, Outcome, Preparation, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.times import Times
 
@@ -66,7 +64,7 @@ class Scheduler:
     def _use(self, loaded: LoadedModel) -> None:
         """Answers with this model from now on."""
         self.loaded, self._note = loaded, ""
-        self._preparation = Preparation(loaded)
+        self.preparation = Preparation(loaded)
         self._kept = loaded.kept
         self._batch: ContinuousBatch | None = None
         with suppress(torch.OutOfMemoryError):  # of a card: the first request says what is wrong, or there is again
@@ -104,10 +102,13 @@ class Scheduler:
         """Bytes that the held context takes."""
         return self._batch.held_bytes if self._batch is not None else 0
 
-    def submit(self, request: BatchRequest, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None) -> None:
+    def submit(
+        self, request: BatchRequest | PreparedRow, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None
+    ) -> None:
         """Takes a request; it is answered in `serve` and `share`.
 
         Args:
+            request: prepared already if that took another thread's time.
             on_end: told how it ended, once.
             on_begin: told before its prompt is read, if nobody else shares its steps.
         """
@@ -115,7 +116,8 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        asked = Asked(replace(request, row=self._numbers), on_end, on_begin, clock.now(), self._wrote)
+        asked = Asked(request, on_end, on_begin, self._wrote, self._numbers)
+        asked.move(self.loaded)
         self._waiting.append(asked)
 
     def answer(self, request: BatchRequest) -> GenerationResult:
@@ -311,7 +313,7 @@ class Scheduler:
         answers = {row.request.row: row.sequence for row in rows if row.sequence.ids}
         carried = self._asked()
         for asked in carried:
-            asked.begun = answers.get(asked.request.row, asked.begun)
+            asked.begun = answers.get(asked.number, asked.begun)
         return carried
 
     def _admit(self) -> None:
@@ -337,11 +339,8 @@ class Scheduler:
         Raises:
             RequestCancelled: nobody wants the answer any more.
         """
-        request = asked.request
-        if asked.prepared is None:
-            prepared = self._preparation.prepare(replace(request, on_text=asked.on_text), request.cancelled)
-            asked.prepared = replace(prepared, begun_s=asked.begun_s)
-        if asked.prepared.request.cancelled():
+        row = asked.prepare(self.preparation)
+        if row.request.cancelled():
             raise RequestCancelled
         batch = self._ready()
         if self._admitted:
@@ -349,8 +348,8 @@ class Scheduler:
         elif asked.begun is None:
             with of_one():
                 asked.on_begin()
-        batch.submit(asked.prepared, self._answered, asked.begun)
-        self._admitted[request.row] = asked
+        batch.submit(row, self._answered, asked.begun)
+        self._admitted[asked.number] = asked
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
         """Where jobs are answered: over the pages of requests.
