@@ -20,7 +20,7 @@ class Breaking:
         self._ends.append(on_end)
 
     @property
-    def scheduler(self) -> Breaking:
+    def scheduler(self) -> "Breaking":
         return self
 
     @property
