@@ -43,22 +43,13 @@ class ScriptedEngine:
     def unload(self):
         self.info = None
 
-    def begin(
-        self,
-        messages,
-        sampling,
-        *,
-        on_progress,
-        on_text,
-        on_reasoning,
-        on_reused,
-        cancelled,
-        on_end,
-        chat,
-        on_begin,
-        **_tools,
-    ):
-        self._waiting.append((messages, on_progress, on_text, on_reasoning, cancelled, on_end))
+    def begin(self, request, on_end, on_begin, *, on_reasoning, on_calls):
+        hears = request.on_progress, request.on_text, on_reasoning, request.cancelled, on_end
+        self._waiting.append((request.messages, *hears))
+
+    @property
+    def scheduler(self):
+        return self
 
     @property
     def is_answering(self):
@@ -87,6 +78,9 @@ class ScriptedEngine:
         on_progress(1, 1)
         count = int(argument) if verb in ("count", "flood") else 0
         for n in range(1, count + 1):
+            for waiting in [each for each in self._waiting if each[-2]()]:
+                self._waiting.remove(waiting)
+                waiting[-1](GenerationResult("", "cancelled", 1, 0, 0, 0.0, 0.0))
             if cancelled():
                 return GenerationResult("", "cancelled", 1, 0, n - 1, 0.0, 0.0)
             on_text(f"{n} ", n)

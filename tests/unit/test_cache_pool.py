@@ -1,4 +1,4 @@
-"""Which experts stay in a cache, by each policy and by the one that chooses among them."""
+"""Which experts stay in a cache: by each policy, by the one that a cache begins with, and by the one that chooses."""
 
 from random import Random
 
@@ -65,3 +65,13 @@ def test_copies_that_cost_more_than_they_gain_are_left_to_nobody() -> None:
     shadow = next(each for each in selector._shadows if each.name == selector.adopted)
     lru = next(each for each in selector._shadows if each.name == "lru")
     assert shadow.copies < lru.copies / 4
+
+
+def test_a_policy_that_is_adopted_from_the_start_gives_way_to_a_better_one() -> None:
+    popularity = dict.fromkeys(range(4), 1.0)
+    selector = PolicySelector(4, ["lru"], popularity, adopted="static")
+    for key in popularity:
+        selector.observe([key])
+    changed = [selector.observe([8 + step % 4]) for step in range(400)]  # others are used now, again and again
+    assert any(policy is not None for policy in changed)
+    assert selector.adopted == "lru"

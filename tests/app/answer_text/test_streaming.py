@@ -1,11 +1,13 @@
-"""What streams in looks in the end like what is set at once, and is written once."""
+"""What streams in looks in the end like what is set at once, is written once, and is timed."""
 
 import random
 
 from hypothesis import HealthCheck, given, settings
+from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.formulas import Formulas
+from app.services.formulas import Formulas, formulas
+from app.streaming_report import update_times_ms
 from app.widgets.answer_text import AnswerView
 from tests.app.answer_text.looks import ViewMaker, look
 from tests.unit.markdown_texts import EVERYTHING, chunked_texts
@@ -117,3 +119,9 @@ def test_the_stream_cursor_is_inside_the_view(make_view: ViewMaker) -> None:
         view.append_markdown("word ")
         view.flush()
         assert view.viewport().rect().contains(view.stream_cursor_rect().toRect())
+
+
+def test_each_token_is_timed(qapp: QApplication) -> None:
+    assert len(update_times_ms(120)) == 120
+    assert formulas().is_busy or formulas().is_running
+    formulas().forget()
