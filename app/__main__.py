@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 
-from engine.common.consoles import fill_streams, tell
+from engine.common.plain_text import fill_streams, tell
 
 CURSORS = "libxcb-cursor.so.0"
 """Without it Qt ends the process on X11, and many systems that have the rest of what Qt needs lack it."""

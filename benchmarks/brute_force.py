@@ -35,9 +35,6 @@ def bench_brute_force(
 
     Args:
         config: explicit settings stay; those that are `auto` or None are searched.
-
-    Raises:
-        EngineError: the model fits nowhere, or nothing could run.
     """
     machine = probe()
     say("measuring the machine, unless that was done")

@@ -114,11 +114,7 @@ _LAYERS, _EXPERTS, _TOP_K = 60, 256, 8
 
 
 def bench_cache(traces: Sequence[Path], repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows for every trace (or a synthetic one, if none is given) and for the bookkeeping.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if a file is not a routing trace.
-    """
+    """Adds rows for every trace (or a synthetic one, if none is given) and for the bookkeeping."""
     named = [(path.stem, read_trace(path)) for path in traces] or [("made-up routing", made_up_trace(600, 8, 64, 8))]
     for name, trace in named:
         for share in SHARES:

@@ -73,11 +73,7 @@ class _Beside:
 
 
 def bench_chats(config: EngineConfig, plan: ChatsPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: chats at once against one after the other, and a chat beside a batch against both alone.
-
-    Raises:
-        EngineError: as `load_model`.
-    """
+    """Adds rows: chats at once against one after the other, and a chat beside a batch against both alone."""
     with opened(config) as loaded:
         vocabulary = vocabulary_of(loaded)
 
@@ -155,7 +151,6 @@ class _Batch:
 
     @property
     def tokens(self) -> int:
-        """Generated so far."""
         return self._answered + (self._place.under_way[1] if self._place is not None else 0)
 
     def serve(self, until: Callable[[], bool]) -> float:
@@ -173,7 +168,6 @@ class _Batch:
         return (self.tokens - before) / (perf_counter() - begun)
 
     def stop(self) -> None:
-        """Ends the job."""
         self._is_over.set()
         while self._thread.is_alive():
             self._scheduler.serve()

@@ -30,8 +30,7 @@ from engine.common.paths import python_module
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.process.ray_driver import INSTALL
 from engine.protocol import ClusterEvent, ClusterJob, ClusterNodes
-from engine.remote.ray_link import Link, RayLink
-from engine.remote.ray_rows import RayRows
+from engine.remote.ray_rows import Link, RayLink, RayRows
 
 _MEMORY = 4 * 10**9
 _WARM_ROWS = 32
@@ -139,11 +138,7 @@ def requests(count: int, tokens: int, seed: int) -> Iterator[RowRequest]:
 
 
 def bench_real_cluster(config: EngineConfig, plan: RealClusterPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: rows per second of one node and of several, and of as many engines without a cluster.
-
-    Raises:
-        EngineError: this machine has fewer cores than nodes are wanted, Ray is missing, or the model cannot be loaded.
-    """
+    """Adds rows: rows per second of one node and of several, and of as many engines without a cluster."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < plan.nodes:
         raise EngineError(

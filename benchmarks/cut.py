@@ -49,11 +49,7 @@ class Cut:
 
 
 def cut_of(model: str) -> Cut | None:
-    """What a bench's model lacks; None for a whole one.
-
-    Raises:
-        EngineError: as `make_synthetic`.
-    """
+    """What a bench's model lacks; None for a whole one."""
     if not is_synthetic(model):
         return None
     plain, kind = without_file_type(model)

@@ -55,9 +55,6 @@ def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callab
     """Adds rows: each rate against the disk's in the same run, and decoding against plain mmap.
 
     The converted file is removed again unless it was there before.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if the model has no experts; as `convert` and `load_model`.
     """
     if config.precision == "auto":  # `auto` would avoid the disk
         config = replace(config, precision="int4")
@@ -127,9 +124,6 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
 
     Args:
         on_progress: called with (bytes read, total bytes) on the calling thread; an exception from it stops loading.
-
-    Raises:
-        EngineError: as `DiskTier.read`.
     """
     total, done = disk.table.nbytes, 0
     under_way: deque[Read] = deque()
@@ -226,11 +220,7 @@ def _our_rate(loaded: LoadedModel, text: ForcedText) -> tuple[float, float]:
 
 
 def _mapped_rate(config: EngineConfig, text: ForcedText, bank: Path, expert_ram: int) -> float:
-    """Tokens per second of `benchmarks.mmap_peer`.
-
-    Raises:
-        PeerError: it failed.
-    """
+    """Tokens per second of `benchmarks.mmap_peer`."""
     command, own = python_module("benchmarks.mmap_peer")
     try:
         with memory_group() as group:

@@ -48,11 +48,7 @@ LINES = (
 
 
 def bench_download(repeats: int, report: Report, on_progress: Callable[[str], None]) -> None:
-    """Adds a row for each line: megabytes a second until every byte is verified and in place, against curl's.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE` (no server could be started), or what ended a download.
-    """
+    """Adds a row for each line: megabytes a second until every byte is verified and in place, against curl's."""
     curl = shutil.which("curl")
     if curl is None:
         report.skip_peer("curl", "it is not installed")
@@ -135,7 +131,6 @@ def _curl(curl: str, address: str, folder: Path) -> float:
 
 @contextlib.contextmanager
 def _served(file: Path, line: Line) -> Iterator[str]:
-    """The server's address."""
     command, variables = python_module("benchmarks.download")
     limits = [str(line.mb_per_s), str(line.each_mb_per_s), str(line.latency_s)]
     server = subprocess.Popen(

@@ -44,7 +44,6 @@ class Paced:
 
     @property
     def rate(self) -> float:
-        """Rows a second."""
         return self.slots / self.seconds
 
 

@@ -39,9 +39,6 @@ def gguf_of(
     Args:
         say: called with progress messages.
         vocabulary: a name of the tokenizer's keys, in that of the file, and these keys; else ids without texts.
-
-    Raises:
-        EngineError: as `write_gguf`, and `DISK_FULL`.
     """
     own = gguf_at(checkpoint)
     if own is not None:
@@ -79,9 +76,6 @@ def texts_of(checkpoint: Path) -> Metadata:
     """The vocabulary, the merges and the chat template of a checkpoint whose tokens are made of bytes.
 
     Where there are no merges, the first made-up word becomes the result of the only one.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`: its tokenizer is of another kind.
     """
     content = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     if content["model"]["type"] != "BPE" or content["model"].get("byte_fallback"):
@@ -125,10 +119,6 @@ def make_synthetic_gguf(model: str, kind: str, say: Callable[[str], None] = lamb
         model: as in `make_synthetic`.
         kind: llama.cpp's name of the mix of types, such as "Q4_K_M".
         say: called with progress messages.
-
-    Raises:
-        EngineError: as `make_synthetic` and `write_gguf`; also `INVALID_REQUEST` for an unknown type, and
-            `DEVICE_UNAVAILABLE` if llama.cpp is not built or cannot write it.
     """
     if kind not in FILE_TYPES:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"llama.cpp writes no GGUF files of type {kind!r}: try Q4_K_M.")

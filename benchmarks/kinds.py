@@ -17,7 +17,6 @@ from engine.verbs.output import note
 
 
 def add_kinds(kinds: Any) -> None:
-    """Mounts the kinds, and more options of those that there are."""
     decode, prefill, batch = (kinds.choices[name] for name in ("decode", "prefill", "batch"))
     _add_peers(decode)
     decode.add_argument(
@@ -483,8 +482,8 @@ def _run_prefill(args: argparse.Namespace, report: Report) -> None:
     _limit(args)
     config = config_of(args)
     from benchmarks.cut import cut_of
-    from benchmarks.prefill import bench_prefill_beside
-    from engine.bench.prefill import PrefillPlan
+    from benchmarks.strategies import bench_prefill_beside
+    from engine.bench.decode import PrefillPlan
 
     cut = cut_of(args.model)
     plan = PrefillPlan(args.prompt_tokens, args.tokens, args.repeats, cut.words if cut is not None else "")
@@ -500,7 +499,7 @@ def _run_batch(args: argparse.Namespace) -> int:
         bench_schedules(config, SchedulesPlan(args.rows, args.tokens, args.repeats, args.micro_batch), report, note)
         return emit_report(report, args)
     from benchmarks.peers.beside import batched_peers
-    from engine.bench.batch import BatchBenchPlan, bench_batch
+    from engine.bench.decode import BatchBenchPlan, bench_batch
 
     if not args.peers:
         report.skip_peer("transformers' batched generate, parallel decoding of llama.cpp", "asked for with --peers")

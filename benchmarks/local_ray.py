@@ -82,7 +82,6 @@ class LocalRay:
         return self.nodes[-1]
 
     def engines(self) -> list[int]:
-        """Processes of engines."""
         return [process.pid for process in self.processes() if _ENGINE in _command(process)]
 
     def processes(self) -> list[psutil.Process]:

@@ -95,11 +95,7 @@ def resident_share(vram_bytes: int) -> float:
 
 
 def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: tokens per second on each machine of ours, and against the best of the others.
-
-    Raises:
-        EngineError: as `load_model`; `INVALID_REQUEST` for a choice that nobody knows.
-    """
+    """Adds rows: tokens per second on each machine of ours, and against the best of the others."""
     if unknown := [name for name in plan.beside if name not in CHOICES or name == OURS]:
         known = ", ".join(name for name in CHOICES if name != OURS)
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{unknown[0]!r} is not a choice to run beside ours: use {known}.")
@@ -176,7 +172,6 @@ def _text(loaded: LoadedModel, tokens: int, seed: int) -> ForcedText:
 
 @contextmanager
 def _opened(config: EngineConfig, plan: MachinesPlan, profile: DeviceProfile, choice: Choice) -> Iterator[LoadedModel]:
-    """The model on a machine, used so."""
     from engine.checkpoint.profile import read_profile as read_model
 
     model = read_model(Path(config.model))

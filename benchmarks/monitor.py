@@ -25,9 +25,6 @@ def bench_monitor(seconds: int, repeats: int, report: Report, say: Callable[[str
 
     Args:
         seconds: of decoding before measuring; each of the two measurements takes half of that.
-
-    Raises:
-        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window did not open.
     """
     starter = resolve("starter")
 

@@ -41,9 +41,6 @@ def bench_opening(
 
     Args:
         peers: whether llama.cpp opens the same file, too.
-
-    Raises:
-        EngineError: as `load_model`.
     """
     files = files_of(Path(config.model))
     nbytes = sum(file.stat().st_size for file in files)

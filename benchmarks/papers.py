@@ -107,9 +107,6 @@ def paper_cells(
     Args:
         model: shaped like Mixtral.
         papers: parts of names of those to run; all if there are none.
-
-    Raises:
-        EngineError: as `load_model`.
     """
     run: dict[str, Callable[[_Bench], Iterator[PublishedCell]]] = {
         COLLABORATIVE: _collaborative,

@@ -22,7 +22,7 @@ from engine.common.errors import EngineError
 from engine.common.paths import models_dir
 from engine.devices.opening import open_devices
 from engine.formats import LADDER
-from engine.hardware.measured import Arithmetic, CallTime, CopyTime, ExpertTime, Measurements, RamRead, machine_profile
+from engine.hardware.measured import CopyTime, Measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.measure.arithmetic import CpuArithmetic, CpuExperts, DeviceArithmetic, RamBandwidth
 from engine.measure.calls import NativeCalls, SharedLayer
@@ -163,7 +163,7 @@ def _measured(machine: Probe, config: EngineConfig, device: Device | None) -> Me
         Copies((64 * 2**10, 4 * _MIB, 32 * _MIB), _SAMPLES, 1.0),
     )
     cores = max(1, min(machine.physical_cores or machine.usable_cpus, machine.usable_cpus))
-    run = _AtItsBest(device, models_dir(), cores, cold_bytes(machine, 256 * _MIB), lambda: False, lambda _row: None)
+    run = _AtItsBest(device, models_dir(), cores, cold_bytes(machine, 256 * _MIB), lambda: False, lambda *_: None)
     for measurement in (*of_cpu, *(of_device if device is not None else ())):
         measurement(run)
     return Measurements(
@@ -172,11 +172,7 @@ def _measured(machine: Probe, config: EngineConfig, device: Device | None) -> Me
         device_bytes=0 if device is None else device.memory.total,
         machine={},
         taken_at="",
-        ram=tuple(found for found in run.rows if isinstance(found, RamRead)),
-        experts=tuple(found for found in run.rows if isinstance(found, ExpertTime)),
-        copies=tuple(found for found in run.rows if isinstance(found, CopyTime)),
-        arithmetic=tuple(found for found in run.rows if isinstance(found, Arithmetic)),
-        calls=tuple(found for found in run.rows if isinstance(found, CallTime)),
+        **run.rows_by_kind(),
     )
 
 

@@ -174,9 +174,6 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
     The reference is the checkpoint in bf16, and of a GGUF file its numbers in fp32. Every window starts from an empty
     context, and all its tokens but the first count: the perplexities are comparable with each other, but not with those
     of programs that only count tokens after a long context.
-
-    Raises:
-        EngineError: the text cannot be read or is too short, the model reads no text of this kind, or as `load_model`.
     """
     text, checkpoint = _read(plan.text), Path(config.model)
     exact, contestants = ("bf16", _PEERS) if gguf_at(checkpoint) is None else ("fp32", _OF_GGUF)
@@ -268,7 +265,6 @@ def _above(name: str, score: TextScore, peer: str, other: TextScore) -> list[Rep
 
 
 def _mean(values: torch.Tensor) -> float:
-    """0 of none."""
     return float(values.mean()) if len(values) else 0.0
 
 

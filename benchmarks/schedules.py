@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.bench.batch import batch_rate, prompts_of
+from engine.bench.decode import batch_rate, prompts_of
 from engine.bench.opened import opened
 from engine.bench.report import Report, in_turn
 from engine.common import clock
@@ -44,9 +44,6 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
 
     The simulation only uses the parts of a sweep, timed separately; it models their overlap. Nothing is cached on the
     device, so that all schedules move the same weights.
-
-    Raises:
-        EngineError: as `load_model`; `INVALID_REQUEST` if no experts are fetched to a device.
     """
     config = replace(config, cache_slots=0)
     if config.threads is None and config.device.startswith("emulated:"):
@@ -62,7 +59,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
     for name, values in rates.items():
         report.add(f"{title}, {name}", values, "tokens/s", predicted=predicted.get(name))
     ours = rates.pop(CGOPIPE.name)
-    report.add_against(f"{title}, CGOPipe", ours, "tokens/s", rates)
+    report.add_against(f"{title}, CGOPipe", ours, rates)
     for name, pairs in found.items():
         report.add(f"link busy, {name}", [statistics.median(100 * share for _rate, share in pairs)], "%", limit=100.0)
 
@@ -70,11 +67,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
 def schedule_rates(
     config: EngineConfig, plan: SchedulesPlan, names: Sequence[str], report: Report, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Generated tokens per second of some schedules, in turn, with nothing cached on the device.
-
-    Raises:
-        EngineError: as `bench_schedules`.
-    """
+    """Generated tokens per second of some schedules, in turn, with nothing cached on the device."""
     with opened(replace(config, cache_slots=0, threads=1)) as loaded:
         found = _timed(loaded, _device(loaded), plan, prompts_of(loaded, plan.rows), names, report, say)
     return {name: [rate for rate, _share in values] for name, values in found.items()}

@@ -69,9 +69,6 @@ def bench_serving(model: Path, plan: ServingPlan, report: Report, say: Callable[
 
     Args:
         model: a GGUF file, or a checkpoint, of which one in 8 bits is written first.
-
-    Raises:
-        EngineError: the model cannot be written, or a server does not answer.
     """
     texts = ("-texts", texts_of(model))
     file = gguf_of(model, Quantisation.Q8_0, say, texts)

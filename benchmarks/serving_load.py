@@ -70,9 +70,6 @@ def read_questions(path: Path) -> tuple[Asked, ...]:
     """The questions of a file: a JSON object on each line with a `prompt`, and perhaps `tokens`.
 
     The text may be called text, question or instruction as well, or be the first of `turns`.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: it cannot be read, or has none.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -120,8 +117,6 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a server has done under one load."""
-
     seconds: float
     answers: tuple[Timed, ...]
 
@@ -138,11 +133,7 @@ class Load:
 
 
 def closed_loop(url: str, questions: Sequence[Question], clients: int) -> Load:
-    """Each client asks its next question when the one before is answered.
-
-    Raises:
-        EngineError: the server did not answer one.
-    """
+    """Each client asks its next question when the one before is answered."""
     left = list(reversed(questions))
 
     async def client() -> list[Timed]:
@@ -160,11 +151,7 @@ def closed_loop(url: str, questions: Sequence[Question], clients: int) -> Load:
 
 
 def open_loop(url: str, questions: Sequence[Question], per_s: float, seed: int) -> Load:
-    """Questions arrive as a Poisson process of this rate, whether or not those before are answered.
-
-    Raises:
-        EngineError: as `closed_loop`.
-    """
+    """Questions arrive as a Poisson process of this rate, whether or not those before are answered."""
     draw, at_s, arrivals = random.Random(seed), 0.0, []
     for _ in questions:
         arrivals.append(at_s)

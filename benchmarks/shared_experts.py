@@ -34,11 +34,6 @@ _RESIDENT_SHARE = 0.25
 
 @contextmanager
 def opened_with_cache(config: EngineConfig) -> Iterator[LoadedModel]:
-    """As `opened`, for a model whose experts a device and the CPU share.
-
-    Raises:
-        EngineError: also `INVALID_REQUEST` if there are none.
-    """
     with opened(config) as loaded:
         if not hybrid_layers(loaded.model):
             raise EngineError(
@@ -69,7 +64,6 @@ def _device_count(spec: str) -> int:
 
 
 def without_cache(config: EngineConfig) -> EngineConfig:
-    """The configuration without an expert cache."""
     return replace(config, cache_slots=0)
 
 
@@ -151,7 +145,6 @@ class RoutingOfSteps:
         self._calls: list[torch.Tensor] = []
 
     def note(self, index: torch.Tensor) -> None:
-        """One layer of one step: [1, k]."""
         self._calls.append(index.cpu())
 
     def chosen(self) -> NDArray[np.int16] | None:

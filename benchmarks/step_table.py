@@ -9,7 +9,7 @@ from dataclasses import replace
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import engine_costs
-from engine.planner.memory import share_on_disk
+from engine.planner.plan_parts import share_on_disk
 from engine.planner.step_time import StepTime, ways_of_step
 
 MACHINES = {

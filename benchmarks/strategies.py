@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.peers.beside import ON_CPU, reading_peers
+from benchmarks.peers.library import LIBRARY
 from benchmarks.shared_experts import (
     LayerStep,
     opened_with_cache,
@@ -28,15 +30,8 @@ from benchmarks.shared_experts import (
     with_quarter_resident,
     without_cache,
 )
-from engine.bench.opened import (
-    ForcedText,
-    caches_of,
-    decode_seconds,
-    hybrid_layers,
-    opened,
-    own_text,
-    random_text,
-)
+from engine.bench.decode import PrefillPlan, bench_prefill, read_rate
+from engine.bench.opened import ForcedText, caches_of, decode_seconds, hybrid_layers, opened, own_text, random_text
 from engine.bench.report import PeerError, Report, in_turn
 from engine.common import clock
 from engine.common.config import Misses
@@ -44,7 +39,7 @@ from engine.experts.latency import LatencyModel
 from engine.experts.shares import Estimate, split_among
 
 if TYPE_CHECKING:
-    from engine.common.config import EngineConfig, Misses
+    from engine.common.config import EngineConfig
     from engine.experts.dispatcher import HybridExperts
     from engine.runtime.loaded_model import LoadedModel
 
@@ -249,7 +244,6 @@ class _Notes:
                 self.parts.setdefault((name, count), []).append(seconds)
 
     def median(self, name: str, count: int = 0) -> float:
-        """Of one part's measurements."""
         return statistics.median(self.parts[name, count])
 
     def line(self, name: str) -> tuple[float, float]:
@@ -269,9 +263,6 @@ def bench_strategies(config: EngineConfig, plan: StrategyPlan, report: Report, s
 
     Args:
         config: with the device; by default the cache has slots for 25% of the experts.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if the model has no experts to share between a device and the CPU.
     """
     config = with_quarter_resident(config)
     notes, texts = _Notes(), list[ForcedText]()
@@ -352,3 +343,43 @@ def _model(notes: _Notes) -> StrategyModel:
         notes.median("rest"), notes.median("layer"), hits_s, cpu_side_s, max(0.0, fetches_s - hit_s), post_fetch_s
     )
     return StrategyModel(latency, costs, notes.experts)
+
+
+_SINGLES: dict[Misses, str] = {"fetch": "on-demand fetch", "cpu": "all experts on the CPU"}
+
+
+def bench_prefill_beside(
+    config: EngineConfig,
+    plan: PrefillPlan,
+    peers: Sequence[str],
+    report: Report,
+    say: Callable[[str], None],
+    *,
+    strategies: bool,
+) -> None:
+    """Adds the rows of `bench_prefill`, and ours against each peer.
+
+    Args:
+        strategies: also run the single ways to serve misses; then the device keeps 25% of the experts unless the
+            configuration says otherwise.
+    """
+    if strategies:
+        config = with_quarter_resident(config)
+    else:
+        report.skip_peer("on-demand fetch, all experts on the CPU", "asked for with --strategies")
+    if LIBRARY not in peers:
+        report.skip_peer(ON_CPU, "asked for with --peers")
+
+    def single(misses: Misses, _repeat: int) -> float:
+        with opened(without_cache(replace(config, misses=misses))) as loaded:
+            return read_rate(loaded, plan.prompt_tokens)
+
+    def beside(precision: str, prompt: Sequence[int]) -> dict[str, Callable[[int], float]]:
+        singles = {name: partial(single, misses) for misses, name in _SINGLES.items()} if strategies else {}
+        return {**singles, **reading_peers(config, precision, prompt, report, say, peers)}
+
+    rates = bench_prefill(config, plan, report, say, beside, opened_with_cache if strategies else opened)
+    if strategies:
+        better = [max(pair) for pair in zip(*(rates[single] for single in _SINGLES.values()), strict=True)]
+        first = report.rows[0]
+        report.add(first.name, rates["ours"], first.unit, peer="the better of these two", peer_values=better)

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from engine.checkpoint.mirror import begin_with_proxy
-from engine.common.consoles import fill_streams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import make_private
 from engine.common.installed import bundle, engine_module, files_to_open, go_on_as, missing_engine, version
 from engine.common.paths import own_dirs, python_module
+from engine.common.plain_text import fill_streams
 from engine.hardware.surroundings import has_display
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.lifetime import log_to_file

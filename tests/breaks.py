@@ -24,7 +24,8 @@ from cryptography.x509.oid import NameOID
 
 from engine.checkpoint import mirror
 from engine.checkpoint.downloads import queue, source
-from engine.common import files, installed, integrity
+from engine.common import files, installed
+from engine.common import installed as integrity
 from engine.common.installed import CURRENT, WHOLE
 from engine.parts import install, updates
 from engine.parts.wheels import begin_download, downloads_folder

@@ -35,7 +35,7 @@ from engine.common.errors import EngineError
 from engine.hardware.torch_builds import CPU, Choice
 from engine.parts import install as installing
 from engine.parts import updates
-from engine.parts.install import install, is_proven
+from engine.parts.install import install, proven_partial
 from engine.parts.updates import begin_engine, begin_update, install_update, look_for_update
 from engine.parts.wheels import EngineChoice, EngineSource, begin_download, choose_engine, fetched_folder
 from tests.bundles import PLATFORM, make_bundle, make_lock, make_own_wheels, make_wheel
@@ -131,7 +131,7 @@ class Fresh:
     def do(self) -> str:
         if installed.needs_engine():
             choice = chosen()
-            is_here = choice.reused is not None or fetched_folder(choice.name) or is_proven(choice.name)
+            is_here = choice.reused is not None or fetched_folder(choice.name) or proven_partial(choice.name)
             if not is_here and (problem := self.fetch(begin_download(choice))):
                 return problem
             install(choice, on_step=self.on_step)
@@ -210,7 +210,7 @@ class Updating(Fresh):
         found = look_for_update()
         if found is None:
             return "This is the newest version."
-        is_here = fetched_folder(found.name) or is_proven(found.name) or installed.part(found.name)
+        is_here = fetched_folder(found.name) or proven_partial(found.name) or installed.part(found.name)
         if not is_here and (problem := self.fetch(begin_update(found))):
             return problem
         if install_update(found.version, self.on_step, chosen) is not None:

@@ -16,8 +16,8 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from engine.common.errors import EngineError
-from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import python_module
+from engine.common.settings import ask_keyring, tell_keyring
 from engine.protocol import (
     Beside,
     Failed,

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from engine.batch_files.fingerprint import counted_rows
 from engine.batch_files.job_watcher import StoppedError
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
-from engine.batch_files.opening import INPUT_SUFFIXES, FolderRows, InputForm, open_source
+from engine.batch_files.opening import INPUT_SUFFIXES, FolderRows, InputForm, counted_rows, open_source
 from engine.batch_files.prompts import as_text, template_of
 from engine.batch_files.rows import Row
 from engine.batch_files.tables import SpreadsheetRows

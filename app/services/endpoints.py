@@ -14,14 +14,16 @@ from engine.common.errors import EngineError
 from engine.remote.endpoint import (
     Endpoint,
     RemoteModel,
+    forget_key,
     is_remote,
+    key_of_this_run,
     plain_name,
     remove_endpoint,
     save_endpoint,
+    save_key,
     saved_endpoints,
     without_sight,
 )
-from engine.remote.keys import forget_key, key_of_this_run, save_key
 
 if TYPE_CHECKING:
     from engine.remote.capabilities import About

@@ -61,8 +61,7 @@ from engine.protocol import (
     Until,
     WatchTelemetry,
 )
-from engine.remote.endpoint import Endpoint, RemoteModel, saved_endpoints
-from engine.remote.keys import key_of_this_run
+from engine.remote.endpoint import Endpoint, RemoteModel, key_of_this_run, saved_endpoints
 from engine.tuning.result import TuningKind
 
 

@@ -192,11 +192,13 @@ def is_needed() -> bool:
 
 
 def _look() -> tuple[EngineChoice, bool]:
-    from engine.parts.install import is_proven
+    from engine.parts.install import proven_partial
     from engine.parts.wheels import choose_engine, fetched_folder
 
     choice = choose_engine()
-    return choice, choice.reused is not None or fetched_folder(choice.name) is not None or is_proven(choice.name)
+    return choice, choice.reused is not None or fetched_folder(choice.name) is not None or proven_partial(
+        choice.name
+    ) is not None
 
 
 def _begun(choice: EngineChoice) -> Download:

@@ -14,7 +14,7 @@ from app.services.background import timer
 from engine.common import installed
 from engine.common.errors import EngineError
 from engine.common.files import private_file, private_folder
-from engine.common.integrity import give_up_damaged
+from engine.common.installed import give_up_damaged
 from engine.common.paths import log_dir
 from engine.protocol import HEARTBEAT_S, Command, LineReader, LoadModel, Ready, Shutdown, decode, encode
 

@@ -26,7 +26,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.services.pictures import sources_in
-from engine.common.profile_file import best_match
+from engine.common.json_fields import best_match
 
 SUFFIX = ".gguf"
 _CONFIG = "config.json"

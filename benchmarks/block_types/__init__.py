@@ -24,11 +24,7 @@ _HEADERS = Path(__file__).parents[2] / "engine" / "kernels" / "native" / "src"
 
 
 def bench_blocks(repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: for each type and instruction set, ticks with one vector, against ggml's, with four, and in a prompt.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE`: the program cannot be compiled, or does not run.
-    """
+    """Adds rows of ticks for each type and instruction set: with one vector, against ggml's, four, and a prompt."""
     ggml = next(LLAMA_CPP.home().rglob("libggml-cpu.so"), None) if LLAMA_CPP.home().is_dir() else None
     if ggml is None:
         report.skip_peer("ggml", f"it is not built: run {LLAMA_CPP.how_to_build()}")
@@ -61,7 +57,6 @@ def bench_blocks(repeats: int, report: Report, say: Callable[[str], None]) -> No
 
 
 def _compiled(folder: Path) -> Path:
-    """The program."""
     kind, program = architecture(platform.machine()), folder / "ticks"
     try:
         compiler = find_compiler()

@@ -70,12 +70,10 @@ class Beside:
 
     @property
     def flags(self) -> tuple[Flags, ...]:
-        """The ways to run it."""
         latent = self.edition.latent_flags and any("kv_lora_rank" in key for key in read_gguf(self.file).metadata)
         return self.edition.flags + (self.edition.latent_flags if latent else ())
 
     def name_with(self, flags: Flags) -> str:
-        """Its name in a report, with its flags."""
         return f"{self.name}, {flags.words}"
 
     def open(self, room: Room, flags: Flags | None = None) -> GgufPeer:
@@ -234,9 +232,6 @@ class DecodingPeers:
         """Adds rows: seconds from opening the model to the first token of a short prompt, processes and imports aside.
 
         What anybody loads lazily counts as well.
-
-        Raises:
-            EngineError: as `load_model`.
         """
         report, prompt = self._report, list[int]()
         best: dict[Beside, Flags] = {}
@@ -269,7 +264,6 @@ class DecodingPeers:
 def _in_library(
     config: EngineConfig, loaded: LoadedModel, scratch: Path, report: Report, say: Say
 ) -> Mapping[str, Callable[[], TransformersPeer]]:
-    """How its peers are loaded."""
     checkpoint, dtype = Path(config.model), next(loaded.model.parameters()).dtype
     wanted: dict[str, Callable[[], TransformersPeer]] = {
         OFFLOAD: lambda: accelerate_offload(checkpoint, dtype, config.vram_bytes)

@@ -312,7 +312,6 @@ class Builder:
 
 
 def _made_from(tree: Path) -> Path | None:
-    """The sources that a build tree was made from."""
     cache = tree / "CMakeCache.txt"
     if not cache.is_file():
         return None

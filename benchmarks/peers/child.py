@@ -188,7 +188,6 @@ class Model:
             raise RuntimeError("it cannot load the file (its own words are on stderr)")
 
     def open(self, **settings: Any) -> None:
-        """A new, empty context."""
         if not self._program.open(settings):
             raise RuntimeError("it has no memory for the context")
 

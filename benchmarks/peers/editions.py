@@ -87,7 +87,6 @@ class Edition:
         return self.avx2_tree() if held_back() else self.home() / "build"
 
     def how_to_build(self) -> str:
-        """The command for the required build."""
         return f"{HOW_TO_BUILD} --only {self.name}{' --avx2' if held_back() else ''}"
 
     def environment(self) -> dict[str, str]:

@@ -53,7 +53,6 @@ class _Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     @property

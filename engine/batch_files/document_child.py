@@ -353,7 +353,6 @@ def _answer(path: Path, answers: BinaryIO) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
     limit_memory(MEMORY_BYTES)
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr  # what a library prints is no answer

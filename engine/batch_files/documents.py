@@ -73,8 +73,6 @@ class Part:
 
 @dataclass(slots=True)
 class WhatWasRead:
-    """What is known of a document beside its text."""
-
     pages: int = 0
     remark: str = ""
 
@@ -119,9 +117,6 @@ class DocumentReader:
         Args:
             on_share: told now and then, on another thread, how much has been read, 0 to 1.
             most_bytes: a larger file is not read.
-
-        Raises:
-            RequestCancelled: `cancelled()` returned true.
         """
         try:
             check_untrusted(path, most_bytes or 2**62)

@@ -130,7 +130,6 @@ class PaceMeter:
         self._seen: deque[tuple[float, int, int]] = deque([(now, done, 0)])
 
     def ended(self, *, failed: bool, generated_tokens: int) -> None:
-        """One more row is complete."""
         self._done += 1
         self._failed += failed
         self._tokens += generated_tokens

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from engine.batch_files.fingerprint import file_digest
+from engine.batch_files.opening import file_digest
 from engine.batch_files.rows import CUT_OFF, Answer
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile, is_full, is_locked, private_file, private_folder, restrict_files, take_lock
@@ -72,21 +72,8 @@ class WrittenFile:
             return False
 
 
-class Ledger(Protocol):
-    """Records what a job wrote; implemented by `engine.batch_files.journal.Journal`."""
-
-    def written(self) -> Sequence[WrittenFile]:
-        """All files that the job may replace."""
-
-    def remember(self, file: WrittenFile) -> None:
-        """Records a file before it is renamed into place, so that it is known even after a kill in between."""
-
-    def keep_only(self, files: Sequence[WrittenFile]) -> None:
-        """Removes all other records."""
-
-
 class NothingWritten:
-    """A ledger without records, which ignores new ones."""
+    """Stands for the journal of a job that keeps no records of what it wrote."""
 
     def written(self) -> Sequence[WrittenFile]:
         return ()
@@ -104,11 +91,7 @@ def absolute(path: Path) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the name is taken: by a file, a folder, or a possibly dangling link.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: the name is invalid or its folder unreadable.
-    """
+    """Whether the name is taken: by a file, a folder, or a possibly dangling link."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -122,11 +105,10 @@ def is_there(path: Path) -> bool:
 
 
 def is_own(path: Path, written: Sequence[WrittenFile]) -> bool:
-    """Whether the file at `path` is one of `written`."""
     return any(file.is_at(path) for file in written)
 
 
-def put_in_place(new: NewFile, path: Path, kind: WrittenKind, ledger: Ledger) -> WrittenFile:
+def put_in_place(new: NewFile, path: Path, kind: WrittenKind, ledger: Journal | NothingWritten) -> WrittenFile:
     """Renames a completely written file into place, and records it.
 
     That is `path`, if it is free or the ledger knows its file; otherwise `path` with a number: files that others wrote
@@ -242,7 +224,6 @@ def known_jobs() -> list[KnownJob]:
 
 
 def read_job(journal: Path) -> KnownJob | None:
-    """One job; None if it does not exist or is unreadable."""
     try:
         with _read_only(journal) as connection:
             manifest, settings, begun, finished = connection.execute(
@@ -382,9 +363,6 @@ def require_same(begun: JobManifest | None, now: JobManifest, answers: int) -> N
 
     Args:
         answers: number of existing answers.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, naming what differs.
     """
     names = [field.name for field in fields(JobManifest)]
     differing = [name for name in names if begun is None or getattr(begun, name) != getattr(now, name)]
@@ -439,10 +417,6 @@ class Journal:
 
     Args:
         settings: the job as JSON, for lists of jobs.
-
-    Raises:
-        EngineError: `BUSY` if another process is working on this job, `DISK_FULL`, `INVALID_REQUEST` if the file is
-            damaged or belongs to a different job.
     """
 
     def __init__(self, path: Path, manifest: JobManifest, settings: str = "{}") -> None:
@@ -516,7 +490,6 @@ class Journal:
             self._connection.executemany(f"INSERT INTO answers ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def has(self, row: int) -> bool:
-        """Whether this row is complete."""
         query = f"SELECT 1 FROM answers WHERE row = ? AND {NOT_AGAIN}"
         return self._connection.execute(query, (row,)).fetchone() is not None
 
@@ -532,7 +505,6 @@ class Journal:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether any answer has some."""
         return self._connection.execute("SELECT 1 FROM answers WHERE reasoning != '' LIMIT 1").fetchone() is not None
 
     def answers(self) -> Iterator[Answer]:
@@ -545,7 +517,7 @@ class Journal:
         return written_files(self._connection)
 
     def remember(self, file: WrittenFile) -> None:
-        """See `engine.batch_files.journal.Ledger`.
+        """Records a file before it is renamed into place, so that it is known even after a kill in between.
 
         Raises:
             EngineError: `DISK_FULL`; the file is not recorded.
@@ -554,11 +526,7 @@ class Journal:
             self._connection.execute("INSERT INTO written VALUES (?, ?, ?, ?, ?)", _values(file))
 
     def keep_only(self, files: Sequence[WrittenFile]) -> None:
-        """See `engine.batch_files.journal.Ledger`.
-
-        Raises:
-            EngineError: `DISK_FULL`; the others stay recorded.
-        """
+        """Removes all other records."""
         with self._explained(), self._transaction():
             self._connection.execute("DELETE FROM written")
             self._connection.executemany("INSERT INTO written VALUES (?, ?, ?, ?, ?)", map(_values, files))
@@ -574,9 +542,6 @@ class Journal:
 
         Args:
             most_tokens: their new limit, for those that had less; 0: twice what each had.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`: all of them had as many tokens.
         """
         limit = f"{most_tokens}" if most_tokens else "2 * generated_tokens"
         had_less = f"generated_tokens < {most_tokens}" if most_tokens else "TRUE"
@@ -608,7 +573,6 @@ class Journal:
             self._connection.execute("UPDATE manifest SET finished_s = ?", (time.time(),))
 
     def close(self) -> None:
-        """Idempotent."""
         if self._lock.is_locked:
             self._connection.close()
             self._lock.release()
@@ -663,11 +627,7 @@ def _locked(path: Path) -> FileLock:
 
 
 def discard(path: Path) -> None:
-    """Removes a journal and its side files, if they exist.
-
-    Raises:
-        EngineError: `BUSY` if a process is working on the job.
-    """
+    """Removes a journal and its side files, if they exist."""
     if not path.exists():
         return
     lock = _locked(path)
@@ -720,22 +680,14 @@ class SafeKeeping:
         return len(self._waiting)
 
     def keep(self, answer: Answer) -> None:
-        """Adds an answer, and writes the buffered ones when due.
-
-        Raises:
-            EngineError: the journal cannot be written, for a reason other than a full disk.
-        """
+        """Adds an answer, and writes the buffered ones when due."""
         self._waiting.append(answer)
         due = len(self._waiting) >= _MOST_WAITING or self._clock() - self._flushed_s >= _FLUSH_S
         if due and not self.problem:
             self.flush()
 
     def flush(self) -> bool:
-        """Writes all buffered answers; returns whether that worked; if not, `problem` says why.
-
-        Raises:
-            EngineError: the journal cannot be written, for a reason other than a full disk.
-        """
+        """Writes all buffered answers; returns whether that worked; if not, `problem` says why."""
         try:
             self._journal.record(self._waiting)
         except EngineError as error:

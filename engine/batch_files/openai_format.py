@@ -89,9 +89,6 @@ def write_openai(good: Path, bad: Path, answered: Iterable[tuple[Row, Answer]], 
 
     Args:
         created_s: when the job started, seconds since 1970.
-
-    Raises:
-        OSError: they cannot be written.
     """
     failures = 0
     with (

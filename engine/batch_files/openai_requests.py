@@ -129,7 +129,6 @@ def has_pictures(content: Any) -> bool:
 
 
 def without_pictures(content: Any) -> tuple[Any, list[Any]]:
-    """A content without its pictures, and these."""
     if not has_pictures(content):
         return content, []
     pictures = [part for part in content if has_pictures([part])]
@@ -267,11 +266,7 @@ _WHOLE = frozenset(("top_k", "dry_allowed_length", "dry_range", "seed", "max_tok
 
 
 def read_number(value: Any, name: str, *, whole: bool = False) -> Any:
-    """A number of any request.  A whole one may be written as 3.0, as many clients write all their numbers.
-
-    Raises:
-        BadRequestError: it is none.
-    """
+    """A number of any request.  A whole one may be written as 3.0, as many clients write all their numbers."""
     if whole and isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):

@@ -10,20 +10,21 @@ from typing import Any
 
 import xxhash
 
-from engine.batch_files.fingerprint import content_hash
 from engine.batch_files.job_watcher import Between, noop
 from engine.batch_files.journal import (
     JobManifest,
     Journal,
+    KnownJob,
     WrittenFile,
     discard,
     is_own,
     is_there,
     journal_path,
+    read_job,
     read_written,
 )
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
-from engine.batch_files.opening import InputForm, open_source
+from engine.batch_files.opening import InputForm, content_hash, open_source
 from engine.batch_files.prompts import (
     OpenAiPrompts,
     PictureColumn,
@@ -38,6 +39,7 @@ from engine.batch_files.rows import Answer, Constraint, RowRequest, RowSource, f
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import remove_left_over
+from engine.formats import AUTO, is_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,17 @@ class PreparedJob:
                 ids.add(digest)
             yield row.share, asked
 
+    @property
+    def begun_precision(self) -> str:
+        """What a job that goes on began with, whatever was tuned since; `AUTO` if it has no answers."""
+        found = begun(self.output) if self.job.goes_on else None
+        return found.precision if found is not None and is_precision(found.precision) else AUTO
+
     def manifest(self, model: str, precision: str, between: Between = noop) -> JobManifest:
         """What the answers depend on; reads the whole input once.
 
         Args:
             model: its fingerprint.
-
-        Raises:
-            EngineError: the input cannot be read.
-            StoppedError: see `Between`.
         """
         job = self.job
         return JobManifest(
@@ -114,9 +118,6 @@ class PreparedJob:
         Args:
             model: its name, for lists of jobs.
             servers: name, address, model and version of each that answers now or did earlier; none: this machine alone.
-
-        Raises:
-            EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: the existing one belongs to another job or is damaged.
         """
         path = journal_path(self.output)
         self.require_own_files()
@@ -143,11 +144,7 @@ class PreparedJob:
         return journal
 
     def require_own_files(self) -> None:
-        """Refuses to overwrite a file that this job did not write, or that was changed since.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`.
-        """
+        """Refuses to overwrite a file that this job did not write, or that was changed since."""
         written = read_written(journal_path(self.output))
         for file in self._files:
             if file == self.output and self.job.start == "restart":  # the user asked to replace it
@@ -165,12 +162,14 @@ class PreparedJob:
         return (self.output, errors_path(self.output)) if self.openai else (self.output,)
 
 
-def prepare(job: BatchJob) -> PreparedJob:
-    """Opens the input and checks everything that can be checked without a model.
+def begun(output: Path) -> KnownJob | None:
+    """The job with this output, if it has answers."""
+    found = read_job(journal_path(output))
+    return found if found is not None and found.kept else None
 
-    Raises:
-        EngineError: `INVALID_REQUEST`, in one sentence.
-    """
+
+def prepare(job: BatchJob) -> PreparedJob:
+    """Opens the input and checks everything that can be checked without a model."""
     source = open_source(Path(job.input), InputForm(job.encoding, job.whole_files, job.separator, job.sheet))
     output = Path(job.output)
     openai = holds_openai_requests(source)

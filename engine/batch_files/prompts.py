@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.batch_files.openai_format import openai_request
-from engine.batch_files.openai_requests import BadRequestError, in_words
+from engine.batch_files.openai_requests import MOST_PICTURES, BadRequestError, in_words
 from engine.batch_files.rows import Answer, Constraint, Row, RowRequest, failed
 from engine.common.chat import ChatMessage, Picture, picture_part
 from engine.common.config import SamplingParams
@@ -23,10 +23,6 @@ from engine.common.pictures import local_path, picture_at, picture_in_file, pict
 
 _PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}", re.DOTALL)
 _USUAL_COLUMNS = ("prompt", "text", "question", "input", "instruction", "message", "content")
-
-
-class EmptyFieldError(ValueError):
-    """A row is empty in a column that the prompt needs; the message completes a sentence about the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +44,14 @@ class Template:
         """The prompt of one row.
 
         Raises:
-            EmptyFieldError: the row lacks a column of the template.
+            BadRequestError: the row lacks a column of the template.
         """
         for name in self.instead:
             if self.columns[0] not in row.fields and name in row.fields:
                 return Template(f"{{{{{name}}}}}", (name,)).fill(row)
         for name in self.columns:
             if as_text(row.fields.get(name)).strip() == "":
-                raise EmptyFieldError(
-                    f"has nothing in {name!r}" if name in row.fields else f"lacks the column {name!r}"
-                )
+                raise _nothing_in(name, row)
         return _PLACE.sub(lambda match: as_text(row.fields[match[1]]), self.text)
 
 
@@ -66,9 +60,6 @@ def parse_template(text: str, columns: Sequence[str], image_column: str = "") ->
 
     Args:
         image_column: one of them, whose pictures make each row another even if the template names none.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: it names an unknown column, or none.
     """
     named = tuple(dict.fromkeys(_PLACE.findall(text)))
     have = ", ".join(columns)
@@ -87,11 +78,7 @@ def parse_template(text: str, columns: Sequence[str], image_column: str = "") ->
 
 
 def template_of(columns: Sequence[str], image_column: str = "") -> Template:
-    """The default template: the only column, or one with a typical name; beside pictures only such a one.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if that is ambiguous.
-    """
+    """The default template: the only column, or one with a typical name; beside pictures only such a one."""
     candidates = [name for name in columns if name not in ("file", "pages", image_column)]
     by_name = {name.lower(): name for name in candidates}
     usual = [by_name[name] for name in _USUAL_COLUMNS if name in by_name]
@@ -131,8 +118,8 @@ def json_value(value: Any) -> Any:
     return value if isinstance(value, int | float) else str(value)
 
 
-MOST_PICTURES = 64
-"""In one row."""
+def _nothing_in(name: str, row: Row) -> BadRequestError:
+    return BadRequestError(f"has nothing in {name!r}" if name in row.fields else f"lacks the column {name!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +133,13 @@ class PictureColumn:
         """The pictures of one row.
 
         Raises:
-            EmptyFieldError: it has none.
-            BadRequestError: one cannot be read.
+            BadRequestError: it has none, or one cannot be read.
         """
         cell = row.fields.get(self.name)
         several = list(cell) if isinstance(cell, list | tuple) else [cell]
         given = [each for each in several if each is not None and (not isinstance(each, str) or each.strip())]
         if not given:
-            raise EmptyFieldError(
-                f"has nothing in {self.name!r}" if self.name in row.fields else f"lacks the column {self.name!r}"
-            )
+            raise _nothing_in(self.name, row)
         if len(given) > MOST_PICTURES:
             raise BadRequestError(f"has {len(given):,} pictures in {self.name!r}; at most {MOST_PICTURES} are taken")
         return [in_words(lambda each=each: self._picture(each)) for each in given]  # type: ignore[misc]
@@ -197,7 +181,7 @@ class TemplatePrompts:
             return failed(row.index, row.problem)
         try:
             question = self._question(row, self.pictures)
-        except (EmptyFieldError, BadRequestError) as error:
+        except BadRequestError as error:
             return failed(row.index, str(error))
         before = (ChatMessage("system", self.system),) if self.system else ()
         return RowRequest(row.index, (*before, question), self.sampling, self.constraint)

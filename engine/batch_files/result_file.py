@@ -1,6 +1,6 @@
 """The result file: the input's rows with their answers, written under a hidden name and renamed into place.
 
-Each format is a class that writes rows: csv, jsonl, Parquet, xlsx.
+Each format is a function that writes rows: csv, jsonl, Parquet, xlsx.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
-from engine.batch_files.fingerprint import files_of, has_rows
 from engine.batch_files.job_watcher import Between, noop
-from engine.batch_files.journal import Ledger, NothingWritten, WrittenFile, absolute, is_there, put_in_place
+from engine.batch_files.journal import Journal, NothingWritten, WrittenFile, absolute, is_there, put_in_place
 from engine.batch_files.openai_format import errors_path, write_openai
+from engine.batch_files.opening import files_of, has_rows
 from engine.batch_files.prompts import as_text, json_value
 from engine.batch_files.rows import Answer, ResultColumns, Row, RowSource, result_columns
 from engine.batch_files.tables import ParquetRows
@@ -49,7 +50,6 @@ _NUMBER = re.compile("[+-]?[0-9][0-9.,\u00a0\u202f]*([eE][+-]?[0-9]+)?%?")
 
 
 def _values(answer: Answer, columns: ResultColumns) -> tuple[Any, ...]:
-    """Those of the columns that are added."""
     tokens = answer.prompt_tokens, answer.generated_tokens
     extras = {"reasoning": answer.reasoning, "endpoint": answer.by or HERE}
     return (answer.text, answer.finish_reason, *tokens, answer.problem, *(extras[name] for name in columns.extras))
@@ -62,54 +62,47 @@ def _columns(source: RowSource, extras: Sequence[str]) -> ResultColumns:
     return result_columns(first, later, extras)
 
 
-class JsonLinesResult:
+def _write_jsonl(path: Path, _source: RowSource, columns: ResultColumns, answered: Answered) -> None:
     """One object per line; values keep their types."""
-
-    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:  # noqa: ARG002
-        named = dict(zip(columns.own, columns.named, strict=True))
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
-            for row, answer in answered:
-                own = {named.get(name, name): value for name, value in row.fields.items()}
-                file.write(_json({**own, **dict(zip(columns.added, _values(answer, columns), strict=True))}) + "\n")
+    named = dict(zip(columns.own, columns.named, strict=True))
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        for row, answer in answered:
+            own = {named.get(name, name): value for name, value in row.fields.items()}
+            file.write(_json({**own, **dict(zip(columns.added, _values(answer, columns), strict=True))}) + "\n")
 
 
-@dataclass(frozen=True, slots=True)
-class CsvResult:
+def _write_csv(
+    path: Path, _source: RowSource, columns: ResultColumns, answered: Answered, separator: str = ","
+) -> None:
     """Values as text; nested ones as JSON."""
-
-    separator: str
-
-    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:  # noqa: ARG002
-        # With a byte order mark, without which Excel misreads UTF-8.
-        with open(path, "w", encoding="utf-8-sig", newline="") as file:
-            writer = csv.writer(file, delimiter=self.separator)
-            writer.writerow([*columns.named, *columns.added])
-            for row, answer in answered:
-                own = (as_text(row.fields.get(name)) for name in columns.own)
-                writer.writerow([*own, *_values(answer, columns)])
+    # With a byte order mark, without which Excel misreads UTF-8.
+    with open(path, "w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerow([*columns.named, *columns.added])
+        for row, answer in answered:
+            own = (as_text(row.fields.get(name)) for name in columns.own)
+            writer.writerow([*own, *_values(answer, columns)])
 
 
-class ParquetResult:
+def _write_parquet(path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:
     """The input's columns unchanged if it was parquet; otherwise text."""
+    import pyarrow as pa
+    import pyarrow.parquet
 
-    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet
-
-        fields = (
-            list(source.schema)
-            if isinstance(source, ParquetRows)
-            else [pa.field(name, pa.string()) for name in columns.named]
-        )
-        kinds = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string(), *(pa.string() for _ in columns.extras)]
-        added = pa.schema(list(zip(columns.added, kinds, strict=True)))
-        schema = pa.schema([*fields, *added])
-        with pa.parquet.ParquetWriter(path, schema) as writer:
-            batches = _same_rows(source, answered) if isinstance(source, ParquetRows) else _as_text(columns, answered)
-            for own, answers in batches:
-                values = zip(*(_values(answer, columns) for answer in answers), strict=True)
-                new = [pa.array(column, field.type) for column, field in zip(values, added, strict=True)]
-                writer.write_batch(pa.RecordBatch.from_arrays([*own, *new], schema=schema))
+    fields = (
+        list(source.schema)
+        if isinstance(source, ParquetRows)
+        else [pa.field(name, pa.string()) for name in columns.named]
+    )
+    kinds = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string(), *(pa.string() for _ in columns.extras)]
+    added = pa.schema(list(zip(columns.added, kinds, strict=True)))
+    schema = pa.schema([*fields, *added])
+    with pa.parquet.ParquetWriter(path, schema) as writer:
+        batches = _same_rows(source, answered) if isinstance(source, ParquetRows) else _as_text(columns, answered)
+        for own, answers in batches:
+            values = zip(*(_values(answer, columns) for answer in answers), strict=True)
+            new = [pa.array(column, field.type) for column, field in zip(values, added, strict=True)]
+            writer.write_batch(pa.RecordBatch.from_arrays([*own, *new], schema=schema))
 
 
 def _same_rows(source: ParquetRows, answered: Iterator[tuple[Row, Answer]]) -> Iterator[tuple[list[Any], list[Answer]]]:
@@ -145,23 +138,21 @@ def _as_text(
 
     while pairs := list(islice(answered, _ROWS_AT_ONCE)):
         own = [
-            pa.array([_text_or_none(row.fields.get(name)) for row, _answer in pairs], pa.string())
+            pa.array(
+                [None if (value := row.fields.get(name)) is None else as_text(value) for row, _answer in pairs],
+                pa.string(),
+            )
             for name in columns.own
         ]
         yield own, [answer for _row, answer in pairs]
 
 
 def fits_a_sheet(columns: ResultColumns, rows: int) -> bool:
-    """Whether this many rows of these columns fit into a sheet with their answers."""
     return rows < _MOST_SHEET_ROWS and len(columns.own) + len(columns.added) <= _MOST_SHEET_COLUMNS
 
 
 def require_a_sheet(source: RowSource) -> None:
-    """Refuses an input that is known, or quickly found, to exceed a sheet's size with its answers.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, or as the source's `rows`.
-    """
+    """Refuses an input that is known, or quickly found, to exceed a sheet's size with its answers."""
     columns = result_columns(source.columns, [])  # later rows may have more: checked again with the result
     if len(columns.own) + len(columns.added) > _MOST_SHEET_COLUMNS or has_rows(source, _MOST_SHEET_ROWS):
         raise EngineError(
@@ -170,37 +161,35 @@ def require_a_sheet(source: RowSource) -> None:
         )
 
 
-class SpreadsheetResult:
+def _write_sheet(path: Path, _source: RowSource, columns: ResultColumns, answered: Answered) -> None:
     """Numbers and dates unchanged, everything else as text that is never a formula; see `fits_a_sheet`."""
+    import openpyxl
+    from openpyxl.cell import WriteOnlyCell
 
-    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:  # noqa: ARG002
-        import openpyxl
-        from openpyxl.cell import WriteOnlyCell
+    book = openpyxl.Workbook(write_only=True)
+    try:
+        sheet = book.create_sheet("Answers")
 
-        book = openpyxl.Workbook(write_only=True)
-        try:
-            sheet = book.create_sheet("Answers")
+        def cell(value: Any) -> Any:
+            if _is_sheet_value(value):
+                return value
+            text = _cut(_NOT_IN_XML.sub("\ufffd", as_text(value)))
+            made = WriteOnlyCell(sheet)
+            made._value = _LOOKS_ESCAPED.sub("_x005F_", text).replace("\r", "_x000D_")
+            made.data_type = "s"
+            return made
 
-            def cell(value: Any) -> Any:
-                if _is_sheet_value(value):
-                    return value
-                text = _cut(_NOT_IN_XML.sub("\ufffd", as_text(value)))
-                made = WriteOnlyCell(sheet)
-                made._value = _LOOKS_ESCAPED.sub("_x005F_", text).replace("\r", "_x000D_")
-                made.data_type = "s"
-                return made
-
-            sheet.append([cell(name) for name in (*columns.named, *columns.added)])
-            for row, answer in answered:
-                own = [row.fields.get(name) for name in columns.own]
-                texts = (*own, answer.text, answer.reasoning)
-                if not answer.problem and any(isinstance(text, str) and _cut(text) != text for text in texts):
-                    cut = f"was cut to the {_MOST_CELL_CHARACTERS:,} characters that a cell holds"
-                    answer = replace(answer, problem=cut)
-                sheet.append([cell(value) for value in (*own, *_values(answer, columns))])
-            book.save(path)
-        finally:
-            book.close()
+        sheet.append([cell(name) for name in (*columns.named, *columns.added)])
+        for row, answer in answered:
+            own = [row.fields.get(name) for name in columns.own]
+            texts = (*own, answer.text, answer.reasoning)
+            if not answer.problem and any(isinstance(text, str) and _cut(text) != text for text in texts):
+                cut = f"was cut to the {_MOST_CELL_CHARACTERS:,} characters that a cell holds"
+                answer = replace(answer, problem=cut)
+            sheet.append([cell(value) for value in (*own, *_values(answer, columns))])
+        book.save(path)
+    finally:
+        book.close()
 
 
 def _json(record: dict[str, Any]) -> str:
@@ -231,10 +220,6 @@ def _cut(text: str) -> str:
     return units[: 2 * _MOST_CELL_CHARACTERS].decode("utf-16-le", "ignore")
 
 
-def _harmless_answer(answer: Answer) -> Answer:
-    return replace(answer, text=harmless(answer.text), reasoning=harmless(answer.reasoning))
-
-
 def harmless(text: str) -> str:
     """A model's text for a csv: no control characters, and in front of what would be a formula the sign for text."""
     is_formula = _FORMULA.match(text) and not _NUMBER.fullmatch(text.strip())
@@ -242,22 +227,12 @@ def harmless(text: str) -> str:
     return f"'{text}" if is_formula else text
 
 
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else as_text(value)
-
-
-class ResultFormat(Protocol):
-    """Writes rows with their answers to a new file."""
-
-    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None: ...
-
-
-_FORMATS: dict[str, ResultFormat] = {
-    ".jsonl": JsonLinesResult(),
-    ".csv": CsvResult(","),
-    ".tsv": CsvResult("\t"),
-    ".parquet": ParquetResult(),
-    ".xlsx": SpreadsheetResult(),
+_FORMATS: dict[str, Callable[[Path, RowSource, ResultColumns, Answered], None]] = {
+    ".jsonl": _write_jsonl,
+    ".csv": _write_csv,
+    ".tsv": partial(_write_csv, separator="\t"),
+    ".parquet": _write_parquet,
+    ".xlsx": _write_sheet,
 }
 OUTPUT_SUFFIXES = tuple(_FORMATS)
 _ROWS_PER_LOOK = 64
@@ -285,9 +260,6 @@ def check_output(path: Path, source: RowSource, *, openai: bool = False) -> None
 
     Args:
         openai: whether failures go to a separate file, which must not be part of the input either.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
     """
     if path.suffix.lower() not in _FORMATS:
         raise EngineError(
@@ -322,7 +294,7 @@ def write_result(
     answers: Iterable[Answer],
     *,
     rows: int = 0,
-    ledger: Ledger | None = None,
+    ledger: Journal | None = None,
     openai: bool = False,
     created_s: int = 0,
     extras: Sequence[str] = (),
@@ -342,9 +314,8 @@ def write_result(
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is unchanged.
-        StoppedError: see `Between`; the old file is unchanged.
     """
-    ledger = ledger or NothingWritten()
+    owned = ledger or NothingWritten()
     counted = _Counted(_answered(source, iter(answers), between))
     failures = 0
     columns = None if openai else _columns(source, extras)
@@ -358,16 +329,18 @@ def write_result(
             if failures:
                 bad.finish()  # before either is renamed: if there is no room, neither is
         else:
-            form = _FORMATS[path.suffix.lower()]
-            answered: Answered = counted
-            if isinstance(form, CsvResult) and not raw_text:
-                answered = ((row, _harmless_answer(answer)) for row, answer in counted)
-            form.write(new.path, source, columns, answered)
-        files = [put_in_place(new, path, "result", ledger)]
+            suffix, answered = path.suffix.lower(), cast("Answered", counted)
+            if suffix in (".csv", ".tsv") and not raw_text:
+                answered = (
+                    (row, replace(answer, text=harmless(answer.text), reasoning=harmless(answer.reasoning)))
+                    for row, answer in counted
+                )
+            _FORMATS[suffix](new.path, source, columns, answered)
+        files = [put_in_place(new, path, "result", owned)]
         if failures:
-            files.append(put_in_place(bad, errors_path(path), "errors", ledger))
-        _remove_old_errors(files, ledger)
-        ledger.keep_only(files)
+            files.append(put_in_place(bad, errors_path(path), "errors", owned))
+        _remove_old_errors(files, owned)
+        owned.keep_only(files)
     places = [
         asked if file.path == absolute(asked) else Path(file.path)
         for file, asked in zip(files, (path, errors_path(path)), strict=False)
@@ -375,7 +348,7 @@ def write_result(
     return Written(counted.count, places[0], path, *places[1:])
 
 
-def _remove_old_errors(files: Sequence[WrittenFile], ledger: Ledger) -> None:
+def _remove_old_errors(files: Sequence[WrittenFile], ledger: Journal | NothingWritten) -> None:
     """Removes the job's own file of failures once there are none."""
     kept = {file.path for file in files}
     for old in ledger.written():

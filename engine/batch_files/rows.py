@@ -71,11 +71,7 @@ class RowSource(Protocol):
         ...
 
     def rows(self) -> Iterator[Row]:
-        """All rows from the first; may be called again.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`, if the content does not match the file type.
-        """
+        """All rows from the first; may be called again."""
         ...
 
 
@@ -304,9 +300,6 @@ def grammar_of(constraint: Constraint, *, any_space: bool = False) -> str:
 
     Args:
         any_space: JSON may have spaces and line breaks between its parts.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if the constraint is unsupported.
     """
     from llguidance import LLMatcher
 
@@ -378,11 +371,6 @@ WRONG_ENCODING = "is not valid in the file's encoding; name the right one with -
 
 
 def encoding_of(path: Path, asked: str | None) -> str:
-    """The encoding to read a file with.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, for an unknown encoding.
-    """
     if asked is not None:
         try:
             return codecs.lookup(asked).name
@@ -433,7 +421,6 @@ def sound(value: Any) -> Any:
 
 
 def is_text(value: str) -> bool:
-    """Whether the text was completely decodable."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -515,11 +502,7 @@ _COMPARED = 50
 
 
 class DelimitedRows(FileRows):
-    """One row per record.  A first line `sep=;`, as spreadsheets write it, names the separator.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if there is no header.
-    """
+    """One row per record.  A first line `sep=;`, as spreadsheets write it, names the separator."""
 
     def __init__(self, path: Path, *, separator: str | None = None, encoding: str | None = None) -> None:
         super().__init__(path)

@@ -24,12 +24,6 @@ _ROWS_AT_ONCE = 256
 
 
 class ParquetRows(FileRows):
-    """One row per record.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if the file is not parquet.
-    """
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         with self._opened() as file:
@@ -142,10 +136,6 @@ class SpreadsheetRows(FileRows):
     Attributes:
         sheet: its name.
         sheet_names: of all that have rows and are shown.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: protected by a password, not an xlsx, a zip bomb, without a header, or without
-            that sheet.
     """
 
     def __init__(self, path: Path, sheet: str | None = None) -> None:

@@ -1,28 +1,40 @@
-"""`switchyard bench decode`: tokens per second at batch 1, against peers in the same run, in turn."""
+"""`switchyard bench decode`, `prefill` and `batch`: tokens per second, against peers in the same run, in turn."""
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bench.opened import opened
+from engine.bench.opened import (
+    ForcedText,
+    caches_of,
+    decode_seconds,
+    opened,
+    prefill_seconds,
+    random_text,
+    vocabulary_of,
+)
 from engine.bench.report import Report, in_turn
 from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
 from engine.measure.arithmetic import MemoryReader, cold_memory, spread_of
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import check_length
+from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.timed_decode import TIMED_PROMPT
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
+
 
 _HEAD_RUNS = 21
 _OURS, _MEMORY = "ours", "memory"
@@ -47,7 +59,7 @@ class DecodePlan:
 
 _Peers = Callable[[list[int], str], dict[str, Callable[[], float]]]
 """(prompt, name of the figure) -> tokens per second after it, by the peer's name."""
-Beside = Callable[["EngineConfig", "LoadedModel", DecodePlan, ExitStack], _Peers]
+DecodeBeside = Callable[["EngineConfig", "LoadedModel", DecodePlan, ExitStack], _Peers]
 """Opens the peers of a model, which the stack closes."""
 
 
@@ -60,7 +72,7 @@ def bench_decode(
     plan: DecodePlan,
     report: Report,
     say: Callable[[str], None],
-    beside: Beside | None = None,
+    beside: DecodeBeside | None = None,
     also: Sequence[EngineConfig] = (),
 ) -> dict[str, Found]:
     """Adds rows to `report`: our decode rate at each context, against each peer and against the memory-bandwidth limit,
@@ -71,9 +83,6 @@ def bench_decode(
 
     Returns:
         What was measured, by the name of the figure.
-
-    Raises:
-        EngineError: as `load_model`; also `PROMPT_TOO_LONG`.
     """
     with ExitStack() as held:
         models: list[tuple[LoadedModel, _Peers]] = []
@@ -113,7 +122,6 @@ def _at(
     report: Report,
     say: Callable[[str], None],
 ) -> tuple[str, Found]:
-    """The rows of one length of context."""
     loaded = models[0][0]
     prompt: list[int] = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
     name = "decode"
@@ -178,3 +186,175 @@ def bytes_per_token(loaded: LoadedModel) -> float:
     if table is not None and output is not None and table.weight is not output.weight:
         unread = table.weight.numel() * table.weight.element_size()
     return info.weights_bytes - unread + info.experts_bytes * used
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """What to run.
+
+    Attributes:
+        prompt_tokens: of the long prompt.
+        decode_tokens: decoded before and after it, to see what the cache hits.
+        words: for the name of the figure, what the model lacks of the one whose shape it has.
+    """
+
+    prompt_tokens: int
+    decode_tokens: int
+    repeats: int
+    words: str = ""
+
+
+PrefillBeside = Callable[[str, Sequence[int]], dict[str, Callable[[int], float]]]
+"""(our precision, prompt) -> tokens per second of it, by the contestant's name: what is run in turn with us."""
+
+
+def bench_prefill(
+    config: EngineConfig,
+    plan: PrefillPlan,
+    report: Report,
+    say: Callable[[str], None],
+    beside: PrefillBeside | None = None,
+    opening: Callable[[EngineConfig], AbstractContextManager[LoadedModel]] = opened,
+) -> dict[str, list[float]]:
+    """Adds rows: our rate, against each contestant in the same run, and the decode hit rate before and after.
+
+    Each repeat opens one contestant after the other, so that no two share the memory.
+
+    Returns:
+        The rates of all contestants.
+    """
+    hits: tuple[list[float], list[float]] = [], []
+
+    def ours() -> tuple[float, str, tuple[int, ...]]:
+        with opening(config) as loaded:
+            prompt = random_text(vocabulary_of(loaded), plan.prompt_tokens, 0, seed=1).prompt
+            return _our_rate(loaded, plan, hits), loaded.info.precision, prompt
+
+    first, precision, prompt = ours()
+    contestants: dict[str, Callable[[int], float]] = {"ours": lambda repeat: first if repeat == 1 else ours()[0]}
+    contestants |= beside(precision, prompt) if beside is not None else {}
+    rates = in_turn(contestants, plan.repeats, report, say, warm_ups=0)
+    name = f"prefill of {plan.prompt_tokens:,} tokens on {config.device}"
+    name += f", {plan.words}" if plan.words else ""
+    report.add_against(name, rates["ours"], {who: rates[who] for who in rates if who != "ours"})
+    if hits[0]:
+        report.add("hits of decode after it", hits[1], "%", peer="before it", peer_values=hits[0])
+    return rates
+
+
+def _our_rate(loaded: LoadedModel, plan: PrefillPlan, hits: tuple[list[float], list[float]]) -> float:
+    if not caches_of(loaded):
+        return read_rate(loaded, plan.prompt_tokens)
+    text = random_text(vocabulary_of(loaded), 16, plan.decode_tokens)
+    _hit_rate(loaded, text)  # fills the cache
+    before = _hit_rate(loaded, text)
+    rate = read_rate(loaded, plan.prompt_tokens)
+    after = _hit_rate(loaded, text)
+    if before is not None and after is not None:
+        hits[0].append(100 * before)
+        hits[1].append(100 * after)
+    return rate
+
+
+def read_rate(loaded: LoadedModel, tokens: int) -> float:
+    """Tokens per second of reading a prompt of so many."""
+    prompt, another = (random_text(vocabulary_of(loaded), tokens, 0, seed=seed).prompt for seed in (1, 2))
+    prefill_seconds(loaded, another)  # first-time costs: touching memory, preparing products
+    return len(prompt) / prefill_seconds(loaded, prompt)
+
+
+def _hit_rate(loaded: LoadedModel, text: ForcedText) -> float | None:
+    counters = [cache.counters for cache in caches_of(loaded)]
+    lookups, hits = sum(each.lookups for each in counters), sum(each.hits for each in counters)
+    decode_seconds(loaded, text)
+    looked_up = sum(each.lookups for each in counters) - lookups
+    return (sum(each.hits for each in counters) - hits) / looked_up if looked_up else None
+
+
+_MEAN, _LONGEST = 77, 418
+"""Prompt tokens of MTBench's questions, according to MoE-Lightning, table 3."""
+_ALONE = 8
+"""Rows timed one at a time."""
+_WARM_UP_TOKENS = 4
+_NO_END: frozenset[int] = frozenset()
+_Prompts = Sequence[Sequence[int]]
+_Contestant = Callable[[_Prompts, int], float]
+"""(prompts, tokens to generate for each) -> tokens per second."""
+BatchBeside = Callable[["LoadedModel", _Prompts, ExitStack], dict[str, _Contestant]]
+"""Opens what runs in turn with us, which the stack closes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBenchPlan:
+    """What to run: `rows` prompts of MTBench's lengths, `tokens` generated for each."""
+
+    rows: int
+    tokens: int
+    repeats: int
+
+
+def prompt_lengths(rows: int) -> list[int]:
+    """Lengths with MTBench's mean and maximum: many short questions, a few long ones."""
+    draw = random.Random(0)
+    lengths = [min(_LONGEST, max(8, round(draw.lognormvariate(3.95, 0.85)))) for _ in range(rows)]
+    scale = _MEAN * rows / sum(lengths)
+    return [min(_LONGEST, max(4, round(length * scale))) for length in lengths]
+
+
+def prompts_of(loaded: LoadedModel, rows: int) -> list[tuple[int, ...]]:
+    """Random prompts with the lengths of `prompt_lengths`."""
+    vocabulary = vocabulary_of(loaded)
+    return [random_text(vocabulary, length, 0, seed=seed).prompt for seed, length in enumerate(prompt_lengths(rows))]
+
+
+def bench_batch(
+    config: EngineConfig,
+    plan: BatchBenchPlan,
+    report: Report,
+    say: Callable[[str], None],
+    beside: BatchBeside | None = None,
+) -> None:
+    """Adds rows: generated tokens per second, including prompt time, against each contestant in the same run."""
+    with opened(config) as loaded, ExitStack() as held:
+        prompts = prompts_of(loaded, plan.rows)
+        executor = BatchExecutor(loaded)
+        held.callback(executor.close)
+        if executor.note:
+            say(executor.note)
+        contestants: dict[str, _Contestant] = {
+            "ours": partial(batch_rate, executor),
+            "one row after the other": lambda prompts, tokens: _one_by_one_rate(loaded, prompts[:_ALONE], tokens),
+        }
+        contestants |= beside(loaded, prompts, held) if beside is not None else {}
+
+        def run(contestant: _Contestant, repeat: int) -> float:
+            return contestant(prompts, plan.tokens) if repeat else contestant(prompts[:_ALONE], _WARM_UP_TOKENS)
+
+        turns = {name: partial(run, contestant) for name, contestant in contestants.items()}
+        rates = in_turn(turns, plan.repeats, report, say)
+    ours = rates.pop("ours")
+    report.add_against(f"{plan.rows} rows, {plan.tokens} tokens each", ours, rates)
+
+
+def batch_rate(executor: BatchExecutor, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Generated tokens per second of all rows together."""
+    sampling, answers = SamplingParams(max_tokens=tokens), list[GenerationResult]()
+    requests = (
+        BatchRequest(number, ids=tuple(prompt), sampling=sampling, end_ids=_NO_END)
+        for number, prompt in enumerate(prompts)
+    )
+    executor.forget_prefixes()  # a second run must not reuse the first one's prompts
+    started = clock.now()
+    executor.run(requests, answers.append)
+    return sum(answer.generated_tokens for answer in answers) / (clock.now() - started)
+
+
+def _one_by_one_rate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    sampling, scheduler, generated = SamplingParams(max_tokens=tokens), Scheduler(loaded), 0
+    started = clock.now()
+    for prompt in prompts:
+        request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=_NO_END)
+        generated += scheduler.answer(request).generated_tokens
+    rate = generated / (clock.now() - started)
+    scheduler.close()
+    return rate

@@ -58,11 +58,7 @@ def from_checkout(module: str) -> Any:
 
 
 def resolve_model(model: str, say: Callable[[str], None]) -> Path:
-    """The checkpoint of a bench's model: as elsewhere, or a synthetic one; with `gguf=Q4_K_M`, as such a GGUF file.
-
-    Raises:
-        EngineError: as `engine.checkpoint.library.resolve`, `make_synthetic` and `make_synthetic_gguf`.
-    """
+    """The checkpoint of a bench's model: as elsewhere, or a synthetic one; with `gguf=Q4_K_M`, as such a GGUF file."""
     if not is_synthetic(model):
         return resolve(model)
     plain, kind = without_file_type(model)
@@ -76,18 +72,13 @@ def resolve_model(model: str, say: Callable[[str], None]) -> Path:
 
 
 def files_of(model: Path) -> list[Path]:
-    """The files that hold the weights of a checkpoint.
-
-    Raises:
-        EngineError: as `read_tensors`.
-    """
+    """The files that hold the weights of a checkpoint."""
     entries = read_tensors(model).values()
     stored = (entry.sources if isinstance(entry, PackedEntry) else (entry,) for entry in entries)
     return sorted({source.file for sources in stored for source in sources})
 
 
 def without_file_type(model: str) -> tuple[str, str]:
-    """The same without `gguf=TYPE`, and that type, or ""."""
     name, _, query = model.partition("?")
     parts = query.split("&") if query else []
     kinds = [part.removeprefix(_FILE_TYPE) for part in parts if part.startswith(_FILE_TYPE)]
@@ -101,9 +92,6 @@ def prepared_apart() -> Iterator[Path]:
 
     It is on the same disk as ever, and removed at the end, also after Ctrl+C; one that a killed bench left is removed
     by the next one.
-
-    Raises:
-        EngineError: the data folder cannot be written to.
     """
     before = os.environ.get(PREPARED_VARIABLE)
     usual = converted_dir()
@@ -197,11 +185,6 @@ def _never() -> bool:
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[LoadedModel]:
-    """The model of `config`, closed at the end.
-
-    Raises:
-        EngineError: as `load_model`.
-    """
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
         yield loaded
@@ -224,5 +207,4 @@ def vocabulary_of(loaded: LoadedModel) -> int:
 
 
 def caches_of(loaded: LoadedModel) -> list[VramCache]:
-    """The expert caches of all devices."""
     return list({id(experts.cache): experts.cache for _, experts in hybrid_layers(loaded.model)}.values())

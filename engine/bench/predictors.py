@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.common.paths import resources_dir
-from engine.experts.prediction.mlp import WIDTHS
+from engine.experts.prediction.mlp import WIDTHS, TrainedMlp, paths, train
 from engine.experts.prediction.predictors import BatchCorrelation, Correlation
-from engine.experts.prediction.training import TrainedMlp, paths, train
 from engine.experts.replay import RoutingTrace, read_trace
 from engine.planner.papers import REPLAYED, PublishedCell, duoserve, klotski
 
@@ -35,7 +34,6 @@ def recorded_trace() -> RoutingTrace:
 
 
 def answers(trace: RoutingTrace, first: int, last: int | None = None) -> RoutingTrace:
-    """A trace of some of the answers."""
     starts = trace.sequence_starts[first : None if last is None else last + 1]
     part = slice(int(starts[0]), int(starts[-1]))
     return RoutingTrace(trace.experts[part], trace.weights[part], starts - starts[0], trace.num_experts)

@@ -89,29 +89,25 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclass(slots=True)
 class Report:
-    """All rows of one benchmark run."""
-
     machine: dict[str, Any]
     rows: list[ReportRow] = field(default_factory=list)
     peers_not_run: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, name: str, values: list[float], unit: str, **options: Any) -> ReportRow:
-        """Adds a figure; see `row`."""
         self.rows.append(row(name, values, unit, **options))
         return self.rows[-1]
 
-    def add_against(self, name: str, ours: list[float], unit: str, others: Mapping[str, list[float]]) -> None:
-        """Adds ours, and ours against each of the others."""
-        self.add(name, ours, unit)
+    def add_against(self, name: str, ours: list[float], others: Mapping[str, list[float]]) -> None:
+        """Tokens per second."""
+        self.add(name, ours, "tokens/s")
         for peer, theirs in others.items():
-            self.add(name, ours, unit, peer=peer, peer_values=theirs)
+            self.add(name, ours, "tokens/s", peer=peer, peer_values=theirs)
 
     def skip_peer(self, peer: str, reason: str) -> None:
         """Reports a peer that could not run, and why, instead of omitting it silently."""
         self.peers_not_run.append({"peer": peer, "reason": reason})
 
     def document(self) -> dict[str, Any]:
-        """The JSON document that `--json` prints."""
         return {
             "machine": self.machine,
             "rows": [asdict(entry) for entry in self.rows],
@@ -119,7 +115,6 @@ class Report:
         }
 
     def text(self) -> str:
-        """The same as a text table."""
         width = max([52, *(len(_label(entry)) for entry in self.rows)])
         lines = [f"{'':{width}} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9} {'predicted':>10}"]
         for entry in self.rows:

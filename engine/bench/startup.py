@@ -62,11 +62,7 @@ _IMPORT = "from engine.process.importing import import_engine; import_engine()"
 
 
 def bench_startup(repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds the rows.  The window is the real one, on the display if there is one, otherwise offscreen.
-
-    Raises:
-        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window or the engine did not start.
-    """
+    """Adds the rows.  The window is the real one, on the display if there is one, otherwise offscreen."""
     starter = resolve("starter")
     found = in_turn(
         {
@@ -155,11 +151,7 @@ def _first_token_seconds(starter: Path) -> dict[str, float]:
 
 
 def phases_of(config: EngineConfig, question: Generate) -> dict[str, float]:
-    """Seconds of each phase from starting the engine process to the first text of an answer.
-
-    Raises:
-        EngineError: the model cannot be loaded, or the question answered; `INTERNAL` if the engine ended.
-    """
+    """Seconds of each phase from starting the engine process to the first text of an answer."""
     command, variables = python_module("engine.worker")
     started = time.perf_counter()
     pipe, environment = subprocess.PIPE, {**as_installed(), **variables}
@@ -216,9 +208,6 @@ def bench_second_start(config: EngineConfig, repeats: int, report: Report, say: 
 
     A reader of the same files takes turns with each: cold, the faster of one past the page cache with several reads in
     flight and one through it; warm, one that copies them from there into memory that it uses again and again.
-
-    Raises:
-        EngineError: as `load_model`.
     """
     with prepared_apart() as folder:
         say("first start: prepares what the model needs, which may take a while")

@@ -86,7 +86,6 @@ class _Answer:
         self._scheduler, self._ids = Scheduler(loaded), list(self._prompt)
 
     def rate(self, tokens: int) -> float:
-        """Tokens per second of the next ones."""
         if len(self._ids) > _MOST_TOKENS:
             self._ids = list(self._prompt)
         sampling = SamplingParams(max_tokens=tokens + 1)

@@ -18,9 +18,9 @@ from engine.checkpoint.hub.repository import QUALITIES, quality_of
 from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
 from engine.common.errors import EngineError
 from engine.common.files import write_private
+from engine.common.json_fields import MAX_PROFILE_BYTES, ProfileFile, refused
 from engine.common.paths import data_dir, resources_dir
 from engine.common.plain_text import quoted
-from engine.common.profile_file import MAX_PROFILE_BYTES, ProfileFile, refused
 from engine.common.untrusted import read_untrusted
 
 KINDS = ("moe", "dense")

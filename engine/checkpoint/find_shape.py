@@ -16,7 +16,7 @@ from engine.checkpoint.model_shape import ModelShape, model_names, read_model
 from engine.checkpoint.names import STARTER_NAME, find_named, in_library, is_path_like, name_of, resolve
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.profile_file import near_names
+from engine.common.json_fields import near_names
 
 
 def find_shape(model: str) -> ModelShape:

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.checkpoint.stored import StoredWeights
 from engine.common.footprint import PAGE_TOKENS, pages_for, window_pages
+from engine.common.json_fields import ProfileFile, find_profile, profile_names, refused
 from engine.common.paths import resources_dir
-from engine.common.profile_file import ProfileFile, find_profile, profile_names, refused
 from engine.formats import BF16, LADDER, STORED, WeightFormat, careful, format_of, head_format, measured_as
 
 
@@ -74,7 +74,7 @@ class ModelShape:
         kv_numbers: cache elements per token over all layers, counted; 0 to derive them.
         window_numbers, window_tokens: those of layers with a sliding window, and what these see; 0 without any.
         state_bytes: of what layers sum up of a sequence, however long it is.
-        page_numbers: see `engine.checkpoint.profile.KvOfModel`.
+        compresses: see `engine.checkpoint.profile.KvOfModel`.
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
@@ -108,7 +108,7 @@ class ModelShape:
     window_numbers: int = 0
     window_tokens: int = 0
     state_bytes: int = 0
-    page_numbers: int = 0
+    compresses: bool = False
     left_out_weights: int = 0
     table_weights: int = 0
     table_rows: int = 0
@@ -228,7 +228,7 @@ class ModelShape:
     def holding(self, kv_precision: str) -> ModelShape:
         """The same with keys and values held so: latents, and what is compressed, stay in 16 bits, others have a scale
         for each head."""
-        if kv_precision != "int8" or self.attention.latent or self.page_numbers:
+        if kv_precision != "int8" or self.attention.latent or self.compresses:
             return self
         width = self.attention.head_dim
         narrower = (width + 4) / (2 * width)
@@ -242,6 +242,12 @@ class ModelShape:
         """Bytes of cache per token, all layers: two for each number."""
         return 2.0 * (self.kv_numbers or self.full_attention_layers * self.attention.kv_elements)
 
+    def fixed_bytes(self, width: int) -> int:
+        """What a sequence holds however long it is, with numbers of so many bytes."""
+        if not self.compresses:
+            return self.state_bytes
+        return width * self.window_numbers * window_pages(self.window_tokens) * PAGE_TOKENS
+
     def context_bytes(self, tokens: float, *, in_pages: bool = False) -> float:
         """Bytes that a sequence of so many tokens holds: keys, values and states.
 
@@ -250,10 +256,10 @@ class ModelShape:
                 state beside the one that it reads.
         """
         each = self.kv_bytes_per_token()
-        if not in_pages:
+        if not (in_pages or self.compresses):
             return each * tokens + self.state_bytes
         pages, of_windows = pages_for(tokens), 2.0 * self.window_numbers
-        of_all = 2.0 * self.page_numbers or each - of_windows
+        of_all = each if self.compresses else each - of_windows
         slides = of_windows and of_all and not self.state_bytes
         windows = min(pages, window_pages(self.window_tokens)) if slides else pages
         return PAGE_TOKENS * (of_all * pages + of_windows * windows) + 2 * self.state_bytes
@@ -267,7 +273,6 @@ _WITH_DEFAULT = {
     "window_numbers": 0,
     "window_tokens": 0,
     "state_bytes": 0,
-    "page_numbers": 0,
     "left_out_weights": 0,
     "table_weights": 0,
     "table_rows": 0,
@@ -321,5 +326,6 @@ def shape_in(file: ProfileFile, name: str) -> ModelShape:
         parameters=file.number("parameters", 1e6, 1e14),
         tied_embeddings=bool(file.content.get("tied_embeddings", False)),
         expert_biases=bool(file.content.get("expert_biases", False)),
+        compresses=bool(file.content.get("compresses", False)),
         **values,
     )

@@ -19,7 +19,7 @@ from engine.checkpoint.quantised.declared import quantisation_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
-from engine.common.footprint import PAGE_TOKENS
+from engine.common.footprint import PAGE_TOKENS, window_pages
 from engine.common.paths import resources_dir
 from engine.families import family_of
 from engine.families.family import KvNumbers
@@ -99,8 +99,7 @@ class KvOfModel:
     Attributes:
         numbers: cache elements per token of context over all layers, as transformers stores them.
         window_numbers, window_tokens: of these, those of layers with a sliding window, and what these see.
-        page_numbers: per token in pages of all tokens, where layers compress what lies behind a window; those of a
-            window are what these have in its pages then.  0 if pages hold `numbers`.
+        compresses: whether what lies behind a window is compressed: those of a window are beside `numbers` then.
         state_bytes: of what recurrent layers and short convolutions sum up, at 32 bits.
     """
 
@@ -108,7 +107,13 @@ class KvOfModel:
     window_numbers: int = 0
     window_tokens: int = 0
     state_bytes: int = 0
-    page_numbers: int = 0
+    compresses: bool = False
+
+    def fixed_bytes(self, width: int) -> int:
+        """What a sequence holds however long it is, with numbers of so many bytes."""
+        if not self.compresses:
+            return self.state_bytes
+        return width * self.window_numbers * window_pages(self.window_tokens) * PAGE_TOKENS
 
 
 def kv_of_model(text: dict[str, Any]) -> KvOfModel:
@@ -139,7 +144,7 @@ def kv_of_model(text: dict[str, Any]) -> KvOfModel:
     window = number_of(text, ("sliding_window", "sliding_window_size", "attention_chunk_size"))
     in_windows = sum(count for kind, count in of_layer if "sliding" in kind or "chunked" in kind) if window else 0
     if window and any("compressed" in kind for kind in kinds):
-        return replace(_compressed(text, kinds, window), numbers=sum(count for _, count in of_layer))
+        return _compressed(text, kinds, window)
     return KvOfModel(sum(count for _, count in of_layer), in_windows, window if in_windows else 0, 4 * states)
 
 
@@ -162,7 +167,7 @@ def _compressed(text: dict[str, Any], kinds: list[str], window: int) -> KvOfMode
         in_windows += keys + (4 if overlaps else 2) * sum(own)
         in_all += sum(-(-(-(-PAGE_TOKENS // rate) * width) // PAGE_TOKENS) for width in own)
         window = max(window, 2 * rate if overlaps else rate)
-    return KvOfModel(0, in_windows, window, page_numbers=in_all)
+    return KvOfModel(in_all, in_windows, window, compresses=True)
 
 
 def _state_numbers(text: dict[str, Any], kind: str) -> int:

@@ -66,7 +66,6 @@ def calls_as_json(calls: Iterable[ToolCall]) -> str:
 
 
 def tool_described(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's form."""
     described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
     return {"type": "function", "function": described}
 
@@ -85,7 +84,6 @@ class Picture:
 
 
 def picture_part(picture: Picture) -> dict[str, Any]:
-    """A picture among `ChatMessage.parts`."""
     return {"type": "image_url", "image_url": {"url": picture.url}}
 
 

@@ -46,12 +46,10 @@ class OwnClock:
         self._since = (source(), source(), 0.0 if is_fixed else 1.0)
 
     def now(self) -> float:
-        """Seconds."""
         moment_s, source_s, pace = self._since
         return moment_s + (self._source() - source_s) * pace if pace else moment_s
 
     def now_ns(self) -> int:
-        """Nanoseconds."""
         return round(self.now() * 1e9)
 
     def stopped(self) -> Stopped:
@@ -83,7 +81,6 @@ class OwnClock:
             self._go_on(moment_s)
 
     def advance(self, seconds: float) -> None:
-        """Jumps ahead."""
         with self._lock:
             self._go_on(self.now() + max(0.0, seconds))
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.schema import Choice, Number, Size, Texts, entry, settings_of
+from engine.common.schema import Choice, Kind, Number, Size, Texts, V, entry, settings_of
 
 Misses = Literal["mixed", "cpu", "fetch", "off", "layer"]
 MISSES: tuple[Misses, ...] = get_args(Misses)
@@ -27,7 +27,6 @@ PRECISIONS = ("auto", "fp32", "bf16", "int8", "int4", "lut4", "stored")
 """Of weights in memory: formats of `engine.formats` that a user may choose."""
 
 MODEL_CARD, COMPUTING_CARD, EXPERTS_CARD = "Model", "Speed and memory", "For experts"
-_RUNS, _CACHE = "where and how the model runs", "the expert cache, for models bigger than the graphics card"
 _AUTOMATIC = {"auto": "Automatic"}
 LEAST_BUDGET = 2**28
 """Bytes: less holds no model, and was not meant."""
@@ -40,6 +39,19 @@ _DEVICE = re.compile(rf"(cuda|xpu):\d+(,\1:\d+)*|{_EMULATED}(,{_EMULATED})*", re
 def is_device(text: str) -> bool:
     """Whether a device can be called so; whether it exists is checked when a model is loaded."""
     return text in ("auto", "cpu", "cuda", "xpu", "mps") or _DEVICE.fullmatch(text) is not None
+
+
+def _of_run(default: V, kind: Kind, **words: Any) -> V:
+    return entry(default, kind, applies="load", group="where and how the model runs", **words)
+
+
+def _of_cache(default: V, kind: Kind, **words: Any) -> V:
+    group = "the expert cache, for models bigger than the graphics card"
+    return entry(default, kind, applies="load", group=group, **words)
+
+
+def _of_drawing(default: V, kind: Kind, **words: Any) -> V:
+    return entry(default, kind, group="how tokens are chosen", **words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,98 +80,83 @@ class EngineConfig:
     """
 
     model: str
-    device: str = entry(
+    device: str = _of_run(
         "auto",
         Choice(("auto", "cpu"), {**_AUTOMATIC, "cpu": "Processor only"}, others=is_device),
         name="Runs on",
         help="Automatic takes the graphics card, if there is one, and the processor for what does not fit.",
         card=COMPUTING_CARD,
-        applies="load",
         option="--device",
         words="auto, cpu, cuda, xpu or emulated:NAME",
         metavar="D",
-        group=_RUNS,
     )
-    precision: str = entry(
+    precision: str = _of_run(
         "auto",
         Choice(PRECISIONS, _AUTOMATIC),
         name="Precision",
         help="Automatic keeps the best that fits. Lower precision takes less memory and is faster.",
         card=COMPUTING_CARD,
-        applies="load",
         option="--precision",
         words="of the weights in memory; auto keeps the best that fits, stored keeps those of the file",
-        group=_RUNS,
     )
-    vram_bytes: int | None = entry(
+    vram_bytes: int | None = _of_run(
         None,
         Size(LEAST_BUDGET),
         name="Graphics memory to use",
         help="For experts that are used often; the rest is left to other programs.",
         card=COMPUTING_CARD,
-        applies="load",
         option="--vram",
         words="limit of video memory, such as 8GB",
         metavar="SIZE",
-        group=_RUNS,
     )
-    ram_bytes: int | None = entry(
+    ram_bytes: int | None = _of_run(
         None,
         Size(LEAST_BUDGET),
         name="RAM to use",
         help="For the model; what does not fit is read from the disk again and again.",
         card=COMPUTING_CARD,
-        applies="load",
         option="--ram",
         words="limit of RAM, such as 512MiB",
         metavar="SIZE",
-        group=_RUNS,
     )
-    threads: int | None = entry(
+    threads: int | None = _of_run(
         None,
         Number(1, 1024),
         name="CPU threads",
         help="Automatic uses one per core. Fewer leave room for other programs.",
         card=COMPUTING_CARD,
-        applies="load",
         option="--threads",
         words="number of CPU threads",
         metavar="N",
-        group=_RUNS,
     )
-    context_tokens: int | None = entry(
+    context_tokens: int | None = _of_run(
         None,
         Number(1),
         option="--context",
         words="longest context, in tokens (default: the model's own)",
         metavar="N",
-        group=_RUNS,
     )
-    cache_slots: int | None = entry(
+    cache_slots: int | None = _of_cache(
         None,
         Number(0, 10**7),
         name="Experts on each card",
         help="Automatic keeps as many as fit; 0 keeps none.",
         card=EXPERTS_CARD,
-        applies="load",
         option="--cache-slots",
         words="experts cached on each device (default: as many as fit)",
         metavar="N",
-        group=_CACHE,
     )
-    cache_ways: int | None = entry(
+    cache_ways: int | None = _of_cache(
         None,
         Number(1, 10**6),
         name="Slots for each layer",
         help="Automatic lets all layers share the slots; a number gives each layer that many of its own.",
         card=EXPERTS_CARD,
-        applies="load",
         option="--cache-ways",
         words="slots per layer (default: one pool for all layers)",
         metavar="M",
-        group=_CACHE,
     )
-    cache_policy: CachePolicy = entry(
+    cache_policy: CachePolicy = _of_cache(
         "auto",
         Choice(
             CACHE_POLICIES,
@@ -176,12 +173,10 @@ class EngineConfig:
         name="Which experts stay on the card",
         help="Automatic watches which rule would have kept the right ones, and takes that one.",
         card=COMPUTING_CARD,
-        applies="load",
         option="--cache-policy",
         words="eviction policy of the expert cache",
-        group=_CACHE,
     )
-    misses: Misses = entry(
+    misses: Misses = _of_cache(
         "mixed",
         Choice(
             MISSES,
@@ -196,12 +191,10 @@ class EngineConfig:
         name="Experts that are not on the card",
         help="All but the first are for comparisons.",
         card=EXPERTS_CARD,
-        applies="load",
         option="--misses",
         words="how cache misses are served; all but mixed are for measurements",
-        group=_CACHE,
     )
-    prefetch: Prefetch = entry(
+    prefetch: Prefetch = _of_cache(
         "auto",
         Choice(
             PREFETCHES,
@@ -217,58 +210,48 @@ class EngineConfig:
         name="Guessing which experts come next",
         help="Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.",
         card=EXPERTS_CARD,
-        applies="load",
         option="--prefetch",
         words="predictor of later layers' experts; auto uses the best one, if any pays off",
-        group=_CACHE,
     )
-    graphs: Graphs = entry(
+    graphs: Graphs = _of_run(
         "auto",
         Choice(get_args(Graphs), {**_AUTOMATIC, "on": "On", "off": "Off"}),
         name="Replay steps on the card",
         help="The card replays a recorded step (a CUDA graph) instead of being told each operation.",
         card=EXPERTS_CARD,
-        applies="load",
         option="--graphs",
         words="whether a card replays decode steps as graphs; auto does on real cards",
-        group=_RUNS,
     )
-    sharing: Sharing = entry(
+    sharing: Sharing = _of_run(
         "auto",
         Choice(get_args(Sharing), {**_AUTOMATIC, "layers": "By layers", "experts": "By experts"}),
         name="Several graphics cards",
         help="By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.",
         card=EXPERTS_CARD,
-        applies="load",
         option="--sharing",
         words="several cards: layers gives each a run of layers, experts each a part of every layer's experts",
-        group=_RUNS,
     )
-    speculation: Guesses = entry(
+    speculation: Guesses = _of_run(
         "auto",
         Choice(get_args(Guesses), {"auto": "Where it pays", "heads": "With the model’s own layer", "off": "Off"}),
         name="Speculative decoding",
         help="Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as "
         "long as that pays. Answers stay the same.",
         card=MODEL_CARD,
-        applies="load",
         option="--speculation",
         words="speculative decoding: answers that quote are drafted and checked together where that is faster; answers "
         "stay the same. heads: also loads a model's own layer for drafting (DeepSeek-V3, GLM-4.5, Qwen3-Next, "
         "Qwen3.5)",
-        group=_RUNS,
     )
-    kv_precision: KvPrecision = entry(
+    kv_precision: KvPrecision = _of_run(
         "auto",
         Choice(get_args(KvPrecision), {"auto": "As in the model"}),
         name="Keys and values",
         help="What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly "
         "(with the starter, perplexity rose by 0.08%).",
         card=MODEL_CARD,
-        applies="load",
         option="--kv-precision",
         words="of keys and values: int8 takes about half the memory, so that longer contexts and more rows fit",
-        group=_RUNS,
     )
 
     @property
@@ -304,7 +287,6 @@ THINKINGS: tuple[Thinking, ...] = get_args(Thinking)
 _THINKING_NAMES = {
     "auto": "As the model does", "off": "Off", "on": "On", "low": "Low", "medium": "Medium", "high": "High"
 }  # fmt: skip
-_DRAWN = "how tokens are chosen"
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's and KoboldCpp's: they keep the turns of a chat template and the punctuation of lists unpunished."""
@@ -342,167 +324,152 @@ class SamplingParams:
             `auto` is as the model does, or not at all if the answer must satisfy a schema.
     """
 
-    temperature: float = entry(
+    temperature: float = _of_drawing(
         0.0,
         Number(0, 10, whole=False, step=0.1),
         option="--temperature",
         words="0 always takes the most likely token",
         metavar="X",
-        group=_DRAWN,
         name="Temperature",
         help="0 always takes the likeliest token; higher is more varied",
     )
-    top_k: int = entry(
+    top_k: int = _of_drawing(
         0,
         Number(0, allowed="0 (off) or more", special="off"),
         option="--top-k",
         words="sample from the K most likely tokens; 0 is all",
         metavar="K",
-        group=_DRAWN,
         name="Top-k",
         help="Sample from the k likeliest tokens",
     )
-    top_p: float = entry(
+    top_p: float = _of_drawing(
         1.0,
         Number(_LEAST, 1, f"above 0 and at most 1 (below {_LEAST} counts as 0)", whole=False, step=0.05),
         option="--top-p",
         words="sample from the most likely tokens with total probability P; 1 is all",
         metavar="P",
-        group=_DRAWN,
         name="Top-p",
         help="Sample from the likeliest tokens with a total probability of p; 1 is off",
     )
-    min_p: float = entry(
+    min_p: float = _of_drawing(
         0.0,
         Number(0, 1, "at least 0 and below 1", below=True, whole=False, step=0.01),
         option="--min-p",
         words="drop tokens less likely than P times the most likely one",
         metavar="P",
-        group=_DRAWN,
         name="Min-p",
         help="Drop tokens below this share of the likeliest one's probability; 0 is off",
     )
-    repetition_penalty: float = entry(
+    repetition_penalty: float = _of_drawing(
         1.0,
         Number(_LEAST, 10, f"above 0 and at most 10 (below {_LEAST} counts as 0)", whole=False, step=0.05),
         option="--repetition-penalty",
         words="above 1 makes repetition less likely",
         metavar="X",
-        group=_DRAWN,
         name="Repetition penalty",
         help="Above 1, tokens already used become less likely; 1 is off",
     )
-    seed: int | None = entry(
+    seed: int | None = _of_drawing(
         None,
         Number(0, 2**63 - 1, "a whole number from 0 to 9223372036854775807", special="random"),
         option="--seed",
         words="the same seed gives the same answer on the same machine",
         metavar="S",
-        group=_DRAWN,
         name="Seed",
         help="The same seed gives the same answer to the same chat",
     )
-    stop: tuple[str, ...] = entry(
+    stop: tuple[str, ...] = _of_drawing(
         (),
         Texts(),
         option="--stop",
         words="end an answer before S; may be repeated",
         metavar="S",
-        group=_DRAWN,
         name="Stop strings",
         help="An answer ends before the first of these",
     )
-    max_tokens: int = entry(
+    max_tokens: int = _of_drawing(
         512,
         Number(1),
         option="--max-tokens",
         words="longest answer (default 512)",
         metavar="N",
-        group=_DRAWN,
         name="Max tokens",
         help="Answers stop at this length",
     )
-    beams: int = entry(
+    beams: int = _of_drawing(
         1,
         Number(1, 64),
         option="--beams",
         words="beam search with width B",
         metavar="B",
-        group=_DRAWN,
         name="Beams",
         help="Beam search if above 1; ignores temperature, top-k, top-p and min-p",
     )
-    dry_multiplier: float = entry(
+    dry_multiplier: float = _of_drawing(
         0.0,
         Number(0, 100, "between 0 (off) and 100", whole=False, step=0.1),
         option="--dry-multiplier",
         words='strength of DRY ("don\'t repeat yourself"), which ends loops; 0 is off, 0.8 is usual',
         metavar="X",
-        group=_DRAWN,
         name="Loop guard",
         help="Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual",
     )
-    dry_base: float = entry(
+    dry_base: float = _of_drawing(
         1.75,
         Number(1, 10, whole=False, step=0.05),
         option="--dry-base",
         words="how fast DRY grows with each repeated token (default 1.75)",
         metavar="X",
-        group=_DRAWN,
         name="Guard: growth",
         help="How much stronger the loop guard gets with each repeated token",
     )
-    dry_allowed_length: int = entry(
+    dry_allowed_length: int = _of_drawing(
         2,
         Number(0),
         option="--dry-allowed-length",
         words="repetitions shorter than N tokens are free of DRY (default 2)",
         metavar="N",
-        group=_DRAWN,
         name="Guard: length",
         help="Repetitions shorter than this many tokens are free",
     )
-    dry_range: int = entry(
+    dry_range: int = _of_drawing(
         -1,
         Number(-1, allowed="-1 (the answer), 0 (off) or more", special="answer"),
         option="--dry-range",
         words="DRY searches the last N tokens; -1 is the answer itself (default), 0 is off",
         metavar="N",
-        group=_DRAWN,
         name="Guard: range",
         help="How many of the last tokens, earlier messages included, are searched; by default only the answer",
     )
-    dry_breakers: tuple[str, ...] = entry(
+    dry_breakers: tuple[str, ...] = _of_drawing(
         DRY_BREAKERS,
         Texts(escapes=True),
         option="--dry-breaker",
         words="DRY counts no repetition across S; may be repeated; none for no breakers (default: line break, "
         "colon, double quote, asterisk)",
         metavar="S",
-        group=_DRAWN,
         name="Guard: ends at",
         help="Repetitions are not followed across these texts; \\n is a line break",
     )
-    presence_penalty: float = entry(
+    presence_penalty: float = _of_drawing(
         0.0,
         Number(-2, 2, whole=False, step=0.1),
         name="Presence penalty",
         help="Makes every token that the answer has already less likely, once; 0 is off",
     )
-    frequency_penalty: float = entry(
+    frequency_penalty: float = _of_drawing(
         0.0,
         Number(-2, 2, whole=False, step=0.1),
         name="Frequency penalty",
         help="Makes tokens less likely with each time that the answer has them already; 0 is off",
     )
     logit_bias: tuple[tuple[int, float], ...] = ()
-    thinking: Thinking = entry(
+    thinking: Thinking = _of_drawing(
         "auto",
         Choice(THINKINGS, _THINKING_NAMES),
         option="--thinking",
         words="whether, and how much, the model thinks before it answers, if its chat template can tell it "
         "(default: auto, as the model does)",
-        group=_DRAWN,
         name="Thinking",
         help="Whether the model reasons before it answers; its thoughts count as tokens of the answer",
     )
@@ -534,7 +501,6 @@ class SamplingParams:
 
     @property
     def uses_dry(self) -> bool:
-        """Whether DRY can change anything."""
         return self.dry_multiplier > 0 and self.dry_range != 0
 
 

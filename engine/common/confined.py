@@ -89,7 +89,6 @@ def memory_of(process: subprocess.Popen[bytes]) -> int:
 
 
 def end(process: subprocess.Popen[bytes], exchange: Exchange | None) -> None:
-    """Kills it, whatever it does."""
     process.kill()
     if exchange is not None:
         exchange.thread.join()

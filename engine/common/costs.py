@@ -156,7 +156,6 @@ class CostModel:
         self._seen[kind] = _Seen(weight, falling, further, fades, raw)
 
     def source(self, kind: Cost) -> Source:
-        """Where `predict` has it from."""
         if (known := self._known.get(kind)) is not None:
             return known.source if known.factor == 1.0 else Source.OBSERVED
         return Source.OBSERVED if kind in self._seen and self._seen[kind].count else Source.ASSUMED

@@ -33,7 +33,6 @@ class Falls:
         self.tell(what, f"{what} gives way to {instead}: {why.rstrip('.')}.")
 
     def tell(self, what: str, sentence: str) -> None:
-        """The same in words of its own."""
         with self._turn:
             is_new = self._said.get(what) != sentence
             self._said[what] = sentence
@@ -43,7 +42,6 @@ class Falls:
             _log.warning("%s", sentence)
 
     def is_over(self, what: str) -> None:
-        """It does what was planned again."""
         with self._turn:
             self._said.pop(what, None)
 

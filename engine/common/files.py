@@ -76,11 +76,7 @@ class NewFile:
         replace_file(self.path, self._target)
 
     def finish(self) -> None:
-        """Flushes the file, complete and closed, to the disk, and sets its mode.
-
-        Raises:
-            OSError: it failed.
-        """
+        """Flushes the file, complete and closed, to the disk, and sets its mode."""
         with open(self.path, "rb+") as file:
             os.fsync(file.fileno())
         if os.name != "nt":
@@ -91,7 +87,6 @@ class NewFile:
 
         Raises:
             FileExistsError: the name is taken, even if only just now.
-            OSError: it failed.
         """
         if os.name == "nt":  # where a rename never replaces a file
             self.path.rename(path)
@@ -179,9 +174,6 @@ def private_folder(folder: Path) -> None:
 
     A data folder that the user chose may hold other things as well, so it keeps its mode; the files in it are private
     all the same.
-
-    Raises:
-        OSError: it cannot be created.
     """
     new_folder(folder)
     if folder != chosen_data_dir():
@@ -189,11 +181,7 @@ def private_folder(folder: Path) -> None:
 
 
 def new_folder(folder: Path) -> None:
-    """Creates a folder and its missing parents for the user alone; an existing folder is left unchanged.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Creates a folder and its missing parents for the user alone; an existing folder is left unchanged."""
     if folder.is_dir():
         return
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -208,11 +196,7 @@ def new_folder(folder: Path) -> None:
 
 
 def private_file(path: Path) -> None:
-    """Creates an empty file for the user alone, if there is none, before a library would create a public one.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Creates an empty file for the user alone, if there is none, before a library would create a public one."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE))
     _restrict(path, _FILE_MODE)
@@ -328,7 +312,6 @@ def holding(path: Path, patience_s: float, busy: str) -> Iterator[None]:
         busy: the sentence if it keeps it.
 
     Raises:
-        EngineError: `BUSY`.
         OSError: its folder cannot be written to.
     """
     lock = take_lock(path, patience_s)
@@ -399,11 +382,7 @@ def disk_errors_explained(folder: Path) -> Iterator[None]:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Fails before a write that will not fit.
-
-    Raises:
-        EngineError: `DISK_FULL`.
-    """
+    """Fails before a write that will not fit."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + _SPARE_BYTES:
         raise EngineError(

@@ -63,7 +63,6 @@ SPARE_WINDOW_PAGES = 2
 
 
 def pages_for(tokens: float) -> int:
-    """Pages that so many tokens need."""
     return int(-(-tokens // PAGE_TOKENS))
 
 
@@ -86,7 +85,6 @@ def record_bytes(parts: Iterable[int]) -> int:
 
 
 def pool_segment_slots(slots: int, most: int, ways: int | None) -> int:
-    """Slots of each segment of a pool of `slots` slots, of which `most` are useful."""
     return ways or max(min(2, slots, most), 1, min(slots, most) // SEGMENTS)
 
 

@@ -20,7 +20,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -84,20 +85,16 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A whole part."""
-
     kind: Kind
     folder: Path
     whole: Whole
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return self.whole.name
 
     @property
     def version(self) -> str:
-        """Of Switchyard."""
         return self.whole.version
 
 
@@ -114,11 +111,7 @@ class Current:
 
 
 def bundle() -> Bundle | None:
-    """The bundle that runs; None in a checkout or a Python environment.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if it is damaged.
-    """
+    """The bundle that runs; None in a checkout or a Python environment."""
     root = os.environ.get(BUNDLE_VARIABLE, "")
     return _read_bundle(root) if root else None
 
@@ -169,11 +162,6 @@ def version() -> str:
 
 
 def next_version() -> str:
-    """The version that the next start uses.
-
-    Raises:
-        EngineError: as `bundle`, and if this is no bundle.
-    """
     packed = _need_bundle()
     newer = newer_window()
     return newer.version if newer is not None else packed.version
@@ -271,7 +259,6 @@ def use_parts(**names: str) -> Current:
     """Puts parts into use (`engine=NAME`, `window=NAME`), and keeps what was before them; the next start has them.
 
     Raises:
-        EngineError: `INVALID_REQUEST` (a part is not whole).
         OSError: nothing has changed.
     """
     for kind, name in names.items():
@@ -304,11 +291,7 @@ def previous_parts() -> dict[str, str] | None:
 
 
 def window_folder() -> Path:
-    """The packages that the window runs from: the bundle's own, or a newer one in use.  For the launcher.
-
-    Raises:
-        EngineError: as `bundle`, and if this is no bundle.
-    """
+    """The packages that the window runs from: the bundle's own, or a newer one in use.  For the launcher."""
     packed = _need_bundle()
     newer = newer_window()
     return newer.folder if newer is not None else packed.window
@@ -355,11 +338,7 @@ def _need_bundle() -> Bundle:
 
 
 def engine_module(module: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a module where PyTorch is, and the environment variables that it needs.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE`, if the engine's part is not there yet; `INVALID_REQUEST`, see `bundle`.
-    """
+    """The command that runs a module where PyTorch is, and the environment variables that it needs."""
     packed = bundle()
     if packed is None:
         return python_module(module)
@@ -379,11 +358,7 @@ def packed_module(packed: Bundle, folder: Path, module: str) -> tuple[list[str],
 
 
 def module_command(module: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a module with the engine where it is there, else without what needs it.
-
-    Raises:
-        EngineError: as `bundle`.
-    """
+    """The command that runs a module with the engine where it is there, else without what needs it."""
     packed = bundle()
     if packed is None:
         return python_module(module)
@@ -414,9 +389,6 @@ def before_start(arguments: Sequence[str]) -> None:
     """Goes on in the right folder of packages, if this is not it: the launcher calls this first.
 
     The window runs from the newest one in use, a verb from the engine's part, where PyTorch is.
-
-    Raises:
-        EngineError: as `bundle`.
     """
     packed = bundle()
     if packed is None:
@@ -431,7 +403,7 @@ def before_start(arguments: Sequence[str]) -> None:
 
 def _sound_window() -> Path:
     """The window's folder; an updated one that has lost files since would not open, and is not used any more."""
-    from engine.common.integrity import give_up_damaged  # which knows this module
+    from engine.common.installed import give_up_damaged  # which knows this module
 
     newer = newer_window()
     if newer is not None:
@@ -453,3 +425,79 @@ def go_on_as(command: Sequence[str], variables: dict[str, str]) -> int:
         # On Windows, exec would return to the shell before the other one ends.
         return subprocess.call(command)
     return os.execv(command[0], list(command))
+
+
+FILES = "files.json"
+_MADE_ANEW = "__pycache__"
+
+
+def note_files(folder: Path) -> None:
+    """Notes what a part consists of, before it is declared whole.
+
+    Raises:
+        OSError: nothing was noted.
+    """
+    root = str(folder)
+    found = {os.path.relpath(entry.path, root).replace(os.sep, "/"): entry.stat().st_size for entry in _files(root)}
+    for own in (FILES, WHOLE):
+        found.pop(own, None)
+    write_private(folder / FILES, json.dumps(found))
+
+
+def lost_files(folder: Path) -> list[str]:
+    """Files of a part that are not there any more, or have another size; none if it has no list of them."""
+    try:
+        noted = json.loads((folder / FILES).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError):
+        return [FILES]
+    if not isinstance(noted, dict):
+        return [FILES]
+    return [name for name, size in noted.items() if _size(os.path.join(folder, name)) != size]
+
+
+def give_up_damaged(folder: Path) -> EngineError | None:
+    """Has nobody use a part that has lost files, so that the next start gets it anew; None if it has lost none.
+
+    Returns:
+        What to tell people.
+    """
+    lost = lost_files(folder)
+    if not lost:
+        return None
+    with suppress(OSError):  # then it is found out again the next time
+        (folder / WHOLE).unlink(missing_ok=True)
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return EngineError(
+        ErrorCode.DEVICE_UNAVAILABLE,
+        f"The engine has lost files since it was installed ({lost[0]}{more}), perhaps to a virus scanner: start "
+        "Switchyard again, and it gets them anew.",
+    )
+
+
+def give_up_own_part() -> EngineError | None:
+    """The same for the part that this process runs from; None if it runs from none."""
+    here = Path(__file__).resolve().parents[2]
+    try:
+        is_part = bundle() is not None and here.parent == parts_dir().resolve()
+    except EngineError:
+        return None
+    return give_up_damaged(here) if is_part else None
+
+
+def _files(folder: str) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name != _MADE_ANEW:
+                    yield from _files(entry.path)
+            elif entry.is_file():
+                yield entry
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None

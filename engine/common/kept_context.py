@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.common.files import is_locked, new_folder, private_folder, take_lock, write_private
-from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import cache_dir, config_dir
 from engine.common.schema import Number, Switch, entry
+from engine.common.settings import ask_keyring, tell_keyring
 
 SUFFIX = ".kept"
 PART = ".part"
@@ -70,8 +70,6 @@ class KeptContextSettings:
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """One file, and when it was last of use."""
-
     path: Path
     nbytes: int
     used_ns: int
@@ -96,11 +94,7 @@ def kept_context_settings() -> KeptContextSettings:
 
 
 def save_kept_context_settings(settings: KeptContextSettings) -> None:
-    """Holds from now on, for programs that run as well.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Holds from now on, for programs that run as well."""
     write_private(_settings_file(), json.dumps(asdict(settings)) + "\n")
 
 
@@ -108,7 +102,6 @@ def save_kept_context_settings(settings: KeptContextSettings) -> None:
 
 
 def folder_of(chat: str, folder: Path) -> Path:
-    """Where what is kept of a chat lies in the folder of all."""
     return folder / hashlib.blake2b(chat.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -158,11 +151,7 @@ def forget_other_chats(chats: Iterable[str]) -> None:
 
 
 def clear_kept_context() -> int:
-    """Removes all of it; returns how many bytes that were.  Programs that run only compute again what they need.
-
-    Raises:
-        OSError: some of it cannot be removed.
-    """
+    """Removes all of it; returns how many bytes that were.  Programs that run only compute again what they need."""
     folder = kept_context_dir()
     before = kept_context_bytes()
     forget_other_chats(())

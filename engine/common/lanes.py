@@ -198,137 +198,90 @@ LANES: tuple[Lane, ...] = (
 )
 """What the engine records, from top to bottom."""
 
-SENSOR_LANES: tuple[Lane, ...] = (
-    Lane(
-        "gpu_busy",
-        "GPU busy",
-        "How busy the graphics card is, for all programs.",
-        "share",
-        "gpu",
-        gauges=("gpu_busy",),
-        weight=0.9,
-    ),
-    Lane(
+_SENSORS: tuple[tuple[str, str, Kind, Colour, Unit, tuple[str, ...], str], ...] = (
+    ("gpu_busy", "GPU busy", "share", "gpu", "%", ("gpu_busy",), "How busy the graphics card is, for all programs."),
+    (
         "cpu_all",
         "CPU busy",
-        "How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two "
-        "is what other programs use.",
         "share",
         "cpu",
-        gauges=("cpu_ours", "cpu_all"),
-        weight=0.9,
+        "%",
+        ("cpu_ours", "cpu_all"),
+        "How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two "
+        "is what other programs use.",
     ),
-    Lane(
+    (
         "ram",
         "RAM",
-        "Memory in use: filled for Switchyard, dashed for all programs.",
         "amount",
         "cpu",
         "GB",
-        gauges=("ram_ours", "ram_used"),
-        weight=0.9,
+        ("ram_ours", "ram_used"),
+        "Memory in use: filled for Switchyard, dashed for all programs.",
     ),
-    Lane(
+    (
         "vram",
         "VRAM",
-        "The card's memory in use: filled for Switchyard, dashed for all programs.",
         "amount",
         "gpu",
         "GB",
-        gauges=("vram_ours", "vram_used"),
-        weight=0.9,
+        ("vram_ours", "vram_used"),
+        "The card's memory in use: filled for Switchyard, dashed for all programs.",
     ),
-    Lane(
+    (
         "pcie",
         "PCIe",
-        "Traffic on the graphics card's slot, both ways, of all programs.",
         "amount",
         "pcie",
         "B/s",
-        gauges=("pcie_rx", "pcie_tx"),
-        both_ways=True,
-        weight=0.9,
+        ("pcie_rx", "pcie_tx"),
+        "Traffic on the graphics card's slot, both ways, of all programs.",
     ),
-    Lane(
+    (
         "faults",
         "Page faults",
-        "Memory pages that the system had to map first: many slow things down.",
         "amount",
-        unit="/s",
-        gauges=("minor_faults",),
-        weight=0.9,
+        "muted",
+        "/s",
+        ("minor_faults",),
+        "Memory pages that the system had to map first: many slow things down.",
     ),
-    Lane(
+    (
         "disk_io",
         "Disk I/O",
-        "Reads from the disk and (dashed) writes to it, of all programs.",
         "amount",
         "disk",
         "B/s",
-        gauges=("disk_read", "disk_write"),
-        both_ways=True,
-        weight=0.9,
+        ("disk_read", "disk_write"),
+        "Reads from the disk and (dashed) writes to it, of all programs.",
     ),
-    Lane(
-        "gpu_power",
-        "GPU power",
-        "The power that the graphics card draws.",
-        "amount",
-        "gpu",
-        "W",
-        gauges=("gpu_power",),
-        weight=0.9,
-    ),
-    Lane(
-        "cpu_power",
-        "CPU power",
-        "The power that the processor draws.",
-        "amount",
-        "cpu",
-        "W",
-        gauges=("cpu_power",),
-        weight=0.9,
-    ),
-    Lane(
+    ("gpu_power", "GPU power", "amount", "gpu", "W", ("gpu_power",), "The power that the graphics card draws."),
+    ("cpu_power", "CPU power", "amount", "cpu", "W", ("cpu_power",), "The power that the processor draws."),
+    (
         "gpu_clock",
         "GPU clock",
-        "The graphics card's clock rate: it falls when the card is too hot.",
         "amount",
         "gpu",
         "GHz",
-        gauges=("gpu_clock",),
-        weight=0.9,
+        ("gpu_clock",),
+        "The graphics card's clock rate: it falls when the card is too hot.",
     ),
-    Lane(
+    (
         "cpu_clock",
         "CPU clock",
-        "The processor's clock rate: it falls when too hot or saving power.",
         "amount",
         "cpu",
         "GHz",
-        gauges=("cpu_clock",),
-        weight=0.9,
+        ("cpu_clock",),
+        "The processor's clock rate: it falls when too hot or saving power.",
     ),
-    Lane(
-        "gpu_temperature",
-        "GPU heat",
-        "How hot the graphics card is.",
-        "amount",
-        "gpu",
-        "°C",
-        gauges=("gpu_temperature",),
-        weight=0.9,
-    ),
-    Lane(
-        "cpu_temperature",
-        "CPU heat",
-        "How hot the processor is.",
-        "amount",
-        "cpu",
-        "°C",
-        gauges=("cpu_temperature",),
-        weight=0.9,
-    ),
+    ("gpu_temperature", "GPU heat", "amount", "gpu", "°C", ("gpu_temperature",), "How hot the graphics card is."),
+    ("cpu_temperature", "CPU heat", "amount", "cpu", "°C", ("cpu_temperature",), "How hot the processor is."),
+)
+
+SENSOR_LANES: tuple[Lane, ...] = tuple(
+    Lane(key, title, words, kind, colour, unit, gauges=gauges, both_ways=unit == "B/s", weight=0.9)
+    for key, title, kind, colour, unit, gauges, words in _SENSORS
 )
 """What sensors and drivers say, where the machine has them."""
 
@@ -341,5 +294,4 @@ WORK: tuple[str, ...] = tuple(track.name for track in TRACKS if track.is_work)
 
 
 def track_number(name: str) -> int:
-    """What spans of this track are recorded under."""
     return next(number for number, track in enumerate(TRACKS) if track.name == name)

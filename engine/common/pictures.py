@@ -126,20 +126,12 @@ def picture_of(data: bytes, where: str) -> Picture:
 
     Args:
         where: what begins a sentence about it, such as a file's name.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: it is none that is read here, is damaged, or too large.
     """
     _checked(data, where)
     return Picture(media_of(data), base64.b64encode(data).decode("ascii"))
 
 
 def picture_at(address: str, where: str) -> Picture:
-    """The picture in a `data:` address (RFC 2397).
-
-    Raises:
-        EngineError: as `picture_of`; or it is another address: nothing is fetched.
-    """
     found = _DATA_ADDRESS.match(address)
     if found is None:
         scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]{0,20}:", address)
@@ -151,11 +143,7 @@ def picture_at(address: str, where: str) -> Picture:
 
 
 def picture_in_base64(text: str, where: str) -> Picture:
-    """The picture whose file is given in base64.
-
-    Raises:
-        EngineError: as `picture_of`; or it is no base64.
-    """
+    """The picture whose file is given in base64."""
     if len(text) > MOST_PICTURE_BYTES * 3 // 2:
         raise _too_many_bytes(where)
     try:
@@ -166,11 +154,6 @@ def picture_in_base64(text: str, where: str) -> Picture:
 
 
 def picture_in_file(path: Path, where: str = "") -> Picture:
-    """The picture in a file on this machine.
-
-    Raises:
-        EngineError: as `picture_of`; or the file cannot be read.
-    """
     where = where or f"The picture {path}"
     try:
         data = read_untrusted(path, MOST_PICTURE_BYTES)
@@ -180,11 +163,7 @@ def picture_in_file(path: Path, where: str = "") -> Picture:
 
 
 def local_path(address: str, folder: Path, where: str) -> Path:
-    """The path that a `file:` address means, or a path that may be relative to a folder.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: it is an address that is not on this machine.
-    """
+    """The path that a `file:` address means, or a path that may be relative to a folder."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?!\\)", address) is None:
         return folder / Path(address).expanduser()
     found = urlsplit(address)
@@ -199,11 +178,6 @@ def local_path(address: str, folder: Path, where: str) -> Path:
 
 
 def pictures_in_files(paths: Sequence[Path]) -> tuple[Picture, ...]:
-    """Pictures of one message.
-
-    Raises:
-        EngineError: as `picture_in_file`; or they are too many.
-    """
     if len(paths) > MOST_PICTURES:
         raise _wrong(f"{len(paths)} pictures are too many for one message: give up to {MOST_PICTURES}.")
     found = tuple(map(picture_in_file, paths))
@@ -214,11 +188,6 @@ def pictures_in_files(paths: Sequence[Path]) -> tuple[Picture, ...]:
 
 
 def pictures_of(message: ChatMessage) -> tuple[Picture, ...]:
-    """The pictures of a turn, in its order.
-
-    Raises:
-        EngineError: as `picture_at`.
-    """
     if not message.parts:
         return ()
     parts = parse_json(message.parts)
@@ -232,11 +201,7 @@ def named(number: int, count: int) -> str:
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
-    """Width and height in pixels as people see it: turned as the camera says.  By headers alone.
-
-    Raises:
-        EngineError: as `picture_of`.
-    """
+    """Width and height in pixels as people see it: turned as the camera says.  By headers alone."""
     walked = _checked(base64.b64decode(picture.data), "The picture")
     turned = _turn(walked.exif) >= 5
     return (walked.height, walked.width) if turned else (walked.width, walked.height)
@@ -247,9 +212,6 @@ def read_picture(picture: Picture, where: str) -> Image:
 
     Args:
         where: what begins a sentence about it.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: as `picture_of`.
     """
     import PIL.Image
 
@@ -376,7 +338,6 @@ def _jpeg(data: bytes) -> _Walked:
 
 
 def _gif(data: bytes) -> _Walked:
-    """The first picture, with how it is shown."""
     wide, high = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
     at = 13 + _colours(data[10])
     kept = [data[:at]]

@@ -22,8 +22,6 @@ Applies = Literal["now", "load", "start"]
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """On or off."""
-
     def read(self, value: object) -> bool | None:
         """The value that JSON means; None if it means none."""
         return value if isinstance(value, bool) else None
@@ -44,7 +42,6 @@ class Choice:
     others: Callable[[str], bool] | None = None
 
     def read(self, value: object) -> str | None:
-        """The value that JSON means; None if it means none."""
         known = isinstance(value, str) and (value in self.values or (self.others is not None and self.others(value)))
         return cast("str", value) if known else None
 
@@ -74,7 +71,6 @@ class Number:
     special: str = ""
 
     def holds(self, value: float) -> bool:
-        """Whether it is within the bounds."""
         try:
             is_finite = math.isfinite(value)
         except OverflowError:  # a whole number that no float can hold
@@ -88,7 +84,6 @@ class Number:
         )
 
     def read(self, value: object) -> float | None:
-        """The value that JSON means; None if it means none."""
         kinds = (int,) if self.whole else (int, float)
         good = isinstance(value, kinds) and not isinstance(value, bool) and self.holds(cast("float", value))
         return cast("float", value) if good else None
@@ -105,7 +100,6 @@ class Size:
     least: int = 1
 
     def read(self, value: object) -> int | None:
-        """The value that JSON means; None if it means none."""
         return value if type(value) is int and value >= self.least else None
 
 
@@ -114,7 +108,6 @@ class Text:
     """Any text.  What people type, or the names of their models and folders, so that no report contains it."""
 
     def read(self, value: object) -> str | None:
-        """The value that JSON means; None if it means none."""
         return value if isinstance(value, str) else None
 
 
@@ -129,7 +122,6 @@ class Texts:
     escapes: bool = False
 
     def read(self, value: object) -> tuple[str, ...] | None:
-        """The value that JSON means; None if it means none."""
         are = isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value)
         return tuple(cast("Sequence[str]", value)) if are else None
 
@@ -188,7 +180,6 @@ class Setting(Generic[V]):
         holder.set(self.key, value)
 
     def makes_sense(self, stored: object) -> bool:
-        """Whether JSON holds a value of it."""
         return self.kind.read(stored) is not None or (stored is None and self.default is None)
 
     def read(self, stored: object) -> V:

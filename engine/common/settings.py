@@ -1,4 +1,4 @@
-"""The settings that people can change: those of the window, those of the engine, and the file that keeps them."""
+"""The settings that people can change, of the window and of the engine; their file; and secrets in the keyring."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from engine.common.config import MODEL_CARD, EngineConfig, SamplingParams
+from engine.common.falls import passed_over
 from engine.common.paths import config_dir
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Text, settings_of
 from engine.common.sizes import about
@@ -218,7 +219,6 @@ def settings_path() -> Path:
 
 
 def value_in(values: Mapping[str, Any], setting: Setting[Any]) -> Any:
-    """A setting's value among those of a file."""
     return setting.read(values[setting.key]) if setting.key in values else setting.default
 
 
@@ -226,7 +226,6 @@ def read_settings(path: Path) -> SettingsFile:
     """The file, as this version writes it.  One that is missing is empty.
 
     Raises:
-        OSError: it cannot be read.
         ValueError: it is no JSON object.
     """
     try:
@@ -247,7 +246,6 @@ def read_settings(path: Path) -> SettingsFile:
 
 
 def engine_settings(values: Mapping[str, Any], model: str) -> EngineConfig:
-    """A model and what the settings say of how it runs."""
     kept = {each.key: value_in(values, each) for each in settings_of(EngineConfig) if each.name}
     return EngineConfig(model, **kept)
 
@@ -256,7 +254,6 @@ def engine_settings(values: Mapping[str, Any], model: str) -> EngineConfig:
 
 
 def said(setting: Setting[Any], value: Any) -> str:
-    """A value in words."""
     kind = setting.kind
     if value is None:
         return "automatic"
@@ -304,7 +301,6 @@ def _sampling_table() -> str:
 
 
 def with_tables(document: str) -> str:
-    """A document with the tables of settings in their places."""
     for name, table in (("settings", _kept_table()), ("sampling", _sampling_table())):
         begins = _BEGINS.format(name)
         before, _, rest = document.partition(begins)
@@ -315,3 +311,30 @@ def with_tables(document: str) -> str:
 if __name__ == "__main__":
     document = Path("docs/command-line.md")
     document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+_SERVICE = "Switchyard"
+
+
+def ask_keyring(name: str) -> str:
+    """What is kept under this name, or an empty string.  May wait for people who unlock it."""
+    with passed_over("The keyring was not read"):  # there is none, it is locked, or no session to ask in
+        import keyring
+
+        return keyring.get_password(_SERVICE, name) or ""
+    return ""
+
+
+def tell_keyring(name: str, secret: str) -> None:
+    """Keeps a secret, if there is a keyring: ask to know."""
+    with passed_over("The keyring keeps nothing"):  # what its backends raise is not documented
+        import keyring
+
+        keyring.set_password(_SERVICE, name, secret)
+
+
+def forget_in_keyring(name: str) -> None:
+    with passed_over("The keyring forgets nothing"):
+        import keyring
+
+        keyring.delete_password(_SERVICE, name)

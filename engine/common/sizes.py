@@ -19,12 +19,10 @@ def about(nbytes: int) -> str:
 
 
 def rounded_up(nbytes: int) -> str:
-    """Rounded up: for what is needed."""
     return _in_words(nbytes, lambda step: -(-nbytes // step))
 
 
 def rounded_down(nbytes: int) -> str:
-    """Rounded down: for what there is."""
     return _in_words(nbytes, lambda step: nbytes // step)
 
 

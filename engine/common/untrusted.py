@@ -50,11 +50,7 @@ def open_untrusted(path: Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def read_untrusted(path: Path, most_bytes: int) -> bytes:
-    """The whole of a regular file.
-
-    Raises:
-        OSError: as `open_untrusted`, and if it holds more than `most_bytes`: `strerror` says so.
-    """
+    """The whole of a regular file."""
     with open_untrusted(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -63,11 +59,7 @@ def read_untrusted(path: Path, most_bytes: int) -> bytes:
 
 
 def check_untrusted(path: Path, most_bytes: int) -> None:
-    """Checks a file that a library is about to open by name.
-
-    Raises:
-        OSError: as `read_untrusted`.
-    """
+    """Checks a file that a library is about to open by name."""
     with open_untrusted(path, buffering=0) as file:
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it is larger than {_size(most_bytes)}", str(path))

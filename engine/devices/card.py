@@ -93,13 +93,8 @@ def reserve_bytes(total: int, free: int, *, shows_desktop: bool | None) -> int:
 
 
 def hard_fraction(budget: int, total: int, reserve: int = HEADROOM_BYTES) -> float:
-    """The part of a card's memory beyond which torch refuses to allocate, so that nothing spills into RAM.
-
-    Args:
-        budget: bytes that are planned with.
-        total: bytes of the card.
-        reserve: bytes that are left to others; torch's own workspaces may take half of them.
-    """
+    """The part of a card's memory beyond which torch refuses to allocate, so that nothing spills into RAM: the budget,
+    and half of what is left to others, for torch's own workspaces."""
     return min(1.0, (budget + reserve // 2) / max(total, 1))
 
 

@@ -1,12 +1,9 @@
-"""Streams and events of cards behind the common interface, their times converted to the host's clock.
+"""Streams and events of cards through torch, their times converted to the host's clock.
 
-`torch.cuda` and `torch.xpu` have the same names for the same things; a `TorchCards` says which of them is meant.
-
-A card's stream whose copies from memory that is not pinned do not hold up whoever submits them.
-
-A driver copies from such memory while its caller waits: experts in a mapped file or beyond the limit of pinned memory
-would stop the thread that decodes, which may hold a cache's lock.  Here a thread carries them through a few pinned
-buffers in turn, filling one while the card reads others.  What is submitted meanwhile queues behind them.
+A driver copies from memory that is not pinned while its caller waits: experts in a mapped file or beyond the limit of
+pinned memory would stop the thread that decodes, which may hold a cache's lock.  So the stream of such copies has a
+thread that carries them through a few pinned buffers in turn, filling one while the card reads others.  What is
+submitted meanwhile queues behind them.
 """
 
 from __future__ import annotations
@@ -17,9 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,32 +26,14 @@ _ANCHOR_AGE_S = 10.0
 """Cards report elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
 
 
-class TorchCards(Protocol):
-    """As much of `torch.cuda` and `torch.xpu` as streams need."""
-
-    def Event(self, *, enable_timing: bool) -> Any: ...
-
-    def Stream(self, device: torch.device, *, priority: int) -> Any: ...
-
-    def stream(self, stream: Any) -> AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """An event with a known time on the host's clock."""
-
-    event: Any
-    at_s: float
-
-    def host_s(self, event: Any) -> float:
-        """The time of `event` on `time.perf_counter`'s clock; it must be done, and later than the anchor."""
-        return self.at_s + float(self.event.elapsed_time(event)) / 1e3
+Anchor = tuple[Any, float]
+"""An event of torch's, and its time on the host's clock."""
 
 
 class CardClock:
     """Anchors for one card, accurate to a few microseconds, on a stream without other work."""
 
-    def __init__(self, cards: TorchCards, device: torch.device) -> None:
+    def __init__(self, cards: Any, device: torch.device) -> None:
         self._cards = cards
         self._stream = cards.Stream(device, priority=-1)
         self._lock = threading.Lock()
@@ -68,11 +45,10 @@ class CardClock:
         Raises:
             RuntimeError: the card has failed.
         """
-        if time.perf_counter() - self._anchor.at_s > _ANCHOR_AGE_S:
-            with self._lock:
-                if time.perf_counter() - self._anchor.at_s > _ANCHOR_AGE_S:
-                    self._anchor = self._take()
-        return self._anchor
+        with self._lock:
+            if time.perf_counter() - self._anchor[1] > _ANCHOR_AGE_S:
+                self._anchor = self._take()
+            return self._anchor
 
     def _take(self) -> Anchor:
         event = self._cards.Event(enable_timing=True)
@@ -80,7 +56,7 @@ class CardClock:
         before_s = time.perf_counter()
         event.record(self._stream)
         event.synchronize()
-        return Anchor(event, (before_s + time.perf_counter()) / 2)
+        return event, (before_s + time.perf_counter()) / 2
 
 
 _POLL_S = 50e-6
@@ -90,12 +66,10 @@ Copied = tuple[Direction, int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class CardEvent:
-    """See `engine.devices.device.Event`.  Work submitted to a card cannot be cancelled."""
+    """See `engine.devices.device.Event`."""
 
     def __init__(self, stream: str, copy_log: CopyLog, copied: Copied | None) -> None:
-        self._stream = stream
-        self._copy_log = copy_log
-        self._copied = copied
+        self._stream, self._copy_log, self._copied = stream, copy_log, copied
         self._lock = threading.Lock()
         self._marks: tuple[Anchor, Any, Any] | None = None
         self._placed: threading.Event | None = None
@@ -162,9 +136,6 @@ class CardEvent:
             raise fresh(self._failure)
         return True
 
-    def cancel(self) -> bool:
-        return False
-
     @property
     def failure(self) -> EngineError | None:
         return self._failure
@@ -187,9 +158,9 @@ class CardEvent:
         with self._lock:
             if self._span is not None or self._marks is None:
                 return
-            anchor, start, end = self._marks
-            started_s = anchor.host_s(start)
-            ended_s = max(started_s, anchor.host_s(end))
+            (anchor, at_s), start, end = self._marks
+            started_s = at_s + float(anchor.elapsed_time(start)) / 1e3
+            ended_s = max(started_s, at_s + float(anchor.elapsed_time(end)) / 1e3)
             if self._copied is not None:
                 direction, nbytes, _ = self._copied
                 self._copied = None
@@ -200,11 +171,9 @@ class CardEvent:
 class CardStream(Stream):
     """See `engine.devices.device.Stream`.  Work is called immediately; its launches go to this stream."""
 
-    def __init__(self, name: str, stream: Any, cards: TorchCards, clock: CardClock, copy_log: CopyLog) -> None:
+    def __init__(self, name: str, stream: Any, cards: Any, clock: CardClock, copy_log: CopyLog) -> None:
         super().__init__(name, copy_log)
-        self._cards = cards
-        self._queue = stream
-        self._clock = clock
+        self._cards, self._queue, self._clock = cards, stream, clock
         self._turn = threading.RLock()
         # Copies possibly without a waiter: they keep their tensors alive, and are logged once they are seen to be done.
         self._in_flight: deque[CardEvent] = deque()
@@ -318,39 +287,12 @@ BUFFERS, BUFFER_BYTES = 4, 2 * 2**20
 WORTH_BYTES = 2**16
 """Drivers take copies up to this size from their caller without waiting."""
 
-Pinned = Callable[[int], torch.Tensor | None]
-"""Allocates bytes [n] that are pinned; None if that is refused."""
-
-
-def pinned_bytes(nbytes: int) -> torch.Tensor | None:
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # there is no driver, or it has a limit
-        return None
-
 
 class RelayedStream(CardStream):
-    """See above.
+    """Whose copies do not hold up who submits them.  Without pinned buffers the thread copies as the driver does."""
 
-    Args:
-        is_pinned: whether the card copies from a tensor without its caller waiting; pinned: for the buffers, which
-            are taken at the first use.  Without them the thread copies as the driver does.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        stream: Any,
-        cards: TorchCards,
-        clock: CardClock,
-        copy_log: CopyLog,
-        *,
-        is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned,
-        pinned: Pinned = pinned_bytes,
-    ) -> None:
+    def __init__(self, name: str, stream: Any, cards: Any, clock: CardClock, copy_log: CopyLog) -> None:
         super().__init__(name, stream, cards, clock, copy_log)
-        self._is_pinned = is_pinned
-        self._pinned = pinned
         self._buffers: list[torch.Tensor] | None = None
         self._last_use: list[Any] = [None] * BUFFERS
         self._next = 0
@@ -358,6 +300,16 @@ class RelayedStream(CardStream):
         # What is not yet in the card's queue, with its event unless it is a wait.  The first one is under way.
         self._queued: deque[tuple[CardEvent | None, Callable[[], None]]] = deque()
         self._thread: threading.Thread | None = None
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the card copies from a tensor without its caller waiting."""
+        return tensor.is_pinned()
+
+    def _pinned(self, nbytes: int) -> torch.Tensor | None:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # there is no driver, or it has a limit
+            return None
 
     def wait(self, event: Event) -> None:
         with self._turn:

@@ -12,7 +12,7 @@ from engine.common import clock
 from engine.common.errors import EngineError
 from engine.devices.device import ROLES, CopyLog, Device, Direction, Event, Stream
 from engine.devices.failures import as_engine_error, fresh
-from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
+from engine.devices.host_memory import HostMemory, allocate_host, available_ram
 from engine.devices.memory_budget import MemoryBudget
 
 
@@ -31,9 +31,6 @@ class EndedEvent:
         if self.failure is not None:
             raise fresh(self.failure)
         return True
-
-    def cancel(self) -> bool:
-        return False
 
 
 class InlineStream(Stream):
@@ -87,17 +84,13 @@ class InlineStream(Stream):
 
 
 def open_cpu(total: int | None = None) -> Device:
-    """Opens the CPU.
-
-    Args:
-        total: memory budget in bytes; None: what is available now.
-    """
+    """Opens the CPU with a memory budget in bytes; None: what is available now."""
     log = CopyLog()
     return Device(
         name="cpu",
         torch_device=torch.device("cpu"),
         memory=MemoryBudget("cpu", available_ram() if total is None else total, allocate_host),
-        host_memory=PageableMemory(),
+        host_memory=HostMemory(),
         streams=tuple(InlineStream(f"cpu {role}", log) for role in ROLES),
         copy_log=log,
     )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import platform
 from collections.abc import Callable
 
 import torch
 
 from engine.devices.card import CardKind
 from engine.devices.device import Capture, Graph
-from engine.devices.pinned_memory import PinnedMemory
-from engine.hardware.dxgi import Adapter, adapter_of
+from engine.devices.host_memory import PinnedMemory
+from engine.hardware.dxgi import Adapter, card_adapter
 from engine.hardware.gpu_info import HIDING, GpuInfo
 from engine.hardware.nvml import Nvml, nvidia_gpus
 
@@ -40,14 +38,17 @@ class CudaCapture:
 
     Args:
         stream: from `capture_stream`, the same for all captures of a card.
-        pools: of the card; this capture takes one, and returns it for the next.
+        free: pools of the card; this capture takes one, and returns it, and what it holds, for the next: with one each,
+            memory of the card would be lost to the program with every capture, as torch gives back a dead pool's only
+            when it runs short.
     """
 
-    def __init__(self, place: torch.device, stream: torch.cuda.Stream, pools: CapturePools) -> None:
-        self._place = place
-        self._stream = stream
-        self._pools = pools
-        self._held = pools.take()
+    def __init__(self, place: torch.device, stream: torch.cuda.Stream, free: list[torch.cuda.MemPool]) -> None:
+        self._place, self._stream, self._free = place, stream, free
+        if not free:
+            with torch.cuda.device(place):  # it belongs to the card that is current
+                free.append(torch.cuda.MemPool())
+        self._held = free.pop()
         self._pool = self._held.id
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._under_way: torch.cuda.CUDAGraph | None = None
@@ -90,8 +91,13 @@ class CudaCapture:
             return
         try:
             graph.capture_end()
-        except RuntimeError:  # CUDA reports the failed capture again, before the allocator has left the pool
-            end_allocating(self._place, self._pool)
+        except RuntimeError:  # CUDA reports the failed capture again, before torch's allocator has left the pool
+            for leave in (
+                "_cuda_endAllocateToPool",
+                "_cuda_releasePool",
+            ):  # as `use_mem_pool` does at its end
+                with contextlib.suppress(RuntimeError, AttributeError):  # it has left already
+                    getattr(torch._C, leave)(self._place.index or 0, self._pool)
         self._resume()
 
     def close(self) -> None:
@@ -100,48 +106,14 @@ class CudaCapture:
             torch.cuda.current_stream(self._place).synchronize()
         while self._graphs:
             self._graphs.pop().reset()
-        self._pools.give_back(self._held)
+        if not any(self._held is each for each in self._free):
+            self._free.append(self._held)
 
     def _resume(self) -> None:
         if self._before is not None:
             torch.cuda.set_stream(self._before)
             torch.cuda.set_device(self._card)  # a stream brings its card with it
             self._before = None
-
-
-class CapturePools:
-    """Memory pools of one card for captures.  One that ended leaves its pool, and what that holds, to the next.
-
-    With a pool each, memory of the card would be lost to the program with every capture: torch gives back a dead pool's
-    only when it runs short.
-    """
-
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
-        self._free: list[torch.cuda.MemPool] = []
-
-    def take(self) -> torch.cuda.MemPool:
-        """One that no capture uses."""
-        if self._free:
-            return self._free.pop()
-        with torch.cuda.device(self._place):  # it belongs to the card that is current
-            return torch.cuda.MemPool()
-
-    def give_back(self, pool: torch.cuda.MemPool) -> None:
-        """Ends its use.  Idempotent."""
-        if not any(pool is free for free in self._free):
-            self._free.append(pool)
-
-
-def end_allocating(place: torch.device, pool: tuple[int, int]) -> None:
-    """Lets torch's allocator leave a pool after a failed capture; else all later memory would come from there.
-
-    `CUDAGraph.capture_end` raises before it has done so.  This is what `torch.cuda.use_mem_pool` does at its end.
-    """
-    index = place.index or 0
-    for leave in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        with contextlib.suppress(RuntimeError, AttributeError):  # it has left already
-            getattr(torch._C, leave)(index, pool)
 
 
 def _nvidia(index: int) -> GpuInfo | None:
@@ -168,27 +140,12 @@ def _is_at(bus: str | None, address: str) -> bool:
 
 
 def _captures(place: torch.device) -> Callable[[], Capture]:
-    stream, pools = capture_stream(place), CapturePools(place)
-    return lambda: CudaCapture(place, stream, pools)
-
-
-def _luid(index: int) -> bytes | None:
-    """What Windows calls a card of NVIDIA's until it is restarted."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll")
-        card, luid, mask = ctypes.c_int(), (ctypes.c_uint8 * 8)(), ctypes.c_uint()
-        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(card), index):
-            return None
-        return None if driver.cuDeviceGetLuid(luid, ctypes.byref(mask), card) else bytes(luid)
-    except (OSError, AttributeError):  # AMD's, or an old driver
-        return None
+    stream, free = capture_stream(place), list[torch.cuda.MemPool]()
+    return lambda: CudaCapture(place, stream, free)
 
 
 def _adapter(index: int) -> Adapter | None:
-    """The card as Windows knows it; None elsewhere."""
-    if platform.system() != "Windows":
-        return None
-    return adapter_of(_luid(index), torch.cuda.get_device_name(index))
+    return card_adapter(index, lambda: torch.cuda.get_device_name(index))
 
 
 def shows_desktop(index: int) -> bool | None:

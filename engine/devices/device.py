@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -36,14 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CopyRecord:
-    """One successful copy.
-
-    Attributes:
-        stream: its name, including the device's.
-        direction: `h2d`, `d2h`, `d2d` or `p2p`.
-        nbytes: payload.
-        started_s, ended_s: on `time.perf_counter`'s clock.
-    """
+    """One successful copy, by `engine.common.clock`; `stream` names the device, too."""
 
     stream: str
     direction: str
@@ -52,20 +44,13 @@ class CopyRecord:
     ended_s: float
 
 
-Listener = Callable[[CopyRecord], None]
-
-
 class CopyLog:
-    """Listeners to a device's copies.
-
-    They are called before the copy's event is done, on whichever thread notices the end of the copy, so they must be
-    fast. Without listeners a copy costs one look at an empty tuple.
-    """
+    """Listeners to a device's copies: called before the event is done, on any thread, so they must be fast."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[Listener, ...] = ()
+        self._listeners: tuple[Callable[[CopyRecord], None], ...] = ()
 
-    def listen(self, listener: Listener) -> Callable[[], None]:
+    def listen(self, listener: Callable[[CopyRecord], None]) -> Callable[[], None]:
         """Calls `listener` for every copy from now on; call the result to unsubscribe."""
         self._listeners = (*self._listeners, listener)
 
@@ -95,10 +80,7 @@ class Graph(Protocol):
 
 
 class Capture(Protocol):
-    """Captures segments of one step, which share memory and must be replayed in order.
-
-    Not thread-safe; launches of other threads are not captured.
-    """
+    """Captures segments of one step, which share memory and are replayed in order, of one thread's launches alone."""
 
     @property
     def nbytes(self) -> int:
@@ -122,18 +104,15 @@ class Capture(Protocol):
 
 
 def upload(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Copies a host tensor, which must not change afterwards, to a device, in order with its stream's work.
-
-    From pageable memory, a card's copy would block the caller until all queued work is done, including the wait for an
-    expert's weights.
-    """
+    """Copies a host tensor, which must not change afterwards, to a device, in order with its stream's work."""
     if place.type in ("cpu", "mps"):  # the same memory
         return tensor.to(place)
+    # From pageable memory, a card's copy would block the caller until all queued work is done.
     return tensor.pin_memory().to(place, non_blocking=True)
 
 
 class Direction(StrEnum):
-    """Direction of a copy: over the link to the device, back, within the device, or from another one."""
+    """Of a copy: over the link to the device, back, within the device, or from another one."""
 
     H2D = "h2d"
     D2H = "d2h"
@@ -159,13 +138,7 @@ class Event(Protocol):
         """Blocks until the work has ended.  False if that took longer than `timeout_s`.
 
         Raises:
-            EngineError: the work failed, something before it in its stream did, it was cancelled, or the device closed.
-        """
-
-    def cancel(self) -> bool:
-        """Cancels the work if it has not started; returns whether it did.  (CUDA work cannot be cancelled.)
-
-        Later work of the same stream still runs; a stream that waits for the event fails.
+            EngineError: the work failed, something before it in its stream did, or the device closed.
         """
 
     @property
@@ -371,7 +344,5 @@ class Device:
     def __enter__(self) -> Device:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

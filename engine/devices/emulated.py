@@ -6,8 +6,7 @@ link's latency and its bytes at the link's rate.  The host's own time is real, b
 another one.  There are two kinds of cards, by their profiles:
 
 - Of one with a data sheet, a kernel takes its launch and the longer of its bytes and its arithmetic at the card's
-  rates.  The caller's own operators are the card's, in order with submitted work, so everything is done when it is
-  issued.  Times are those of data sheets: what kernels reach in truth is for a card to say.
+  rates.  The caller's own operators are the card's, in order with submitted work: everything is done when it is issued.
 - Any other takes as long as the processor, or as many times as long as its profile says.  What is submitted is put off
   until somebody asks for an event that needs it, and bytes move at the end of their copy: reading before the event is
   done gives old bytes, as on a card.  The timeline can also be told to hurry, for tests that draw the order.
@@ -21,9 +20,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -37,18 +35,14 @@ from engine.common.clock import OwnClock
 from engine.common.errors import EngineError
 from engine.devices.device import CaptureError, CopyLog, Device, Direction, Event, Graph, Stream
 from engine.devices.failures import as_engine_error
-from engine.devices.host_memory import PageableMemory, allocate_host
+from engine.devices.host_memory import HostMemory, allocate_host
 from engine.devices.memory_budget import MemoryBudget, MemoryWatch, Room
 from engine.devices.timeline import TimedEvent, Timeline, Wire
 from engine.hardware.profiles import DeviceProfile
 
 
 class Meter:
-    """What work costs on a card whose time is modelled, and on the processor that belongs to it.
-
-    Attributes:
-        clock: that it is charged to.
-    """
+    """What work costs on a card whose time is modelled, and on the processor that belongs to it."""
 
     def __init__(self, timeline: Timeline, profile: DeviceProfile) -> None:
         self.clock, self._timeline, self._profile = timeline.clock, timeline, profile
@@ -58,7 +52,7 @@ class Meter:
         self._inside = False
 
     def compute_on(self, stream: EmulatedStream, beside: EmulatedStream) -> None:
-        """The stream that the caller's own operators are queued on, and that of what the processor does meanwhile."""
+        """For the caller's own operators, and for what the processor does meanwhile."""
         self._compute, self._beside = stream, beside
 
     @property
@@ -67,16 +61,10 @@ class Meter:
         return self._profile.launch_us / 1e6
 
     def kernel(self, nbytes: float, flops: float, launches: int = 1) -> None:
-        """The work under way runs a kernel on the card.
-
-        Args:
-            nbytes: that it reads and writes.
-            flops: of its arithmetic.
-        """
+        """The work under way runs a kernel on the card, which reads and writes so many bytes."""
         self._seconds += self.kernel_s(nbytes, flops, launches)
 
     def kernel_s(self, nbytes: float, flops: float, launches: int = 1) -> float:
-        """Seconds of a kernel."""
         profile = self._profile
         busy_s = max(nbytes / (profile.card_gbps * 1e9), flops / (profile.card_tflops * 1e12))
         return launches * self.launch_s + busy_s
@@ -115,11 +103,7 @@ class Meter:
 
     @contextmanager
     def on_card(self) -> Iterator[None]:
-        """Within, the caller's operators are the card's; `kernel` says what they cost, and at the end the host waits.
-
-        Raises:
-            EngineError: the card was closed.
-        """
+        """Within, the caller's operators are the card's; `kernel` says what they cost; the host waits at the end."""
         assert self._compute is not None
         self._inside = True
         try:
@@ -156,32 +140,14 @@ class Meter:
             yield
 
 
-class _Called:
-    """While a stream is called: the host's clock stands still, but for what the call takes."""
-
-    __slots__ = ("_call_s", "_timeline")
-
-    def __init__(self, timeline: Timeline, call_s: float) -> None:
-        self._timeline, self._call_s = timeline, call_s
-
-    def __enter__(self) -> None:
-        clock = self._timeline.clock
-        clock.stop(1)
-        self._timeline.lock.acquire()
-        clock.advance(self._call_s)
-
-    def __exit__(self, *_: object) -> None:
-        self._timeline.lock.release()
-        self._timeline.clock.stop(-1)
-
-
 class EmulatedStream(Stream):
     """See `engine.devices.device.Stream`.  Work ends when the timeline says.
 
     Args:
         call_s: of the host's time for each call.
         slowdown: factor on the duration of work that is put off; None: all is done when it is issued.
-        carries: the wire for a direction, and whether copies of this stream are urgent there.
+        memory: of the device, which says which way a copy goes; wires: by the directions that cross the link.
+        usual: direction of this stream's copies, if there is one; is_urgent: whether they overtake others.
     """
 
     def __init__(
@@ -190,15 +156,18 @@ class EmulatedStream(Stream):
         timeline: Timeline,
         meter: Meter,
         copy_log: CopyLog,
-        carries: Callable[[torch.Tensor, torch.Tensor, Direction | None], tuple[Direction, Wire | None]],
+        memory: MemoryBudget,
+        wires: Mapping[Direction, Wire],
         *,
+        usual: Direction | None,
         is_urgent: bool,
         call_s: float,
         slowdown: float | None,
     ) -> None:
         super().__init__(name, copy_log)
         self._timeline, self._meter = timeline, meter
-        self._carries, self._is_urgent, self._call_s = carries, is_urgent, call_s
+        self._memory, self._wires, self._usual = memory, wires, usual
+        self._is_urgent, self._call_s = is_urgent, call_s
         self._slowdown = slowdown
         self._queue = timeline.new_queue(name)
 
@@ -241,8 +210,8 @@ class EmulatedStream(Stream):
         return self._issue(work, self._meter.launch_s)
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
-        taken, wire = self._carries(destination, source, direction)
-        nbytes, name, log = source.nbytes, self.name, self._copy_log
+        taken = direction or self._usual or self._direction_between(destination, source)
+        wire, nbytes, name, log = self._wires.get(taken), source.nbytes, self.name, self._copy_log
 
         def move() -> None:
             with torch.inference_mode():
@@ -300,39 +269,39 @@ class EmulatedStream(Stream):
 
         return run
 
-    def _called(self) -> _Called:
-        return _Called(self._timeline, self._call_s)
+    def _direction_between(self, destination: torch.Tensor, source: torch.Tensor) -> Direction:
+        """By who owns the tensors; small copies between tensors of torch, whose owners are unknown, cross the link."""
+        into_ours, out_of_ours = self._memory.holds(destination), self._memory.holds(source)
+        if into_ours != out_of_ours:
+            return Direction.H2D if into_ours else Direction.D2H
+        return Direction.H2D if self._is_urgent and not into_ours else Direction.D2D
 
-
-@dataclass
-class _Shared:
-    """The timeline of all cards that are open at once, and how many they are."""
-
-    timeline: Timeline
-    cards: int = 0
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """While the stream is called: the host's clock stands still, but for what the call takes."""
+        with self._timeline.clock.stopped(), self._timeline.lock:
+            self._timeline.clock.advance(self._call_s)
+            yield
 
 
 _turn = threading.Lock()
-_shared: _Shared | None = None
+_joined: list[Timeline] = []
+"""The timeline of all cards that are open at once, as often as they are."""
 
 
 def _join(*, is_fixed: bool) -> Timeline:
-    global _shared
     with _turn:
-        if _shared is None:
-            _shared = _Shared(Timeline(OwnClock(is_fixed=is_fixed)))
-            clocks.use(_shared.timeline.clock)
-        _shared.cards += 1
-        return _shared.timeline
+        timeline = _joined[0] if _joined else Timeline(OwnClock(is_fixed=is_fixed))
+        if not _joined:
+            clocks.use(timeline.clock)
+        _joined.append(timeline)
+        return timeline
 
 
 def _leave() -> None:
-    global _shared
     with _turn:
-        assert _shared is not None
-        _shared.cards -= 1
-        if not _shared.cards:
-            _shared = None
+        _joined.pop()
+        if not _joined:
             clocks.use(None)
 
 
@@ -372,18 +341,14 @@ def open_emulated(
     def stream(
         role: str, usual: Direction | None = None, *, is_urgent: bool = False, calls: bool = True, slowdown: float = 1.0
     ) -> EmulatedStream:
-        def carries(
-            destination: torch.Tensor, source: torch.Tensor, asked: Direction | None
-        ) -> tuple[Direction, Wire | None]:
-            direction = asked or usual or _direction_between(memory, destination, source, crosses=is_urgent)
-            return direction, wires.get(direction)
-
         return EmulatedStream(
             f"{name} {role}",
             timeline,
             meter,
             log,
-            carries,
+            memory,
+            wires,
+            usual=usual,
             is_urgent=is_urgent,
             call_s=profile.call_us / 1e6 if calls and profile.has_clock else 0.0,
             slowdown=None if profile.has_clock else slowdown,
@@ -401,7 +366,7 @@ def open_emulated(
         name=name,
         torch_device=torch.device("cpu"),
         memory=memory,
-        host_memory=PageableMemory(),
+        host_memory=HostMemory(),
         streams=streams[:4],
         copy_log=log,
         compute_follows_caller=profile.has_clock,
@@ -419,21 +384,6 @@ def _close(streams: tuple[EmulatedStream, ...]) -> None:
     for stream in streams:
         stream.close()
     _leave()
-
-
-def _direction_between(
-    memory: MemoryBudget, destination: torch.Tensor, source: torch.Tensor, *, crosses: bool
-) -> Direction:
-    """The direction of a copy by who owns its tensors.
-
-    Args:
-        memory: the device's own.
-        crosses: whether copies between tensors of torch, whose owners are unknown, are taken to cross the link.
-    """
-    into_ours, out_of_ours = memory.holds(destination), memory.holds(source)
-    if into_ours != out_of_ours:
-        return Direction.H2D if into_ours else Direction.D2H
-    return Direction.H2D if crosses and not into_ours else Direction.D2D
 
 
 _READS_BACK = frozenset(

@@ -57,8 +57,3 @@ def fresh(error: EngineError) -> EngineError:
 def closed_error(stream: str) -> EngineError:
     """The error of work that a closing device did not run."""
     return EngineError(ErrorCode.DEVICE_UNAVAILABLE, f"{stream} was closed: load the model again.")
-
-
-def cancelled_error(stream: str) -> EngineError:
-    """The error of cancelled work."""
-    return EngineError(ErrorCode.INTERNAL, f"Work on {stream} was cancelled before its result was used: try again.")

@@ -29,7 +29,7 @@ class DeviceMemoryError(EngineError):
     """A device has too little memory left.
 
     Attributes:
-        asked: requested bytes.  free: bytes left in its budget; if they suffice, other programs use the memory.
+        asked, free: bytes; if those suffice that its budget has left, other programs use the memory.
     """
 
     def __init__(self, device: str, category: MemoryCategory, asked: int, free: int) -> None:
@@ -41,8 +41,7 @@ class DeviceMemoryError(EngineError):
             why = f"{device} refused {about(asked)} for {category} that its budget allows"
             remedy = "close other programs that use its memory, or allow the model less with --vram"
         super().__init__(ErrorCode.NOT_ENOUGH_MEMORY, f"{why}: {remedy}.")
-        self.asked = asked
-        self.free = free
+        self.asked, self.free = asked, free
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,6 @@ class MemoryUse:
 
     @property
     def used(self) -> int:
-        """Total bytes of all categories."""
         return sum(self.by_category.values())
 
 
@@ -63,17 +61,12 @@ class Reservation:
     """Bytes counted for memory allocated elsewhere, such as the library's KV cache."""
 
     def __init__(self, budget: MemoryBudget, category: MemoryCategory) -> None:
-        self._budget = budget
-        self.category = category
-        self.nbytes = 0
+        self._budget, self.category, self.nbytes = budget, category, 0
 
     def resize(self, nbytes: int) -> None:
-        """Changes the reservation to `nbytes`.
-
-        Raises:
-            DeviceMemoryError: it does not fit; the reservation is unchanged.
-        """
-        self._budget._resize(self, nbytes)
+        """Changes the reservation; if that does not fit, it raises `DeviceMemoryError` and is unchanged."""
+        self._budget._take(nbytes - self.nbytes, self.category)
+        self.nbytes = nbytes
 
     def release(self) -> None:
         """Ends the reservation."""
@@ -89,50 +82,34 @@ class MemoryBudget:
         device: its name, for messages.
         total: the budget in bytes.
         allocator: returns page-aligned bytes on the device; raises MemoryError or torch.OutOfMemoryError.
-
-    Attributes:
-        device: as above.
     """
 
     def __init__(self, device: str, total: int, allocator: Callable[[int], torch.Tensor]) -> None:
-        self.device = device
-        self._total = total
-        self._allocator = allocator
+        self.device, self.total, self._allocator = device, total, allocator
         self._lock = threading.Lock()
         self._used = dict.fromkeys(MemoryCategory, 0)
-        self._sum = 0
-        self._peak = 0
+        self._sum = self._peak = 0
         # By address.  Holding the tensor keeps its address from being reused.
         self._allocated: dict[int, tuple[torch.Tensor, MemoryCategory]] = {}
 
     @property
-    def total(self) -> int:
-        """The budget in bytes."""
-        return self._total
-
-    @property
     def free(self) -> int:
         """Bytes that may still be allocated; 0 if the budget was lowered below its use."""
-        with self._lock:
-            return self._free()
+        return max(0, self.total - self._sum)
 
     @property
     def excess(self) -> int:
         """Bytes over budget, after it was lowered."""
-        with self._lock:
-            return max(0, self._sum - self._total)
+        return max(0, self._sum - self.total)
 
     def use(self) -> MemoryUse:
         """A consistent snapshot of the budget."""
         with self._lock:
-            return MemoryUse(self._total, dict(self._used), self._peak)
+            return MemoryUse(self.total, dict(self._used), self._peak)
 
     def limit(self, total: int) -> None:
         """Changes the budget.  It may be below the current use: see `excess`."""
-        if total < 0:
-            raise ValueError(f"a budget of {total} bytes")
-        with self._lock:
-            self._total = total
+        self.total = total
 
     def allocate(self, nbytes: int, category: MemoryCategory) -> torch.Tensor:
         """Page-aligned bytes [nbytes] on the device, not initialised, valid until `release`.
@@ -144,35 +121,24 @@ class MemoryBudget:
         try:
             memory = self._allocator(nbytes)
         except BaseException as error:
-            with self._lock:
-                self._count(-nbytes, category)
-                free = self._free()
+            self._take(-nbytes, category)
             if is_out_of_memory(error):
-                raise DeviceMemoryError(self.device, category, nbytes, free) from None
+                raise DeviceMemoryError(self.device, category, nbytes, self.free) from None
             raise
         with self._lock:
             self._allocated[_address(memory)] = (memory, category)
         return memory
 
     def release(self, memory: torch.Tensor) -> None:
-        """Releases memory from `allocate` (or any view of it); it is freed with the last tensor that uses it.
-
-        Raises:
-            ValueError: not allocated here, or already released.
-        """
+        """Releases memory from `allocate` (or any view of it); it is freed with the last tensor that uses it."""
         with self._lock:
             found = self._allocated.pop(_address(memory), None)
-            if found is None:
-                raise ValueError(f"memory not allocated by {self.device}, or already released")
-            whole, category = found
-            self._count(-whole.nbytes, category)
+        if found is None:
+            raise ValueError(f"memory not allocated by {self.device}, or already released")
+        self._take(-found[0].nbytes, found[1])
 
     def reserve(self, nbytes: int, category: MemoryCategory) -> Reservation:
-        """Counts memory allocated elsewhere.
-
-        Raises:
-            DeviceMemoryError: over budget.
-        """
+        """Counts memory allocated elsewhere; raises `DeviceMemoryError` if it is over budget."""
         reservation = Reservation(self, category)
         reservation.resize(nbytes)
         return reservation
@@ -182,34 +148,15 @@ class MemoryBudget:
         return _address(tensor) in self._allocated
 
     def _take(self, nbytes: int, category: MemoryCategory) -> None:
-        if nbytes < 0:
-            raise ValueError(f"an allocation of {nbytes} bytes")
         with self._lock:
-            if nbytes > self._free():
-                raise DeviceMemoryError(self.device, category, nbytes, self._free())
-            self._count(nbytes, category)
-
-    def _resize(self, reservation: Reservation, nbytes: int) -> None:
-        if nbytes < 0:
-            raise ValueError(f"a reservation of {nbytes} bytes")
-        with self._lock:
-            more = nbytes - reservation.nbytes
-            if more > 0 and more > self._free():
-                raise DeviceMemoryError(self.device, reservation.category, more, self._free())
-            self._count(more, reservation.category)
-            reservation.nbytes = nbytes
-
-    def _free(self) -> int:
-        return max(0, self._total - self._sum)
-
-    def _count(self, nbytes: int, category: MemoryCategory) -> None:
-        self._used[category] += nbytes
-        self._sum += nbytes
-        self._peak = max(self._peak, self._sum)
+            if nbytes > 0 and nbytes > self.free:
+                raise DeviceMemoryError(self.device, category, nbytes, self.free)
+            self._used[category] += nbytes
+            self._sum += nbytes
+            self._peak = max(self._peak, self._sum)
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Address of the storage of `tensor`."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -227,12 +174,7 @@ _SOON_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a driver says of a device's memory.
-
-    Attributes:
-        free: bytes that nobody uses.
-        spilled: bytes of ours that lie in RAM, as the system moved them there.
-    """
+    """Bytes of a device's memory that nobody uses, and of ours that lie in RAM, as the system moved them there."""
 
     free: int
     spilled: int = 0
@@ -250,9 +192,6 @@ class MemoryWatch:
         room: asks the driver.
         reserve: bytes that were left to others when the budget was planned.
         enforce: told each new budget.
-
-    Attributes:
-        reserve: as above.
     """
 
     def __init__(
@@ -266,18 +205,12 @@ class MemoryWatch:
         self.reserve = reserve
         self._most = self._ours = budget.total
         self._looked_s = self._raised_s = float("-inf")
-        self._calm, self._needed = 0, CALM_LOOKS
-        self._seen_free = 0
+        self._calm, self._needed, self._seen_free, self._settling = 0, CALM_LOOKS, 0, 0
         self._has_spilled = False
-        self._settling = 0
 
     @property
     def free(self) -> int:
-        """Bytes that nobody uses now.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
+        """Bytes that nobody uses now.  Raises RuntimeError if the device has failed."""
         return self._room().free
 
     @property
@@ -296,10 +229,7 @@ class MemoryWatch:
         )
 
     def look(self, now_s: float) -> None:
-        """Asks the driver, every few seconds at most, and changes the budget if need be.
-
-        Args:
-            now_s: of a clock that never goes back, in seconds.
+        """Asks the driver, every few seconds of a clock that never goes back, and changes the budget if need be.
 
         Raises:
             RuntimeError: the device has failed.

@@ -6,58 +6,39 @@ order other work with it but to wait.  Not yet run on such a machine.
 
 from __future__ import annotations
 
-import contextlib
 import platform
-import re
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction
 from engine.devices.cpu import InlineStream
 from engine.devices.device import ROLES, CopyLog, Device, Direction, Event
-from engine.devices.host_memory import PageableMemory, aligned, available_ram
+from engine.devices.host_memory import HostMemory, aligned, available_ram
 from engine.devices.memory_budget import MemoryBudget
 
 _LEAST_FRACTION = 0.01
 """To torch a limit of 0 is none."""
-_LEFT_TO_CPU = re.compile(r"operator '([\w:.]+)' is not currently supported on the MPS")
-
-
-class TorchApple(Protocol):
-    """As much of `torch.mps` as is needed."""
-
-    def is_available(self) -> bool: ...
-    def device_count(self) -> int: ...
-    def recommended_max_memory(self) -> int: ...
-    def driver_allocated_memory(self) -> int: ...
-    def set_per_process_memory_fraction(self, fraction: float) -> None: ...
-    def synchronize(self) -> None: ...
 
 
 class AppleCards:
     """`torch.mps` with the names that other kinds of cards have in torch."""
 
-    def __init__(self, mps: TorchApple) -> None:
+    def __init__(self, mps: Any) -> None:
         self.mps = mps
 
     def is_available(self) -> bool:
-        """Whether there is such a machine, and a system that is new enough."""
-        return self.mps.is_available()
+        return bool(self.mps.is_available())
 
     def device_count(self) -> int:
-        """1, where there is one."""
-        return self.mps.device_count()
+        return int(self.mps.device_count())
 
     def get_device_name(self, _index: int) -> str:
-        """As it is called everywhere."""
         return "Apple graphics"
 
     def get_arch_list(self) -> list[str]:
-        """Torch makes their code at run time."""
-        return ["Metal"]
+        return ["Metal"]  # torch makes their code at run time
 
 
 class AppleStream(InlineStream):
@@ -76,12 +57,8 @@ class AppleStream(InlineStream):
 
 
 def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
-    """Opens the graphics of a chip of Apple's.
-
-    Args:
-        vram_bytes: memory budget; None: what the system recommends and RAM has free, except `HEADROOM_BYTES`.
-    """
-    mps: TorchApple = kind.torch.mps
+    """Opens the graphics of a chip of Apple's; without a budget, with what the system recommends and RAM has free."""
+    mps: Any = kind.torch.mps
     name, place = f"{kind.name}:{index}", torch.device(kind.name, index)
     most = mps.recommended_max_memory()
     usable = max(0, min(most - mps.driver_allocated_memory(), available_ram()) - HEADROOM_BYTES)
@@ -92,7 +69,7 @@ def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
         name=name,
         torch_device=place,
         memory=MemoryBudget(name, budget, lambda nbytes: aligned(nbytes, place)),
-        host_memory=PageableMemory(),
+        host_memory=HostMemory(),
         streams=tuple(AppleStream(f"{name} {role}", log, mps.synchronize) for role in ROLES),
         copy_log=log,
         compute_follows_caller=True,
@@ -101,45 +78,17 @@ def open_apple(kind: CardKind, index: int, vram_bytes: int | None) -> Device:
     )
 
 
-@contextlib.contextmanager
-def left_to_cpu() -> Iterator[list[str]]:
-    """Collects the operators that torch computes on the CPU because these graphics cannot; each once."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            yield found
-        finally:
-            told = [(str(each.message), each) for each in said]
-            names = [match[1] for text, _ in told if (match := _LEFT_TO_CPU.search(text))]
-            found += dict.fromkeys(names)
-    for text, each in told:
-        if not _LEFT_TO_CPU.search(text):
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-
-
-def left_note(operators: list[str]) -> str:
-    """A sentence for the user on operators from `left_to_cpu`; empty without any."""
-    if not operators:
-        return ""
-    return f"PyTorch computes a part on the CPU, which is slower, as these graphics cannot: {', '.join(operators)}."
-
-
 def identity_of(_index: int) -> str:
     """What times depend on: the chip, its memory and the system."""
     return f"{platform.processor() or platform.machine()} macOS {platform.mac_ver()[0]} Metal"
 
 
-def _is_built() -> bool:
-    return bool(torch.backends.mps.is_built())
-
-
 MPS = CardKind(
     "mps",
     AppleCards(torch.mps),
-    lambda _place: PageableMemory(),
+    lambda _place: HostMemory(),
     identity_of,
-    is_built=_is_built,
+    is_built=lambda: bool(torch.backends.mps.is_built()),
     opens=open_apple,
     is_automatic=False,
 )

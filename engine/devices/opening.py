@@ -1,7 +1,7 @@
 """Opens the devices named by `--device`.
 
-Intel's cards come through `torch.xpu`, and have not yet run on one. Their decode steps are not captured: torch's graphs
-for them are too new to be trusted unproven.
+Intel's cards come through `torch.xpu`, and have not yet run on one.  Their decode steps are not captured: torch's
+graphs for them are too new to be trusted unproven.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.devices.cpu import open_cpu
 from engine.devices.cuda import CUDA
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.devices.host_memory import PageableMemory
+from engine.devices.host_memory import HostMemory
 from engine.devices.mps import MPS
 from engine.hardware.profiles import emulated_cards, has_fixed_host, of_machine, profile_names
 
@@ -29,16 +29,12 @@ def identity_of(index: int) -> str:
     return f"{properties.name} {properties.total_memory >> 20} MiB driver {driver} XPU".replace("driver  ", "")
 
 
-def _is_built() -> bool:
-    return getattr(torch.version, "xpu", None) is not None
-
-
 XPU = CardKind(
     "xpu",
     torch.xpu,
-    lambda _place: PageableMemory(),
+    lambda _place: HostMemory(),
     identity_of,
-    is_built=_is_built,
+    is_built=lambda: getattr(torch.version, "xpu", None) is not None,
     variables=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
 )
 
@@ -64,9 +60,6 @@ def card_count(spec: str) -> int:
 
 def open_automatic(vram_bytes: int | None = None) -> tuple[list[Device], str]:
     """What `auto` means: the cards of the first kind of which one can be used; the caller closes them.
-
-    Args:
-        vram_bytes: memory budget of each device.
 
     Returns:
         The cards, none if that is the CPU; and a sentence on those that cannot be used, or nothing to say.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from engine.common.clock import OwnClock
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Event
-from engine.devices.failures import as_engine_error, cancelled_error, closed_error, fresh
+from engine.devices.failures import as_engine_error, closed_error, fresh
 
 Work = Callable[[], float]
 """Does what was put off; returns the seconds that it takes."""
@@ -26,11 +26,11 @@ Work = Callable[[], float]
 class TimedEvent:
     """The end of one unit of work (see `engine.devices.device.Event`): known as soon as it has been played."""
 
-    __slots__ = ("_timeline", "end_s", "issued_failure", "queue", "start_s")
+    __slots__ = ("_timeline", "end_s", "failure", "queue", "start_s")
 
     def __init__(self, timeline: Timeline, queue: Queue) -> None:
         self._timeline, self.queue = timeline, queue
-        self.issued_failure: EngineError | None = None
+        self.failure: EngineError | None = None
         self.start_s = 0.0
         self.end_s: float | None = None
 
@@ -38,7 +38,7 @@ class TimedEvent:
     def failed(cls, timeline: Timeline, queue: Queue, error: EngineError) -> TimedEvent:
         """Of work that has failed, or will never run."""
         event, now_s = cls(timeline, queue), timeline.clock.now()
-        event.issued_failure = error
+        event.failure = error
         event.settle(now_s, now_s)
         return event
 
@@ -58,44 +58,33 @@ class TimedEvent:
             clock.advance_to(until_s)
             return False
         clock.advance_to(self.end_s)
-        if self.issued_failure is not None:
-            raise fresh(self.issued_failure)
+        if self.failure is not None:
+            raise fresh(self.failure)
         return True
-
-    def cancel(self) -> bool:
-        return self._timeline.cancel(self)
-
-    @property
-    def failure(self) -> EngineError | None:
-        return self.issued_failure
 
     @property
     def started_s(self) -> float:
-        self._require_done()
-        return self.start_s
+        return self._done_s()[0]
 
     @property
     def ended_s(self) -> float:
-        self._require_done()
-        assert self.end_s is not None
-        return self.end_s
+        return self._done_s()[1]
 
     def settle(self, start_s: float, end_s: float) -> None:
         """Called by the timeline."""
         self.start_s, self.end_s = start_s, end_s
 
-    def _require_done(self) -> None:
-        if not self.done():
+    def _done_s(self) -> tuple[float, float]:
+        if not self.done() or self.end_s is None:
             raise RuntimeError("the event is not done")
+        return self.start_s, self.end_s
 
 
 @dataclass
 class Wire:
     """One direction of a link: one copy at a time, and small urgent ones overtake.
 
-    Attributes:
-        urgent_until_s, big_until_s: when the last urgent copy and the last large one are through.
-        big: the queue whose large copy is under way.
+    `*_until_s`: when the last of each is through; `big`: the queue whose large copy is under way.
     """
 
     bytes_per_s: float
@@ -130,10 +119,9 @@ class Queue:
     """What one stream was given and has not been played.
 
     Attributes:
-        name: of the stream.
         free_s: end of what was played last.
         end_s: of the large copy under way.
-        runner: the thread that does what was put off, the first of the items.
+        is_running: whether what was put off is being done, the first of the items.
         failure: of what was put off: nothing more is done until it is cleared.
     """
 
@@ -142,7 +130,7 @@ class Queue:
     after: list[TimedEvent] = field(default_factory=list)
     free_s: float = 0.0
     end_s: float | None = None
-    runner: int | None = None
+    is_running: bool = False
     failure: EngineError | None = None
 
 
@@ -152,7 +140,6 @@ class Timeline:
     def __init__(self, clock: OwnClock) -> None:
         self.clock = clock
         self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
         self._queues: list[Queue] = []
 
     def hurries(self) -> bool:
@@ -167,10 +154,10 @@ class Timeline:
         return queue
 
     def close(self, queue: Queue) -> None:
-        """Plays what the queue holds, and forgets it: what was put off fails, except what is being done."""
+        """Plays what the queue holds, and forgets it: what was put off fails."""
         with self.lock:
             queue.failure = queue.failure or closed_error(queue.name)
-            while queue.items and queue.runner != threading.get_ident():
+            while queue.items and not queue.is_running:
                 self.play_until(queue.items[-1].event)
             if queue in self._queues and not queue.items:
                 self._queues.remove(queue)
@@ -208,21 +195,6 @@ class Timeline:
                 return
         event.wait()  # of a device that computes while its caller waits, so that it is done
 
-    def cancel(self, event: TimedEvent) -> bool:
-        """See `Event.cancel`: only what was put off has not begun."""
-        with self.lock:
-            items = event.queue.items
-            at = next((at for at, one in enumerate(items) if one.event is event and one.work is not None), None)
-            if at is None or (at == 0 and (event.queue.runner is not None or event.queue.end_s is not None)):
-                return False
-            found = items[at]
-            del items[at]
-            behind = items[at] if at < len(items) else event.queue  # what was to begin after others still does
-            behind.after = [*found.after, *behind.after]
-            event.issued_failure, now_s = cancelled_error(event.queue.name), self.clock.now()
-            event.settle(now_s, now_s)
-            return True
-
     def play_until(self, event: TimedEvent, until_s: float | None = None) -> None:
         """Settles what is needed to know when an event is done, and does what was put off for it.
 
@@ -232,43 +204,26 @@ class Timeline:
         Raises:
             EngineError: the event is behind what the calling thread is doing.
         """
-        patience_s = None if until_s is None else until_s - self.clock.now()
-        while True:
-            with self.lock:
-                queue = self._next_to_do(event, until_s)
-                if queue is None:
+        with self.lock:
+            while event.end_s is None:
+                if not any(item.is_put_off for queue in self._queues for item in queue.items):
+                    self._play(until_s, event)
+                    assert event.end_s is not None or until_s is not None
                     return
-                if queue.runner is not None:
-                    is_mine = queue.runner == threading.get_ident()
-                    if patience_s is not None:
-                        if is_mine or patience_s <= 0 or not self._changed.wait(patience_s):
-                            return
-                        continue
-                    if is_mine:
-                        raise EngineError(
-                            ErrorCode.INTERNAL,
-                            f"Work on {event.queue.name} waits for what is queued behind it: report this.",
-                        )
-                    self._changed.wait()
-                    continue
-                item, queue.runner = queue.items[0], threading.get_ident()
-            self._do(queue, item)
-            del item  # its work holds tensors
-
-    def _next_to_do(self, event: TimedEvent, until_s: float | None) -> Queue | None:
-        """The queue whose first item has to be done, or is being done, before it is known when an event is; if any."""
-        while event.end_s is None:
-            if not any(item.is_put_off for queue in self._queues for item in queue.items):
-                self._play(until_s, event)
-                assert event.end_s is not None or until_s is not None
-                return None
-            needed = self._needed(event.queue)
-            due = [queue for queue in needed if self._is_due(queue, until_s)]
-            if due:
-                return next((queue for queue in due if queue.runner is None), due[0])
-            if not self._play_one(until_s, needed):
-                return None
-        return None
+                needed = self._needed(event.queue)
+                due = next((queue for queue in needed if self._is_due(queue, until_s)), None)
+                if due is None:
+                    if not self._play_one(until_s, needed):
+                        return
+                elif not due.is_running:
+                    self._do(due)
+                elif until_s is not None:
+                    return
+                else:
+                    raise EngineError(
+                        ErrorCode.INTERNAL,
+                        f"Work on {event.queue.name} waits for what is queued behind it: report this.",
+                    )
 
     def _needed(self, queue: Queue) -> list[Queue]:
         """The queue and those that its first item waits for, theirs, and so on."""
@@ -284,7 +239,7 @@ class Timeline:
         return needed
 
     def _is_due(self, queue: Queue, until_s: float | None) -> bool:
-        if queue.runner is not None:
+        if queue.is_running:
             return True
         if not queue.items or not queue.items[0].is_put_off or self._failure_of(queue) is not None:
             return False
@@ -296,30 +251,29 @@ class Timeline:
         """Why the first item will not be done."""
         if queue.items[0].work is None:
             return None
-        return queue.failure or next((one.issued_failure for one in queue.items[0].after if one.issued_failure), None)
+        return queue.failure or next((one.failure for one in queue.items[0].after if one.failure), None)
 
-    def _do(self, queue: Queue, item: _Item) -> None:
+    def _do(self, queue: Queue) -> None:
+        item, failure, seconds = queue.items[0], None, 0.0
         assert item.work is not None
-        failure, seconds = None, 0.0
+        queue.is_running = True
         try:
             seconds = item.work()
         except BaseException as error:  # whatever it is, waiters must get it
             failure = as_engine_error(error, queue.name)
-        with self.lock:
-            queue.runner = None
-            start_s = self._start_s(queue)
-            assert start_s is not None
-            if failure is not None:
-                self._fail(queue, failure)
-            else:
-                self._settle(queue, start_s, start_s + max(item.seconds, seconds))
-            self._changed.notify_all()
+        queue.is_running = False
+        start_s = self._start_s(queue)
+        assert start_s is not None
+        if failure is not None:
+            self._fail(queue, failure)
+        else:
+            self._settle(queue, start_s, start_s + max(item.seconds, seconds))
 
     def _fail(self, queue: Queue, failure: EngineError) -> None:
         """The first item of the queue fails."""
         queue.failure = queue.failure or failure
         item, now_s = queue.items.popleft(), self.clock.now()
-        item.event.issued_failure = queue.failure
+        item.event.failure = queue.failure
         item.event.settle(now_s, now_s)
 
     def _play(self, until_s: float | None, event: TimedEvent | None) -> None:
@@ -342,7 +296,7 @@ class Timeline:
         """(moment, rank among others of that moment, queue) of what happens next in a queue, as far as is known."""
         if queue.end_s is not None:
             return queue.end_s, 0, queue
-        if not queue.items or queue.runner is not None:
+        if not queue.items or queue.is_running:
             return None
         item = queue.items[0]
         if self._failure_of(queue) is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +20,34 @@ _ROOMY_SHARE = 8
 """Buffers are larger than needed only up to one part in so many of a device's free memory: another has to fit, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Bundle:
+class Buffer:
+    """Memory that grows with what it is asked for; what it held is lost then."""
+
+    def __init__(
+        self, allocate: Callable[[int], torch.Tensor], release: Callable[[torch.Tensor], None] = lambda _memory: None
+    ) -> None:
+        self._allocate, self._release = allocate, release
+        self._whole: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._whole is None else self._whole.nbytes
+
+    def get(self, nbytes: int) -> torch.Tensor:
+        """So many bytes from its beginning."""
+        if self._whole is None or self._whole.nbytes < nbytes:
+            self.free()
+            self._whole = self._allocate(nbytes)
+        return self._whole[:nbytes]
+
+    def free(self) -> None:
+        """Until it is asked again; it must no longer be in use.  Idempotent."""
+        if self._whole is not None:
+            self._release(self._whole)
+            self._whole = None
+
+
+class _Bundle(NamedTuple):
     """Tensors of given shapes, packed back to back on the device and on the host."""
 
     packed: torch.Tensor
@@ -35,45 +61,35 @@ class Activations:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._down: dict[str, torch.Tensor] = {}
-        self._up: torch.Tensor | None = None
-        self._landed: torch.Tensor | None = None
+        self._down: dict[str, Buffer] = {}
+        self._up, self._landed_bundle = self._on_host(), self._on_host()
+        self._landed, self._rows = (Buffer(self._room, device.memory.release) for _ in range(2))
+        self._packed = Buffer(lambda n: torch.empty(_roomy(n), dtype=torch.uint8, device=device.torch_device))
         self._going_up: Event | None = None
         self._read: Event | None = None
-        self._rows: torch.Tensor | None = None
-        self._packed: torch.Tensor | None = None
-        self._landed_bundle: torch.Tensor | None = None
         self._bundles: dict[object, _Bundle] = {}
+
+    def _on_host(self) -> Buffer:
+        host = self.device.host_memory
+        return Buffer(lambda nbytes: host.allocate(_roomy(nbytes)), host.release)
 
     def to_host(self, tensor: torch.Tensor, name: str, *, is_computed: bool = False) -> torch.Tensor:
         """Copies `tensor` to the CPU once it is computed.  The result is valid until the next call with this name.
 
         Args:
             is_computed: the host knows that it is: the copy does not wait for what the device was given since.
-
-        Raises:
-            EngineError: the device failed.
         """
-        device, host = self.device, self.device.host_memory
+        device = self.device
         is_computed &= tensor.is_contiguous()
         tensor = tensor.contiguous()
-        buffer = self._down.get(name)
-        if buffer is None or buffer.nbytes < tensor.nbytes:
-            if buffer is not None:
-                host.release(buffer)
-            buffer = self._down[name] = host.allocate(_roomy(tensor.nbytes))
-        target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        target = _as(self._down.setdefault(name, self._on_host()).get(tensor.nbytes), tensor)
         if device.compute_follows_caller and not is_computed:
             device.small_copy_stream.wait(device.compute_stream.record())
         self._copy(target, tensor, Direction.D2H, lanes.HIDDEN).wait()
         return target
 
     def bundle_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `to_host`, for several tensors in one copy, which pays the link's latency once.
-
-        Raises:
-            EngineError: the device failed.
-        """
+        """As `to_host`, for several tensors in one copy, which pays the link's latency once."""
         device = self.device
         signature = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         bundle = self._bundles.get(signature)
@@ -92,33 +108,24 @@ class Activations:
         return bundle.landed_pieces
 
     def outgoing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory to fill for `to_device`; waits until its previous content has been copied to the device.
-
-        Raises:
-            DeviceMemoryError: it does not fit on the device.
-            EngineError: the device failed.
-        """
+        """Host memory to fill for `to_device`; waits until its previous content has been copied to the device."""
         device, needed = self.device, math.prod(shape) * dtype.itemsize
         if self._going_up is not None:
             self._going_up.wait()
-        if self._up is None or self._landed is None or self._up.nbytes < needed:
+        if min(self._up.nbytes, self._landed.nbytes) < needed:
             device.compute_stream.synchronize()
-            self._release_up()
-            self._landed = self._room(needed)
-            self._up = device.host_memory.allocate(self._landed.nbytes)
-        return self._up[:needed].view(dtype).view(shape)
+            self._up.free()
+            self._landed.get(needed)
+            self._up.get(self._landed.nbytes)
+        return self._up.get(needed).view(dtype).view(shape)
 
     def to_device(self, outgoing: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Copies `outgoing` to the device: the target tensor, and the event of the copy.
 
         The target is valid until the next call, whose copy waits for the event given to `read_until`.
-
-        Raises:
-            EngineError: the device has been closed.
         """
-        assert self._landed is not None
         stream = self.device.small_copy_stream
-        landed = _as(self._landed, outgoing)
+        landed = _as(self._landed.get(outgoing.nbytes), outgoing)
         if self._read is not None:
             stream.wait(self._read)
             self._read = None
@@ -130,24 +137,14 @@ class Activations:
         self._read = event
 
     def rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised device memory for the compute stream, reused by each layer.
-
-        Raises:
-            DeviceMemoryError: it does not fit on the device.
-        """
+        """Uninitialised device memory for the compute stream, reused by each layer."""
         needed = math.prod(shape) * dtype.itemsize
-        if self._rows is None or self._rows.nbytes < needed:
+        if self._rows.nbytes < needed:
             self.device.compute_stream.synchronize()
-            self._release_rows()
-            self._rows = self._room(needed)
-        return self._rows[:needed].view(dtype).view(shape)
+        return self._rows.get(needed).view(dtype).view(shape)
 
     def _room(self, needed: int) -> torch.Tensor:
-        """Device memory of so many bytes, or some more if there is plenty.
-
-        Raises:
-            DeviceMemoryError: it does not fit on the device.
-        """
+        """Device memory of so many bytes, or some more if there is plenty."""
         memory, roomy = self.device.memory, _roomy(needed)
         if roomy <= memory.free // _ROOMY_SHARE:
             with contextlib.suppress(DeviceMemoryError):
@@ -157,22 +154,18 @@ class Activations:
     @property
     def nbytes(self) -> int:
         """Device memory that `shrink` would free."""
-        return sum(buffer.nbytes for buffer in (self._landed, self._rows) if buffer is not None)
+        return self._landed.nbytes + self._rows.nbytes
 
     def shrink(self) -> int:
-        """Frees the device's buffers until the next step needs some, perhaps smaller ones; returns the bytes freed.
-
-        Raises:
-            EngineError: the device failed.
-        """
+        """Frees the device's buffers until the next step needs some, perhaps smaller ones; returns the bytes freed."""
         freed = self.nbytes
         if freed:
             if self._going_up is not None:
                 self._going_up.wait()
             self.device.compute_stream.synchronize()
             self.forget_uses()
-            self._release_up()
-            self._release_rows()
+            for buffer in (self._up, self._landed, self._rows):
+                buffer.free()
         return freed
 
     def forget_uses(self) -> None:
@@ -181,12 +174,9 @@ class Activations:
 
     def close(self) -> None:
         """Frees the buffers, which must no longer be in use.  Idempotent."""
-        for buffer in self._down.values():
-            self.device.host_memory.release(buffer)
-        self._down = {}
-        self._release_bundles()
-        self._release_up()
-        self._release_rows()
+        self._bundles = {}
+        for buffer in (*self._down.values(), self._up, self._landed, self._rows, self._packed, self._landed_bundle):
+            buffer.free()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction, name: int) -> Event:
         return self.device.small_copy_stream.copy(target, source, (name, None, -1, 1), direction=direction)
@@ -194,33 +184,14 @@ class Activations:
     def _new_bundle(self, tensors: Sequence[torch.Tensor]) -> _Bundle:
         sizes = [_aligned(tensor.nbytes) for tensor in tensors]
         needed = sum(sizes)
-        if self._packed is None or self._landed_bundle is None or self._packed.nbytes < needed:
-            self._release_bundles()
-            self._packed = torch.empty(_roomy(needed), dtype=torch.uint8, device=self.device.torch_device)
-            self._landed_bundle = self.device.host_memory.allocate(_roomy(needed))
-        packed, landed = self._packed[:needed], self._landed_bundle[:needed]
+        if min(self._packed.nbytes, self._landed_bundle.nbytes) < needed:
+            self._bundles = {}  # of memory that goes
+        packed, landed = self._packed.get(needed), self._landed_bundle.get(needed)
         pieces, landed_pieces = (
             [_as(piece, tensor) for tensor, piece in zip(tensors, torch.split(whole, sizes), strict=True)]
             for whole in (packed, landed)
         )
         return _Bundle(packed, pieces, landed, landed_pieces)
-
-    def _release_bundles(self) -> None:
-        if self._landed_bundle is not None:
-            self.device.host_memory.release(self._landed_bundle)
-        self._bundles, self._packed, self._landed_bundle = {}, None, None
-
-    def _release_up(self) -> None:
-        if self._landed is not None:
-            self.device.memory.release(self._landed)
-        if self._up is not None:
-            self.device.host_memory.release(self._up)
-        self._up = self._landed = None
-
-    def _release_rows(self) -> None:
-        if self._rows is not None:
-            self.device.memory.release(self._rows)
-        self._rows = None
 
 
 def _as(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

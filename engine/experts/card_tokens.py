@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from engine.common import clock
 from engine.experts.cache.policies import Key
 from engine.experts.dispatcher import HybridExperts
+from engine.experts.executor import record_uses
 from engine.experts.misses import MIXED
 from engine.experts.path_choice import CopyPace, PathChoice
-from engine.experts.recording import record_uses
 from engine.experts.vram_cache import VramCache
 from engine.formats.layouts import RecordLayout
+from engine.kernels.cuda.driver import NvidiaCard
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
-from engine.kernels.cuda.launcher import SharingLauncher
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.native.exchange import MISSED, MOST_CHOSEN, MOST_VISITS, NativeExchange
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
@@ -127,7 +127,7 @@ class CardTokens:
         layers: Sequence[HybridExperts],
         kernels: NativeKernels,
         per_token: int,
-        card: SharingLauncher | None = None,
+        card: NvidiaCard | None = None,
     ) -> None:
         self.is_open, self._per_token = False, per_token
         self._layers, self._device, self._host_memory = list(layers), layers[0].device, layers[0].device.host_memory
@@ -144,10 +144,10 @@ class CardTokens:
             raise
         self._caches: dict[int, _CacheOfTokens] = {}
         self._cards = [CardExpertsStruct(self._exchange.address, None, number) for number in range(len(layers))]
-        for number, (layer, card) in enumerate(zip(layers, self._cards, strict=True)):
+        for number, (layer, struct) in enumerate(zip(layers, self._cards, strict=True)):
             of_tokens = self._caches.setdefault(id(layer.cache), _CacheOfTokens(layer.cache))
             of_tokens.layers[layer.layer] = number
-            of_tokens.cards.append(card)
+            of_tokens.cards.append(struct)
             layer.tokens = self
         for of_tokens in self._caches.values():
             keys = [of_tokens.cache.key_of(layer, 0) for layer in of_tokens.layers]
@@ -167,7 +167,7 @@ class CardTokens:
         self.choice = choice_for(layers, per_token) if any(layer.mode == MIXED for layer in layers) else None
 
     @staticmethod
-    def can_run(layers: Sequence[HybridExperts], per_token: int, card: SharingLauncher | None = None) -> bool:
+    def can_run(layers: Sequence[HybridExperts], per_token: int, card: NvidiaCard | None = None) -> bool:
         """Whether the native kernels compute all of these from RAM, and they or those of the card from slots."""
         return (
             bool(layers)
@@ -462,7 +462,7 @@ _LIKE = 0.999
 
 
 def tried_tokens(
-    layers: Sequence[HybridExperts], kernels: NativeKernels, per_token: int, card: SharingLauncher
+    layers: Sequence[HybridExperts], kernels: NativeKernels, per_token: int, card: NvidiaCard
 ) -> tuple[CardTokens | None, str]:
     """`CardTokens` that give what the CPU gives, or why there are none, in a few words.  Raises nothing.
 

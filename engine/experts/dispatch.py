@@ -14,7 +14,7 @@ import torch
 from transformers.integrations.moe import _default_apply_gate
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.recording import recorded_experts
+from engine.experts.executor import recorded_experts
 from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:

@@ -20,14 +20,11 @@ from engine.common.falls import FALLS
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
-from engine.experts.executor import StepObserver
+from engine.experts.executor import PartialSums, Routing, StepObserver, record_uses
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, ExpertLayer, Step, Way, ways_of
-from engine.experts.partial_sums import PartialSums, Routing
-from engine.experts.prompt_choice import PromptChoice, PromptWay, prompt_prices
 from engine.experts.record_source import Arrivals, Held, RecordSource
-from engine.experts.recording import record_uses
-from engine.experts.shares import split_among
+from engine.experts.shares import PromptChoice, PromptWay, prompt_prices, split_among
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.hardware.probe import BusyLately, OtherPrograms
@@ -389,7 +386,7 @@ class HybridExperts(ExpertLayer):
         """Serves the misses whose records are in RAM first, the others as they arrive."""
         busy_s = self.latency.hits_s([step.routing.tokens(expert) for expert in step.lookup.hits])
         # If non-urgent copies hold all slots in RAM, `cancel` frees them.
-        arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step), self.cache.cancel)
+        arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step))
         step.held.append(arrivals)
         for held, there in arrivals:
             yield from self._serve(step, held, there, busy_s)

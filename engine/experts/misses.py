@@ -19,12 +19,10 @@ from engine.common import clock
 from engine.common.costs import Cost
 from engine.devices.device import Event
 from engine.experts.activations import Activations
-from engine.experts.executor import ExpertExecutor, StepObserver
+from engine.experts.executor import ExpertExecutor, PartialSums, Routing, StepObserver, Work
 from engine.experts.latency import LatencyModel
-from engine.experts.partial_sums import PartialSums, Routing, Work
-from engine.experts.prompt_choice import PromptWay
 from engine.experts.record_source import Arrivals, Held, RecordSource
-from engine.experts.shares import Estimate
+from engine.experts.shares import Estimate, PromptWay
 from engine.experts.slot_segments import KernelMaker, Segment, Staged
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes

@@ -14,15 +14,15 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_down, rounded_up
 from engine.devices.device import Event
 from engine.devices.host_memory import available_ram
-from engine.experts.cache.policies import Key
-from engine.experts.cache.pool import Slot
+from engine.experts.cache.policies import Key, Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Purpose, Tier, TierCounters
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
+from engine.experts.record import RecordMemory, RecordTable
 from engine.experts.record_source import Held, RecordSource
 from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.kernels.native.paged_attention import CAN_DISCARD
 
 _log = logging.getLogger(__name__)
 
@@ -133,11 +133,7 @@ class _Slots:
             self.tier.renew_sampler()
 
     def _move_down(self, removed: list[Slot]) -> list[Slot]:
-        """Compacts: moves unpinned experts from the highest slots into these, as only whole huge pages can be freed.
-
-        Returns:
-            The slots that are free instead.
-        """
+        """Compacts: moves unpinned experts from the highest slots into these, as only whole huge pages can be freed."""
         limit, pool, records = self.pool.capacity, self.pool, self.slots.records
         high = [(key, slot) for key, slot in pool.residents.items() if slot >= limit and not pool.is_used(key)]
         low = [slot for slot in removed if slot < limit]
@@ -246,7 +242,7 @@ class RamTier:
     def _allocate(self, budget: int, policy: str) -> tuple[dict[RecordLayout, _Slots], int]:
         """The slots of every layout, halving the budget while the system refuses it, and the budget used."""
         table = self.disk.table
-        most = {layout: experts for layout, (experts, _) in table.experts.items()} if CAN_GIVE_BACK else {}
+        most = {layout: experts for layout, (experts, _) in table.experts.items()} if CAN_DISCARD else {}
         while True:
             shares = share_slots(table, budget, self._at_least)
             try:
@@ -395,7 +391,7 @@ class RamTier:
         return len(reads) - failed
 
     def begun(self, layer: int, wanted: int, read: Iterable[int]) -> None:
-        """See `engine.experts.executor.PromptObserver`: reads a prompt's next layer before it is routed, since most of
+        """A prompt has asked for all experts of a layer: reads its next layer before that is routed, since most of
         its experts will be needed anyway.
 
         Otherwise the disk would idle during attention, between the last read of one layer and the first of the next.
@@ -417,9 +413,6 @@ class RamTier:
 
         Experts that are pinned or in flight keep their slots, so the budget may not be reached until a later call.
         It is raised to the minimum that a step needs.
-
-        Returns:
-            Bytes of all slots now.
         """
         with self._changed:
             self._check_open()
@@ -431,7 +424,7 @@ class RamTier:
             return self.nbytes
 
     def trim(self) -> None:
-        if self._pressure is None or not CAN_GIVE_BACK:
+        if self._pressure is None or not CAN_DISCARD:
             return
         before = self.nbytes
         wanted = self._pressure.advise(before, self.filled_nbytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,15 +23,12 @@ from engine.experts.file_image import HUGE as _HUGE
 from engine.experts.file_image import map_in_huge_pages
 from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import LayerRecords
+from engine.kernels.native.paged_attention import discard
 
 _BLOCK = 32 * _HUGE
 _APART = 64
 """Bytes that tensors of one block begin at multiples of: a line of the cache."""
 _HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
-
-_GIVE_BACK: int | None = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
-CAN_GIVE_BACK = _GIVE_BACK is not None
-"""Whether single pages can be returned to the system.  Otherwise memory is freed only as a whole."""
 
 
 class RecordMemory:
@@ -40,20 +36,12 @@ class RecordMemory:
 
     def __init__(self, count: int, nbytes: int) -> None:
         size = count * nbytes
-        self._map, self._skip = map_in_huge_pages(size)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.records = whole[self._skip : self._skip + size].view(count, nbytes)
+        memory, skip = map_in_huge_pages(size)
+        self.records = torch.frombuffer(memory, dtype=torch.uint8)[skip : skip + size].view(count, nbytes)
 
     def give_back(self, rows: Iterable[int]) -> None:
         """Returns the memory of these records to the system.  Their content is lost; they can be written again."""
-        if _GIVE_BACK is None or sys.platform == "win32":
-            return
-        nbytes, page = self.records.shape[1], mmap.PAGESIZE
-        for first, last in _runs(sorted(rows)):
-            begin = -(-(self._skip + first * nbytes) // page) * page
-            end = (self._skip + (last + 1) * nbytes) // page * page
-            if end > begin:
-                self._map.madvise(_GIVE_BACK, begin, end - begin)
+        discard(self.records, rows)
 
 
 def empty_in_huge_pages(
@@ -87,20 +75,6 @@ class HugePages:
         begin = self._used
         self._used += -(-nbytes // _APART) * _APART
         return self._block[begin : begin + nbytes].view(dtype).view(*shape)
-
-
-def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Sorted numbers -> (first, last) of each run of consecutive ones, to save system calls."""
-    first = last = -1
-    for row in rows:
-        if row == last + 1 and first >= 0:
-            last = row
-            continue
-        if first >= 0:
-            yield first, last
-        first = last = row
-    if first >= 0:
-        yield first, last
 
 
 _IN_HUGE_PAGES = 4 * 2**20

@@ -41,11 +41,7 @@ class Held:
 
 
 class RecordSource:
-    """One layer's records; of this class if all of them are in RAM and stay there.
-
-    Attributes:
-        has_all: whether all records are always in RAM.
-    """
+    """One layer's records; of this class if all of them are in RAM and stay there."""
 
     has_all = True
 
@@ -94,12 +90,7 @@ class _PartHeld(Held):
 
 
 class PartOfRecords(RecordSource):
-    """Some of a layer's records as if they were a layer.
-
-    Args:
-        whole: the layer's.
-        own: which they are.
-    """
+    """Some of a layer's records as if they were a layer."""
 
     def __init__(self, whole: RecordSource, own: range) -> None:
         self._whole, self._first = whole, own.start
@@ -132,7 +123,6 @@ class Arrivals:
 
     Args:
         before_waiting: called before each wait for a read.
-        make_room: called when non-urgent copies hold all slots in RAM.
 
     Attributes:
         left: experts not requested yet, for lack of a slot.
@@ -144,10 +134,9 @@ class Arrivals:
         source: RecordSource,
         experts: Sequence[int],
         before_waiting: Callable[[], object] | None = None,
-        make_room: Callable[[], object] | None = None,
     ) -> None:
         self.left, self.read = experts, list[int]()
-        self._source, self._before_waiting, self._make_room = source, before_waiting, make_room
+        self._source, self._before_waiting = source, before_waiting
         self._held: list[Held] = []
 
     def release(self) -> None:
@@ -178,7 +167,9 @@ class Arrivals:
                     room = len(there)
                     continue
                 if not coming:
-                    self._wait_for_room()
+                    if not source.wait_for_copies():
+                        why = "All slots for experts in RAM are in use and none is being released."
+                        raise EngineError(ErrorCode.INTERNAL, why)
                     continue
             if self._before_waiting is not None:
                 self._before_waiting()
@@ -194,9 +185,3 @@ class Arrivals:
                 there.sort()
                 yield held, there
                 held.release(there)
-
-    def _wait_for_room(self) -> None:
-        if self._make_room is not None:
-            self._make_room()
-        if not self._source.wait_for_copies():
-            raise EngineError(ErrorCode.INTERNAL, "All slots for experts in RAM are in use and none is being released.")

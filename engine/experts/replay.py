@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile
 from engine.common.untrusted import open_untrusted
-from engine.experts.cache.policies import Key, make_policy
-from engine.experts.cache.pool import Pool
+from engine.experts.cache.policies import Key, Pool, make_policy
 from engine.experts.cache.selection import PolicySelector, step_pool
 
 _MOST_BYTES = 4 * 2**30
@@ -177,9 +176,6 @@ def belady_hits(trace: RoutingTrace, slots: int, *, per_layer: bool) -> NDArray[
 
     Args:
         slots: size of each layer's own cache, or of the one global cache.
-
-    Returns:
-        int64 [layers].
     """
     hits = np.zeros(trace.layers, np.int64)
     if slots <= 0:

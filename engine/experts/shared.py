@@ -9,6 +9,7 @@ once all cards have been given what they can do.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,113 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.devices.between import Between
-from engine.devices.device import Event, upload
-from engine.devices.memory_budget import DeviceMemoryError
+from engine.common import clock
+from engine.devices.device import Device, Direction, Event, upload
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.experts.activations import Buffer
 from engine.experts.dispatcher import BUNDLED_BYTES, DECODE_TOKENS, HybridExperts, Working
 from engine.experts.executor import StepObserver
 from engine.experts.prediction.target import VramPrefetch
 from engine.telemetry import lanes
+
+_log = logging.getLogger(__name__)
+
+TRIED_BYTES = (2**14, 2**20)
+"""Of a token's row, and of a short prompt's."""
+_TRIES = 3
+_LABEL = (lanes.HIDDEN, None, -1, 1)
+
+
+class Between:
+    """The way from one card to another, with a buffer there that every call reuses.  Not thread-safe.
+
+    Attributes:
+        direct_s, hosted_s: what `TRIED_BYTES` take each way, in all; 0 before `measure`.
+    """
+
+    def __init__(self, source: Device, target: Device) -> None:
+        self.source, self.target = source, target
+        self.direct_s = self.hosted_s = 0.0
+        self._there = Buffer(lambda n: target.memory.allocate(n, MemoryCategory.ACTIVATIONS), target.memory.release)
+        self._host = Buffer(source.host_memory.allocate, source.host_memory.release)
+        self._read: Event | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether what is not on the host yet goes directly."""
+        return self.direct_s <= self.hosted_s
+
+    def measure(self) -> None:
+        """Times both ways."""
+        direct_s = hosted_s = 0.0
+        for nbytes in TRIED_BYTES:
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.source.torch_device)
+            direct_s += min(self._timed(tensor, is_direct=True) for _ in range(_TRIES))
+            hosted_s += min(self._timed(tensor, is_direct=False) for _ in range(_TRIES))
+        self.direct_s, self.hosted_s = direct_s, hosted_s
+        way = "directly" if self.is_direct else "through the host"
+        _log.info(
+            "rows go from %s to %s %s: %.0f us against %.0f",
+            *(self.source.name, self.target.name, way, 1e6 * min(direct_s, hosted_s), 1e6 * max(direct_s, hosted_s)),
+        )
+
+    def carry(self, tensor: torch.Tensor, *, landed: torch.Tensor | None = None) -> tuple[torch.Tensor, Event]:
+        """The tensor on the target, and the event of its arrival.  It is valid until the next call.
+
+        Args:
+            tensor: contiguous, as the source's compute stream leaves it.
+            landed: the same on the host, if it is there already and stays until the copy has ended.
+        """
+        return self._carry(tensor, landed, is_direct=landed is None and self.is_direct)
+
+    def read_until(self, event: Event) -> None:
+        """The last result of `carry` may be read until this event."""
+        self._read = event
+
+    def forget(self) -> None:
+        """After a failure: nothing is in flight any more."""
+        self._read = None
+
+    def close(self) -> None:
+        """Frees the buffers, which must no longer be in use.  Idempotent."""
+        self._there.free()
+        self._host.free()
+
+    def _carry(
+        self, tensor: torch.Tensor, landed: torch.Tensor | None, *, is_direct: bool
+    ) -> tuple[torch.Tensor, Event]:
+        source, target = self.source.small_copy_stream, self.target.small_copy_stream
+        there = self._room(tensor)
+        if self._read is not None:
+            target.wait(self._read)
+            self._read = None
+        if landed is not None:
+            return there, target.copy(there, landed, _LABEL, direction=Direction.H2D)
+        if self.source.compute_follows_caller:
+            computed = self.source.compute_stream.record()
+            (target if is_direct else source).wait(computed)
+        if is_direct:
+            return there, target.copy(there, tensor, _LABEL, direction=Direction.P2P)
+        host = self._host.get(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        target.wait(source.copy(host, tensor, _LABEL, direction=Direction.D2H))
+        return there, target.copy(there, host, _LABEL, direction=Direction.H2D)
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        needed = tensor.nbytes
+        if self._there.nbytes < needed:
+            self.target.small_copy_stream.synchronize()
+            if self._read is not None:
+                self._read.wait()
+            self.close()
+            roomy = 1 << max(12, (needed - 1).bit_length())
+            self._there.get(roomy)
+            self._host.get(roomy)
+        return self._there.get(needed).view(tensor.dtype).view(tensor.shape)
+
+    def _timed(self, tensor: torch.Tensor, *, is_direct: bool) -> float:
+        begun_s = clock.now()
+        self._carry(tensor, None, is_direct=is_direct)[1].wait()
+        return clock.now() - begun_s
 
 
 @dataclass(frozen=True)
@@ -63,9 +164,6 @@ class SharedExperts:
     Args:
         parts: of the cards in order, the first one's first.
         number: of the layer, for the observer.
-
-    Attributes:
-        observer: observes decode steps; may be set later.
     """
 
     records_itself = True

@@ -16,7 +16,7 @@ from itertools import islice
 from engine.common.errors import EngineError
 from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.cache.pool import Slot
+from engine.experts.cache.policies import Slot
 from engine.experts.cache.tier import Purpose, TierCounters
 from engine.experts.record_source import Held
 from engine.formats.layouts import RecordLayout

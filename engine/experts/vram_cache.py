@@ -21,8 +21,7 @@ from engine.common.errors import EngineError
 from engine.common.footprint import SEGMENTS, pool_segment_slots, pool_segments
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.experts.cache.policies import Key
-from engine.experts.cache.pool import Slot
+from engine.experts.cache.policies import Key, Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Copy, Purpose, Tier, TierCounters
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.slot_segments import DeviceSlots, KernelMaker, Segment, Staging
@@ -328,16 +327,6 @@ class VramCache:
             counters.hits_on_cpu += hits_on_cpu
             counters.fetched_bytes += (fetched - came_ahead) * self.layout.nbytes
 
-    def cancel(self) -> int:
-        with self._lock:
-            cancelled = 0
-            for copy in self._tier.copies.values():
-                if copy.purpose is not Purpose.FETCH and not copy.cancelled and copy.handle.cancel():
-                    copy.cancelled = True
-                    cancelled += 1
-            self._settle()
-            return cancelled
-
     def wait(self) -> None:
         with self._lock:
             for copy in self._tier.copies.values():
@@ -354,7 +343,6 @@ class VramCache:
         with self._lock:
             wanted = self._segments_for(slots)
             if wanted < len(self._memory.segments):
-                self.cancel()
                 self.wait()
                 # Submitted kernels may still read slots that have been released.
                 self.device.compute_stream.synchronize()
@@ -391,8 +379,6 @@ class VramCache:
 
     def close(self) -> None:
         with self._lock:
-            with contextlib.suppress(EngineError):
-                self.cancel()
             for copy in list(self._tier.copies.values()):  # the device may have failed or been closed
                 with contextlib.suppress(EngineError):
                     copy.handle.wait()

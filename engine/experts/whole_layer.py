@@ -238,9 +238,6 @@ class LayerBuffers:
 
     Args:
         sources: of all layers in call order; the first layer follows the last.
-
-    Raises:
-        DeviceMemoryError: two layers do not fit.
     """
 
     def __init__(self, device: Device, layout: RecordLayout, sources: Sequence[RecordSource]) -> None:
@@ -269,9 +266,6 @@ class LayerBuffers:
         """The half that holds a layer, once `copied` is done; starts copying it if neither half does.
 
         Blocks for records that are not in RAM, reading as many at a time as RAM has slots for.
-
-        Raises:
-            EngineError: the device failed, or a record could not be read.
         """
         half = self.begin(layer)
         try:
@@ -295,11 +289,7 @@ class LayerBuffers:
         return half
 
     def bring(self, half: Half, experts: Sequence[int]) -> None:
-        """Starts copying those of `experts` that are missing in the half: in this order if in RAM, else as they arrive.
-
-        Raises:
-            EngineError: the device failed, or a record could not be read.
-        """
+        """Starts copying those of `experts` that the half lacks: in this order if in RAM, else as they arrive."""
         layer = half.layer
         assert layer is not None
         stream, copied = self.device.h2d_stream, half.copied
@@ -390,11 +380,7 @@ class WholeLayerExperts(ExpertExecutor):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `engine.kernels.interface.ExpertKernel`; all three are on the device.
-
-        Raises:
-            EngineError: a kernel or a copy failed, or a record could not be read.
-        """
+        """See `engine.kernels.interface.ExpertKernel`; all three are on the device."""
         if not top_k_index.numel():
             return torch.zeros_like(hidden_states)
         buffers = self._buffers

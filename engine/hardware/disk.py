@@ -82,11 +82,7 @@ def free_disk_bytes(folder: Path) -> int | None:
 
 
 def look(folder: Path, sys_root: Path = SYS) -> DiskInfo:
-    """`disk_info` without a timeout.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """`disk_info` without a timeout."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path(folder.anchor or "."))
     usage = shutil.disk_usage(existing)
     mount = _mount(existing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +116,7 @@ class Adapter:
 
 
 def adapters(library: Any = None) -> Iterator[Adapter]:
-    """The cards of this machine, in the order of Windows; none on other systems and before Windows 10.
-
-    Args:
-        library: `dxgi.dll` or what stands for it.
-    """
+    """The cards of this machine, in the order of Windows; none on other systems and before Windows 10."""
     if library is None:
         if platform.system() != "Windows":
             return
@@ -153,6 +149,21 @@ def adapter_of(luid: bytes | None, name: str, library: Any = None) -> Adapter | 
         if each is not chosen:
             each.close()
     return chosen
+
+
+def card_adapter(index: int, name: Callable[[], str]) -> Adapter | None:
+    """The card that CUDA numbers and names so; None on other systems."""
+    if platform.system() != "Windows":
+        return None
+    luid = None
+    try:
+        driver = ctypes.CDLL("nvcuda.dll")
+        card, found, mask = ctypes.c_int(), (ctypes.c_uint8 * 8)(), ctypes.c_uint()
+        if not (driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(card), index)):
+            luid = None if driver.cuDeviceGetLuid(found, ctypes.byref(mask), card) else bytes(found)
+    except (OSError, AttributeError):  # AMD's, or an old driver
+        pass
+    return adapter_of(luid, name())
 
 
 def _described(first: _Interface) -> Adapter | None:

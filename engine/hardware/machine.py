@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.json_fields import GIGA, ProfileFile, best_match, find_profile, near_names, profile_names
 from engine.common.paths import resources_dir
-from engine.common.profile_file import GIGA, ProfileFile, best_match, find_profile, near_names, profile_names
 from engine.hardware.disk import DiskInfo, DiskKind
 from engine.hardware.gpu_info import GpuInfo, Vendor
 from engine.hardware.probe import Probe

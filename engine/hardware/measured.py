@@ -340,7 +340,7 @@ def _best(values: Iterable[float]) -> float:
 
 
 _VERSION = 1
-_ROWS: dict[str, type] = {
+ROWS: dict[str, type] = {
     "ram": RamRead,
     "experts": ExpertTime,
     "copies": CopyTime,
@@ -450,7 +450,7 @@ def read_measurements(path: Path) -> Measurements | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
             return None
-        for name, kind in _ROWS.items():
+        for name, kind in ROWS.items():
             # Older files have no calls; what they do have still holds.
             content[name] = tuple(
                 _row(kind, row) for row in (content[name] if name != "calls" else content.get(name, []))

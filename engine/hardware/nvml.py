@@ -72,11 +72,7 @@ class NvmlCard:
 
 
 class Nvml:
-    """The library, opened on first use and reopened after it was lost.
-
-    Args:
-        library: the `pynvml` module or a stand-in.
-    """
+    """The library, opened on first use and reopened after it was lost."""
 
     def __init__(self, library: Any = pynvml) -> None:
         self._library = library

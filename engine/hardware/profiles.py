@@ -129,11 +129,7 @@ def has_fixed_host(device: str) -> bool:
 
 
 def of_machine(device: str) -> DeviceProfile:
-    """The card of `emulated:NAME`; with `?host=only`, the processor beside it, as if it were a card with all of RAM.
-
-    Raises:
-        EngineError: as `read_profile`.
-    """
+    """The card of `emulated:NAME`; with `?host=only`, the processor beside it, as if it were a card with all of RAM."""
     profile = read_profile(emulated_cards(device)[0])
     if not (profile.has_clock and device.endswith(_ONLY_HOST)):
         return profile
@@ -168,9 +164,6 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
 
     Args:
         memory_bytes: of one card, if it is not to use all of it.
-
-    Raises:
-        EngineError: as `read_profile`.
     """
     kinds = [(read_profile(name), count) for name, count in map(emulated_cards, device.split(","))]
     count, cpu = sum(each for _, each in kinds), machine.cpu

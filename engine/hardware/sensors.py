@@ -63,11 +63,7 @@ class GpuSample:
 
 
 class GpuSensors:
-    """Reads all cards.  Cards disappear with their driver and reappear with it.
-
-    Args:
-        pids: our processes.
-    """
+    """Reads all cards.  Cards disappear with their driver and reappear with it."""
 
     def __init__(
         self, nvml: Nvml | None = None, drm: Path = DRM, pids: Callable[[], Iterable[int]] = own_processes

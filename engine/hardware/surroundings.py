@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import psutil
 
@@ -96,31 +97,21 @@ class BoundedCalls:
         with self._turn:
             if self.hangs:
                 raise TimeoutError(f"{self._name}: an earlier call still hangs")
-            outcome: _Outcome[T] = _Outcome()
-            thread = threading.Thread(target=outcome.run, args=(function,), name=self._name, daemon=True)
+            outcome: Future[T] = Future()
+
+            def run() -> None:
+                try:
+                    outcome.set_result(function())
+                except BaseException as error:  # re-raised in the calling thread
+                    outcome.set_exception(error)
+
+            thread = threading.Thread(target=run, name=self._name, daemon=True)
             thread.start()
             thread.join(timeout_s)
             self._left = thread if thread.is_alive() else None
-            return outcome.result(self._name)
-
-
-class _Outcome(Generic[T]):
-    def __init__(self) -> None:
-        self._values: list[T] = []
-        self._error: BaseException | None = None
-
-    def run(self, function: Callable[[], T]) -> None:
-        try:
-            self._values.append(function())
-        except BaseException as error:  # re-raised in the calling thread
-            self._error = error
-
-    def result(self, name: str) -> T:
-        if self._error is not None:
-            raise self._error
-        if not self._values:
-            raise TimeoutError(f"{name}: no answer in time")
-        return self._values[0]
+        if not outcome.done():
+            raise TimeoutError(f"{self._name}: no answer in time")
+        return outcome.result()
 
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -134,10 +125,10 @@ def memory_limits(root: Path = _ROOT, in_use: int = 0) -> tuple[int | None, int 
     """
     limits: list[tuple[int, int]] = []
     for folder in _own_groups(root, "memory"):
-        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        limit = number_of(folder / "memory.max") or number_of(folder / "memory.limit_in_bytes")
         if limit is None or limit >= 2**60:  # version 1 writes "unlimited" as a number near 2^63
             continue
-        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        used = number_of(folder / "memory.current") or number_of(folder / "memory.usage_in_bytes") or 0
         # Cached file pages count as used but are reclaimed on demand.
         reclaimable = _statistic(folder / "memory.stat", ("inactive_file", "total_inactive_file"))
         limits.append((limit, max(0, limit - used + min(used, max(0, reclaimable - in_use)))))
@@ -146,19 +137,9 @@ def memory_limits(root: Path = _ROOT, in_use: int = 0) -> tuple[int | None, int 
     return min(limit for limit, _ in limits), min(free for _, free in limits)
 
 
-class _FilesInUse:
-    """Bytes of mapped files that this process computes with."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Lock()
-        self.nbytes = 0
-
-    def add(self, nbytes: int) -> None:
-        with self._changed:
-            self.nbytes += nbytes
-
-
-_IN_USE = _FilesInUse()
+_changed = threading.Lock()
+_in_use = [0]
+"""Bytes of mapped files that this process computes with."""
 
 
 def count_as_used(nbytes: int) -> None:
@@ -166,7 +147,8 @@ def count_as_used(nbytes: int) -> None:
 
     For the system, pages of files are available, as it may drop them; but then this process would wait for the disk.
     """
-    _IN_USE.add(nbytes)
+    with _changed:
+        _in_use[0] += nbytes
 
 
 def mapped_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -184,7 +166,7 @@ _ORDINARILY_MAPPED = 2**30
 
 def available_ram() -> int:
     """Bytes of RAM available now, within the machine and its control groups."""
-    in_use = _IN_USE.nbytes
+    in_use = _in_use[0]
     mapped = max(in_use, mapped_bytes() - _ORDINARILY_MAPPED)
     free = max(0, int(psutil.virtual_memory().available) - mapped)
     _, left = memory_limits(in_use=in_use)
@@ -195,9 +177,9 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
     """CPU time, in CPUs, that this process's control groups allow; None if unlimited."""
     quotas = []
     for folder in _own_groups(root, "cpu"):
-        words = _read(folder / "cpu.max").split()
+        words = (text_of(folder / "cpu.max") or "").split()
         if len(words) != 2:
-            words = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+            words = [text_of(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
         if all(word.isdecimal() for word in words) and int(words[1]) > 0:
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas) if quotas else None
@@ -206,7 +188,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 def _own_groups(root: Path, controller: str) -> list[Path]:
     """Folders of our control group and its ancestors, in the v2 tree or in the v1 tree of `controller`."""
     folders = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines() or ["0::/"]:
+    for line in (text_of(Path("/proc/self/cgroup")) or "").splitlines() or ["0::/"]:
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if controllers and controller not in controllers.split(","):
@@ -218,20 +200,8 @@ def _own_groups(root: Path, controller: str) -> list[Path]:
     return [folder for folder in dict.fromkeys([*folders, root, root / controller]) if folder.is_dir()]
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text.isdecimal() else None
-
-
 def _statistic(path: Path, names: tuple[str, ...]) -> int:
-    for line in _read(path).splitlines():
+    for line in (text_of(path) or "").splitlines():
         name, _, value = line.partition(" ")
         if name in names and value.isdecimal():
             return int(value)

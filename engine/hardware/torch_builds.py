@@ -71,11 +71,7 @@ class NvidiaCard:
 
 @dataclass(frozen=True)
 class Choice:
-    """A build, and why it was chosen or what speaks against a better one: sentences, or nothing to say.
-
-    Attributes:
-        is_asked: whether the user named it.
-    """
+    """A build, and why it was chosen or what speaks against a better one: sentences, or nothing to say."""
 
     build: Build
     why: str = ""

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from engine.batch_files.fingerprint import RowCount, content_hash, counted_rows, stamp
 from engine.batch_files.job_watcher import (
     Between,
     ComputingClock,
@@ -24,6 +23,7 @@ from engine.batch_files.job_watcher import (
 )
 from engine.batch_files.journal import JobManifest, Journal, SafeKeeping, StopRequest, journal_path, read_job
 from engine.batch_files.openai_format import errors_path
+from engine.batch_files.opening import RowCount, content_hash, counted_rows, stamp
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_result
 from engine.batch_files.rows import Answer, RowRequest
@@ -60,7 +60,6 @@ class Asking:
         return len(self._under_way) + len(self._again)
 
     def ask(self, asked: RowRequest) -> RowRequest:
-        """Notes that a row is being asked."""
         self._under_way[asked.row] = _UnderWay(asked, tries=1)
         return asked
 
@@ -106,7 +105,6 @@ class Asking:
 
 
 def question_of(asked: RowRequest) -> str:
-    """The message to answer."""
     return asked.messages[-1].content if asked.messages else ""
 
 
@@ -307,11 +305,7 @@ class JobRun:
         self._count = RowCount(None)
 
     def run(self) -> JobEnding:
-        """Answers every row that has no outcome yet, and writes the result.
-
-        Raises:
-            EngineError: the input changed, the journal or the result cannot be written, or the model failed.
-        """
+        """Answers every row that has no outcome yet, and writes the result."""
         try:
             counted = self._in_background(
                 "Counting the rows", lambda between: counted_rows(self._prepared.source, between)
@@ -381,9 +375,6 @@ class JobRun:
         """Waits briefly while others use the machine; False if the job was cancelled.
 
         The problem is reported once; failed retries are not.
-
-        Raises:
-            EngineError: `DISK_FULL`: there was still no room after the watcher's `patience_s`.
         """
         begun_s = time.monotonic()
         patience = self._watcher.patience_s

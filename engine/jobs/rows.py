@@ -17,7 +17,6 @@ Check = Callable[[], bool]
 
 
 def never() -> bool:
-    """For callers that never interrupt."""
     return False
 
 

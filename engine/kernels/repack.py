@@ -1,31 +1,33 @@
-"""Blocks of GGUF files and codes of quantised safetensors to tiles: natively where that is possible, else in torch.
-
-Blocks also to numbers.
-"""
+"""Matrices, blocks of GGUF files and codes of quantised safetensors to tiles and back: natively where possible."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from engine.checkpoint.quantised.packings import Arrangement, Codes
+from engine.formats import TiledFormat
 from engine.formats.coded import CodedMatrix, codes_of
 from engine.formats.ggml import BlockType
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import (
+    ROUNDS,
     Pairing,
     RecordCodes,
     TiledMatrix,
+    TiledShape,
     dequantise,
     fit_codes,
     joined,
     keep_codes,
+    quantise_in_torch,
     store_codes,
 )
+from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import (
     IN_BLOCKS,
     BlocksStruct,
@@ -34,12 +36,8 @@ from engine.kernels.native.structs import (
     RepackStruct,
     matrix_struct,
 )
-from engine.kernels.quantise import quantise_natively
 
-if TYPE_CHECKING:
-    from engine.kernels.native.library import NativeKernels
-
-ROUNDS = 8
+_FEW_ROUNDS = 8
 """Of fits: half of what full precision is worth, for values that have been rounded once already."""
 
 
@@ -116,7 +114,7 @@ def repack(matrices: Sequence[tuple[Sequence[Source], TiledMatrix]], kernels: Na
             _repack_in_torch(sources, target)
         elif any(isinstance(each, Codes) and not _keeps(each, target) for each in sources):
             values = [torch.from_numpy(_values(each)).bfloat16() for each in sources]
-            quantise_natively(joined(values, target.shape.pairing).contiguous(), target, kernels, ROUNDS)
+            quantise_natively(joined(values, target.shape.pairing).contiguous(), target, kernels, _FEW_ROUNDS)
         else:
             native.append((sources, target))
     if kernels is not None and native:
@@ -130,7 +128,7 @@ def _repack_natively(matrices: Sequence[tuple[Sequence[Source], TiledMatrix]], k
         structs = [each.struct if isinstance(each, Blocks) else _codes_struct(each, held) for each in sources]
         call.target, call.first = matrix_struct(target), structs[0]
         call.second = structs[1] if len(structs) > 1 else BlocksStruct()
-    if kernels.repack(kernels.pool, calls, len(matrices), ROUNDS):
+    if kernels.repack(kernels.pool, calls, len(matrices), _FEW_ROUNDS):
         raise ValueError("blocks of an unknown type, or codes that are not kept")
 
 
@@ -223,7 +221,60 @@ def _repack_in_torch(sources: Sequence[Source], target: TiledMatrix) -> None:
     for source in sources:
         coded = _coded(source) if _keeps(source, target) else None
         if coded is not None:
-            found.append(keep_codes(coded, ROUNDS))
+            found.append(keep_codes(coded, _FEW_ROUNDS))
         else:
-            found.append(fit_codes(torch.from_numpy(_values(source)), target.shape.format, ROUNDS))
+            found.append(fit_codes(torch.from_numpy(_values(source)), target.shape.format, _FEW_ROUNDS))
     store_codes(found, target)
+
+
+def quantise_natively(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKernels, rounds: int = ROUNDS) -> None:
+    """Fills `target` from `weight`: bf16 [rows, columns], contiguous, in RAM, like `target`."""
+    struct = matrix_struct(target)
+    kernels.quantise(kernels.pool, ctypes.addressof(struct), weight.data_ptr(), rounds)
+
+
+def dequantise_natively(matrix: TiledMatrix, begin: int, end: int, out: torch.Tensor, kernels: NativeKernels) -> None:
+    """Blocks [begin, end) of a matrix in RAM to `out`: bf16 [rows, columns], contiguous, paired like the matrix.
+
+    The same values as `engine.formats.tiles.dequantise`.
+    """
+    struct = matrix_struct(matrix)
+    kernels.dequantise(kernels.pool, ctypes.addressof(struct), begin, end, out.data_ptr())
+
+
+def quantise(
+    weight: torch.Tensor,
+    target_format: TiledFormat,
+    pairing: Pairing = Pairing.PLAIN,
+    kernels: NativeKernels | None = None,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+) -> TiledMatrix:
+    """[rows, columns] -> the same in `target_format`, on the same device; `empty` allocates it, like torch's."""
+    rows, columns = weight.shape
+    target = TiledMatrix.empty(TiledShape(rows, columns, target_format, pairing), weight.device, empty)
+    quantise_into(weight, target, kernels)
+    return target
+
+
+def quantise_into(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKernels | None = None) -> None:
+    """Fills `target` from `weight` [rows, columns]: hundreds of megabytes per second and thread natively."""
+    target.set_table()
+    native = kernels is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    if native and weight.device.type == "cpu" and target.weights.device.type == "cpu":
+        assert kernels is not None
+        quantise_natively(weight, target, kernels)
+    else:
+        quantise_in_torch(weight, target)
+
+
+def quantise_record(
+    layout: RecordLayout, plain: torch.Tensor, target: torch.Tensor, kernels: NativeKernels | None = None
+) -> None:
+    """Fills a record in tiles, uint8 [nbytes], from the same in plain numbers, both aligned as records are."""
+    target.zero_()  # also between the parts, so that equal experts have equal bytes
+    parts = layout.views(target[None])
+    for name, values in layout.unquantised.views(plain[None]).items():
+        if layout.is_tiled(name):
+            quantise_into(values[0], layout.matrix(parts, name, 0), kernels)
+        else:
+            parts[name].copy_(values)

@@ -12,8 +12,7 @@ from torch.nn.functional import linear, pad, silu
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.interface import ByGroup, ExpertMath, LayerRecords, Upload
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.quantise import dequantise_natively
-from engine.kernels.repack import Blocks, Unpack, unpack_into, unpacked
+from engine.kernels.repack import Blocks, Unpack, dequantise_natively, unpack_into, unpacked
 
 Matrices = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [T, columns], expert) -> [T, rows], bias included."""

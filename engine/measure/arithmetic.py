@@ -341,11 +341,7 @@ def matrix_rate(
 
 
 def seconds_on(device: Device, work: Callable[[], object]) -> float:
-    """Seconds that the device is busy with `work`.
-
-    Raises:
-        EngineError: the device failed.
-    """
+    """Seconds that the device is busy with `work`."""
 
     def without_gradients() -> None:
         with torch.inference_mode():

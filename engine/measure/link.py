@@ -19,9 +19,8 @@ import torch
 
 from engine.common.files import new_folder
 from engine.devices.device import Device, Direction, Event
-from engine.devices.host_memory import allocate_host, available_ram
+from engine.devices.host_memory import PinnedMemory, allocate_host, available_ram, measure_pinnable
 from engine.devices.memory_budget import MemoryCategory
-from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
 from engine.experts.direct_file import DirectFile, bytes_of
 from engine.experts.disk_tier import DEFAULT_READERS, PIECE_BYTES
 from engine.experts.record import allocate_records
@@ -35,9 +34,6 @@ def write_rate(path: Path, nbytes: int, check: Callable[[], None] = lambda: None
 
     Args:
         check: called before each write; an exception from it stops writing.
-
-    Raises:
-        OSError: the disk failed.
     """
     block = _block()
     block.random_()
@@ -69,9 +65,6 @@ def read_rate(
         depth: reads in flight.
         block_bytes: of one read, at most `PIECE_BYTES`.
         check: called before each read; an exception from it stops reading.
-
-    Raises:
-        OSError: the disk failed.
     """
     forget_cached([path])
     size = path.stat().st_size
@@ -159,11 +152,7 @@ class DiskReads:
 
 @contextmanager
 def scratch_file(folder: Path) -> Iterator[Path]:
-    """An empty file in the folder, which is created if missing; leftovers of a killed process are removed.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """An empty file in the folder, which is created if missing; leftovers of a killed process are removed."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     new_folder(folder)
     for old in folder.glob(f"{_PREFIX}*"):

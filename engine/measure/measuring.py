@@ -21,16 +21,7 @@ from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.formats import LADDER
 from engine.hardware.gpus import graphics_cards
-from engine.hardware.measured import (
-    Arithmetic,
-    CallTime,
-    CopyTime,
-    DiskRead,
-    ExpertTime,
-    Measurements,
-    RamRead,
-    described,
-)
+from engine.hardware.measured import Arithmetic, CallTime, ExpertTime, Measurements, RamRead, described
 from engine.hardware.probe import Probe
 from engine.measure.arithmetic import (
     CardExpertTimes,
@@ -181,12 +172,12 @@ def measure_machine(
     """
     beside = None if device is None or device.name == "cpu" else device
     threads = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
-    state = _State(what, on_progress)
-    run = Run(beside, folder, threads, cold_bytes(probe, what.cold_bytes), cancelled, state.found)
+    run = Run(beside, folder, threads, cold_bytes(probe, what.cold_bytes), cancelled, on_progress)
+    run.total_s = sum(each.estimated_s for each in what.measurements)
     throttling = throttling or partial(machine_seconds, threads)
     others_bytes = others_bytes or _used_by_others
     others_before = others_bytes()
-    skipped, notes = _measured_steadily(what, run, state, throttling)
+    skipped, notes = _measured_steadily(what, run, throttling)
     notes += _others_changed(others_before, others_bytes())
     if run.unsteady:
         names = ", ".join(sorted(run.unsteady)[:3])
@@ -198,12 +189,7 @@ def measure_machine(
         device_bytes=0 if beside is None else beside.memory.total,
         machine=described(probe),
         taken_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        ram=tuple(row for row in run.rows if isinstance(row, RamRead)),
-        experts=tuple(row for row in run.rows if isinstance(row, ExpertTime)),
-        copies=tuple(row for row in run.rows if isinstance(row, CopyTime)),
-        disk=tuple(row for row in run.rows if isinstance(row, DiskRead)),
-        arithmetic=tuple(row for row in run.rows if isinstance(row, Arithmetic)),
-        calls=tuple(row for row in run.rows if isinstance(row, CallTime)),
+        **run.rows_by_kind(),
         pinned_limit_bytes=run.pinned_limit_bytes,
         skipped=skipped,
         unsteady=dict(run.unsteady),
@@ -212,19 +198,19 @@ def measure_machine(
 
 
 def _measured_steadily(
-    what: MeasurementSet, run: Run, state: _State, throttling: Callable[[], float]
+    what: MeasurementSet, run: Run, throttling: Callable[[], float]
 ) -> tuple[dict[str, str], list[str]]:
     """(reasons of skipped measurements, notes); CPU measurements are repeated if the CPU slowed down."""
     notes: list[str] = []
     before = throttling()
-    skipped = _measured(what.measurements, run, state)
+    skipped = _measured(what.measurements, run)
     after = throttling()
     if abs(changed := drift_of([before, after])) > DRIFT:
         # Numbers taken before the slowdown do not represent sustained speed.
         notes.append(_slower(changed, "was measured again"))
         again = tuple(each for each in what.measurements if each.name not in skipped and _is_processors(each))
         run.rows = [row for row in run.rows if not _of_cpu(row)]
-        skipped |= _measured(again, run, state)
+        skipped |= _measured(again, run)
         if abs(changed := drift_of([after, throttling()])) > DRIFT:
             notes.append(_slower(changed, "its numbers are uncertain"))
             run.unsteady["processor, from first to last"] = changed
@@ -245,37 +231,13 @@ def cold_bytes(probe: Probe, least: int) -> int:
     return min(wanted, available_ram() // _RAM_SHARE)
 
 
-class _State:
-    """Progress of a run of measurements."""
-
-    def __init__(self, what: MeasurementSet, on_progress: OnProgress) -> None:
-        self._total_s = sum(each.estimated_s for each in what.measurements)
-        self._done_s = 0.0
-        self._name = ""
-        self._on_progress = on_progress
-
-    def begin(self, measurement: Measurement) -> None:
-        self._name = measurement.name
-        self._on_progress(self._name, self._done, None)
-
-    def end(self, measurement: Measurement) -> None:
-        self._done_s += measurement.estimated_s
-
-    def found(self, row: Row) -> None:
-        self._on_progress(self._name, self._done, row)
-
-    @property
-    def _done(self) -> float:
-        return min(self._done_s / self._total_s, 0.99) if self._total_s else 0.0
-
-
-def _measured(measurements: tuple[Measurement, ...], run: Run, state: _State) -> dict[str, str]:
+def _measured(measurements: tuple[Measurement, ...], run: Run) -> dict[str, str]:
     """Takes the measurements; returns the reasons of skipped ones by name."""
     skipped: dict[str, str] = {}
     for measurement in measurements:
         run.allow(measurement.estimated_s)
         run.check()
-        state.begin(measurement)
+        run.begin(measurement.name)
         try:
             measurement(run)
         except NotMeasuredError as reason:
@@ -289,7 +251,7 @@ def _measured(measurements: tuple[Measurement, ...], run: Run, state: _State) ->
             skipped[measurement.name] = error.strerror or type(error).__name__
         except (MemoryError, RuntimeError) as error:  # torch raises either when memory runs out
             skipped[measurement.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        state.end(measurement)
+        run.done_s += measurement.estimated_s
     run.allow(math.inf)
     return skipped
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.common.errors import RequestCancelled
 from engine.devices.device import Device
-from engine.hardware.measured import Arithmetic, CallTime, CopyTime, DiskRead, ExpertTime, RamRead
+from engine.hardware.measured import ROWS, Arithmetic, CallTime, CopyTime, DiskRead, ExpertTime, RamRead
 
 Row = RamRead | ExpertTime | CopyTime | DiskRead | Arithmetic | CallTime
 
@@ -61,7 +61,8 @@ class Run:
         threads: physical cores that this process may use.
         cold_bytes: a size that exceeds every cache.
         cancelled: polled often.
-        tell: called with each result.
+        on_progress: called with each result, and when a measurement begins.
+        total_s, done_s: estimated seconds of all measurements, and of those that have ended.
     """
 
     device: Device | None
@@ -69,12 +70,15 @@ class Run:
     threads: int
     cold_bytes: int
     cancelled: Callable[[], bool]
-    tell: Callable[[Row], None]
+    on_progress: OnProgress
     rows: list[Row] = field(default_factory=list)
     unsteady: dict[str, float] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
     pinned_limit_bytes: int | None = None
     clock: Callable[[], float] = time.perf_counter
+    total_s: float = 0.0
+    done_s: float = 0.0
+    _name: str = ""
     _due_s: float = math.inf
     _over_s: float = math.inf
 
@@ -100,10 +104,22 @@ class Run:
         if self.clock() > self._over_s:
             raise NotMeasuredError("it took far too long: other programs keep this machine busy")
 
+    def begin(self, name: str) -> None:
+        """Reports what is measured from now on."""
+        self._name = name
+        self._report(None)
+
     def found(self, row: Row) -> None:
         """Stores a result and reports it."""
         self.rows.append(row)
-        self.tell(row)
+        self._report(row)
+
+    def _report(self, row: Row | None) -> None:
+        self.on_progress(self._name, min(self.done_s / self.total_s, 0.99) if self.total_s else 0.0, row)
+
+    def rows_by_kind(self) -> dict[str, Any]:
+        """All results, as `Measurements` has them."""
+        return {name: tuple(row for row in self.rows if isinstance(row, kind)) for name, kind in ROWS.items()}
 
     def needed_device(self) -> Device:
         """The device.  Raises `NotMeasuredError` without one."""

@@ -34,6 +34,7 @@ from engine.common.installed import (
     WHOLE,
     Bundle,
     Whole,
+    note_files,
     packed_module,
     part,
     parts_dir,
@@ -43,7 +44,6 @@ from engine.common.installed import (
     use_parts,
     write_whole_record,
 )
-from engine.common.integrity import note_files
 from engine.parts.wheels import EngineChoice, Wheel, choose_engine, downloads_folder, fetched_folder, need_bundle
 
 CHECKING, UNPACKING, TESTING, FINISHING = "checking", "unpacking", "testing", "finishing"
@@ -88,7 +88,6 @@ def exclusive_access() -> Iterator[None]:
     """The right to change the parts.
 
     Raises:
-        EngineError: `BUSY`.
         OSError: the folder cannot be written to.
     """
     new_folder(parts_dir())
@@ -98,28 +97,25 @@ def exclusive_access() -> Iterator[None]:
         yield
 
 
-def is_proven(name: str) -> bool:
-    """Whether a killed run had proven a part, which then needs only its name."""
-    return any(_is_proven_one(folder, name) for folder in partials())
-
-
-def _is_proven_one(folder: Path, name: str) -> bool:
-    whole = read_whole(folder)
-    return whole is not None and (whole.name, whole.python) == (name, this_python())
+def proven_partial(name: str) -> Path | None:
+    """A part that a killed run had proven, and that needs only its name."""
+    for folder in partials():
+        whole = read_whole(folder)
+        if whole is not None and (whole.name, whole.python) == (name, this_python()):
+            return folder
+    return None
 
 
 def taken_over(name: str) -> bool:
     """Gives its name to a part that a killed run had proven; returns whether there was one."""
-    for folder in partials():
-        if _is_proven_one(folder, name):
-            put_in_place(folder, name)
-            return part(name) is not None
-    return False
+    if (folder := proven_partial(name)) is None:
+        return False
+    put_in_place(folder, name)
+    return part(name) is not None
 
 
 def _make(packed: Bundle, choice: EngineChoice, given: Path | None, on_step: OnStep) -> None:
-    partial = new_partial(choice.name)
-    try:
+    with new_partial(choice.name) as partial:
         on_step(CHECKING)
         if choice.reused is not None and given is None:
             require_space(partial, 500 * 10**6)
@@ -138,8 +134,6 @@ def _make(packed: Bundle, choice: EngineChoice, given: Path | None, on_step: OnS
             partial,
             Whole(choice.name, choice.source.version, packed.platform, this_python(), choice.build, wheels_in_it, said),
         )
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def finish(partial: Path, whole: Whole) -> None:
@@ -151,7 +145,8 @@ def finish(partial: Path, whole: Whole) -> None:
     put_in_place(partial, whole.name)
 
 
-def new_partial(name: str) -> Path:
+@contextlib.contextmanager
+def new_partial(name: str) -> Iterator[Path]:
     """An empty folder for a part on its way, after those that killed runs left.
 
     A name of its own each time: what a killed run started may still write into its folder.
@@ -160,7 +155,10 @@ def new_partial(name: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
     partial = parts_dir() / f"{name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
     partial.mkdir()
-    return partial
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def put_in_place(partial: Path, name: str) -> None:
@@ -176,7 +174,6 @@ def put_in_place(partial: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _wheels_at(choice: EngineChoice, given: Path | None, beside: Path) -> Iterator[list[Path]]:
-    """Paths of the wheels, each the very one that is listed."""
     if given is not None and given.is_file():
         apart = beside.with_name(f"{beside.name.removesuffix(PARTIAL)}.files{PARTIAL}")
         apart.mkdir()
@@ -289,11 +286,7 @@ def _link(source: str, target: str) -> None:
 
 
 def proven(packed: Bundle, folder: Path, test: str) -> dict[str, Any]:
-    """What a module that tests itself says of its folder of packages.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE`, if it does not work.
-    """
+    """What a module that tests itself says of its folder of packages."""
     command, variables = packed_module(packed, folder, test)
     home = folder.with_name(f"{folder.name.removesuffix(PARTIAL)}.home{PARTIAL}")
     try:
@@ -368,8 +361,8 @@ def sweep() -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Installs, and prints how it goes on; returns the exit code."""
+def print_steps(work: Callable[[OnStep], dict[str, str]]) -> int:
+    """Does it, and prints how it goes on and what it returns; returns the exit code."""
 
     def say(**what: str) -> None:
         sys.stdout.write(json.dumps(what) + "\n")
@@ -377,12 +370,16 @@ def main(arguments: Sequence[str]) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        name = install(choose_engine(), Path(arguments[0]) if arguments else None, lambda step: say(step=step))
+        say(**work(lambda step: say(step=step)))
     except EngineError as error:
         say(error=error.message, code=str(error.code))
         return 2
-    say(installed=name)
     return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = Path(arguments[0]) if arguments else None
+    return print_steps(lambda on_step: {"installed": install(choose_engine(), given, on_step)})
 
 
 if __name__ == "__main__":

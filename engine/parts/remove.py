@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engine.common.consoles import fill_streams
 from engine.common.installed import parts_dir
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir, standard_data_dir
+from engine.common.plain_text import fill_streams
 from engine.common.sizes import about
 
 MADE_AGAIN = (

@@ -20,7 +20,6 @@ import base64
 import binascii
 import json
 import shutil
-import signal
 import sys
 import time
 import zipfile
@@ -62,6 +61,7 @@ from engine.parts.install import (
     finish,
     install,
     new_partial,
+    print_steps,
     proven,
     sweep,
     taken_over,
@@ -125,11 +125,7 @@ def can_update() -> bool:
 
 
 def look_for_update() -> Update | None:
-    """A version that is newer than the one that runs and than the one of the next start; None if there is none.
-
-    Raises:
-        EngineError: `DOWNLOAD_FAILED` (no answer, or one that is not signed by us), `INVALID_REQUEST` (no bundle).
-    """
+    """A version that is newer than the one that runs and than the one of the next start; None if there is none."""
     packed, settings = need_bundle(), updates_settings()
     address = (updates_address() or str(settings.get("address", ""))).rstrip("/")
     content, signature = _fetched_small(f"{address}/latest.json"), _fetched_small(f"{address}/latest.json.sig")
@@ -192,11 +188,7 @@ def is_signed(content: bytes, signature: bytes, keys: Sequence[str]) -> bool:
 
 
 def begin_update(update: Update) -> Download:
-    """Puts the new window into the queue of downloads, as the first one.
-
-    Raises:
-        EngineError: `DISK_FULL`, or the disk's.
-    """
+    """Puts the new window into the queue of downloads, as the first one."""
     folder = downloads_folder()
     with disk_errors_explained(folder):
         new_folder(folder)
@@ -236,11 +228,7 @@ def install_update(
 
 
 def begin_engine(of_version: str) -> Download:
-    """Puts the wheels of an update's engine into the queue, once its window is in place.
-
-    Raises:
-        EngineError: as `begin_download`, or the window is not in place.
-    """
+    """Puts the wheels of an update's engine into the queue, once its window is in place."""
     window = part(part_name("window", of_version))
     if window is None:
         raise EngineError(ErrorCode.DOWNLOAD_FAILED, "The new version has not been fetched yet: fetch it first.")
@@ -248,11 +236,7 @@ def begin_engine(of_version: str) -> Download:
 
 
 def go_back() -> str:
-    """Has the next start use what was in use before; returns that version.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if there is nothing to go back to.
-    """
+    """Has the next start use what was in use before; returns that version."""
     before = previous_parts()
     if before is None:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no earlier version on this computer to go back to.")
@@ -266,8 +250,7 @@ def _window(name: str, of_version: str, on_step: OnStep) -> Part:
     packed = need_bundle()
     with disk_errors_explained(downloads_folder()), exclusive_access():
         if part(name) is None and not taken_over(name):
-            partial = new_partial(name)
-            try:
+            with new_partial(name) as partial:
                 on_step(CHECKING)
                 file = _fetched(name)
                 require_space(partial, _UNPACKED * file.stat().st_size)
@@ -278,8 +261,6 @@ def _window(name: str, of_version: str, on_step: OnStep) -> Part:
                 if said.get("version") not in (None, of_version):
                     raise _untrue(f"holds version {said['version']} where {of_version} was promised")
                 finish(partial, Whole(name, of_version, packed.platform, this_python(), proven=said))
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
     window = part(name)
     if window is None:
         raise _untrue("does not fit this computer")
@@ -340,22 +321,11 @@ def _untrue(what: str) -> EngineError:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Installs, and prints how it goes on; returns the exit code."""
+    def work(on_step: OnStep) -> dict[str, str]:
+        needs_engine = install_update(arguments[0], on_step) is not None
+        return {"needs": "engine"} if needs_engine else {"installed": arguments[0]}
 
-    def say(**what: str) -> None:
-        sys.stdout.write(json.dumps(what) + "\n")
-        sys.stdout.flush()
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        if install_update(arguments[0], lambda step: say(step=step)) is not None:
-            say(needs="engine")
-            return 0
-    except EngineError as error:
-        say(error=error.message, code=str(error.code))
-        return 2
-    say(installed=arguments[0])
-    return 0
+    return print_steps(work)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,18 @@ from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.downloads.records import PARTS, PlannedFile
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, new_folder, require_space
-from engine.common.installed import Bundle, Part, bundle, part, part_name, parts_dir, this_python, version, whole_parts
-from engine.common.integrity import lost_files
+from engine.common.installed import (
+    Bundle,
+    Part,
+    bundle,
+    lost_files,
+    part,
+    part_name,
+    parts_dir,
+    this_python,
+    version,
+    whole_parts,
+)
 from engine.hardware import torch_builds
 from engine.hardware.torch_builds import BUILDS, Choice
 
@@ -27,8 +37,6 @@ _UNPACKED = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """One wheel, pinned by its checksum."""
-
     name: str
     version: str
     url: str
@@ -37,7 +45,6 @@ class Wheel:
 
     @property
     def file(self) -> str:
-        """Its name."""
         return unquote(urlsplit(self.url).path.rpartition("/")[2])
 
 
@@ -60,11 +67,6 @@ BROUGHT = "switchyard-update"
 
 
 def present_source() -> EngineSource:
-    """For the engine of the window that runs.
-
-    Raises:
-        EngineError: see `need_bundle`.
-    """
     packed, running = need_bundle(), part(part_name("window", version()))
     if running is not None and version() != packed.version:
         return EngineSource.of_window(running)
@@ -94,7 +96,6 @@ class EngineChoice:
 
     @property
     def download_bytes(self) -> int:
-        """Of all wheels."""
         return sum(wheel.bytes for wheel in self.wheels)
 
     @property
@@ -104,11 +105,6 @@ class EngineChoice:
 
 
 def need_bundle() -> Bundle:
-    """The bundle that runs.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, in a checkout or an environment, which has its engine already.
-    """
     found = bundle()
     if found is None:
         raise EngineError(
@@ -122,11 +118,7 @@ def need_bundle() -> Bundle:
 def choose_engine(
     chosen: Callable[[], Choice] = torch_builds.chosen, source: EngineSource | None = None
 ) -> EngineChoice:
-    """What suits this machine, by default for the window that runs.  May take seconds: it asks the cards' drivers.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if the list is damaged or has nothing for this system.
-    """
+    """What suits this machine, by default for the window that runs.  May take seconds: it asks the cards' drivers."""
     packed = need_bundle()
     source = source or present_source()
     wheels, lists = read_engine_lock(source.lock)
@@ -158,11 +150,7 @@ def choose_engine(
 
 
 def read_engine_lock(path: Path) -> tuple[dict[str, Wheel], list[dict[str, Any]]]:
-    """(all wheels by file name, the lists of them) of an `engine-lock.json`.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if it is damaged.
-    """
+    """(all wheels by file name, the lists of them) of an `engine-lock.json`."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         wheels = {str(file): Wheel(**each) for file, each in said["wheels"].items()}
@@ -179,11 +167,6 @@ def read_engine_lock(path: Path) -> tuple[dict[str, Wheel], list[dict[str, Any]]
 
 
 def begin_download(choice: EngineChoice) -> Download:
-    """Puts the wheels into the queue of downloads, as the first one.
-
-    Raises:
-        EngineError: `DISK_FULL` (there is no room for what comes and what it unpacks to), or the disk's.
-    """
     folder = downloads_folder()
     with disk_errors_explained(folder):
         new_folder(folder)
@@ -206,7 +189,6 @@ def fetched_folder(name: str) -> Path | None:
 
 
 def part_of(download: Download) -> str:
-    """The name of the part that a download brings."""
     return download.reference.removeprefix(PARTS)
 
 

@@ -27,15 +27,13 @@ from engine.planner.engine_memory import (
     ram_usable,
     written_bytes,
 )
-from engine.planner.klotski import block_times, fewest_batches
-from engine.planner.memory import share_on_disk, with_all_visits
-from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload
+from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload, share_on_disk, with_all_visits
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
-from engine.planner.policy_search import PAGE, PerformanceModel
+from engine.planner.policy_search import PAGE, PerformanceModel, block_times, fewest_batches
 from engine.planner.schedules import SCHEDULES
-from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSystem, run_batch, system_of
-from engine.planner.simulator.batch_costs import OffloadPolicy
+from engine.planner.simulator.plans import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSystem, run_batch, system_of
 from engine.planner.simulator.request import Outcome
+from engine.planner.simulator.sweeps import OffloadPolicy
 
 GIVEN = "The policy that was given"
 _MOST_SEQUENCES = 512
@@ -53,7 +51,6 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
 
 
 def batch_plan_of(costs: Costs, workload: Workload, found: Outcome) -> BatchPlan:
-    """The plan that a simulated batch schedule is."""
     policy = found.batch
     assert policy is not None
     times = block_times(costs, workload, policy.micro_batch, policy.resident)
@@ -93,11 +90,6 @@ def read_policy(file: str) -> BatchPlan:
 
 
 def policy_of(document: Any) -> BatchPlan:
-    """The same of JSON that was read.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, about a field.
-    """
     given = document["batch"] if isinstance(document, dict) and "batch" in document else document
     if not isinstance(given, dict):
         raise _wrong("batch", "must be the policy of a batch, as `switchyard plan --workload batch --json` prints it")

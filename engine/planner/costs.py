@@ -296,7 +296,6 @@ class Costs:
 
     @cached_property
     def _expert_flops(self) -> float:
-        """Flops of one expert for one row."""
         return 2.0 * self.model.expert_weights
 
     @property
@@ -349,7 +348,6 @@ class Costs:
         return costs
 
     def predict(self, kind: Cost, size: float = 1) -> float:
-        """Seconds of work of this kind and size."""
         return self.by_kind.predict(kind, size)
 
     def prefers_cpu(self, rows: float = 1, *, pinned: bool = True) -> bool:
@@ -524,7 +522,6 @@ class Costs:
         return self.h2d(self.tower_bytes, pinned=False) + 1e9 * gflops / self.card_flops
 
     def h2d(self, nbytes: float, *, pinned: bool = True) -> float:
-        """Copies to the card."""
         link = self.machine.link
         return nbytes / ((link.h2d if pinned else link.h2d_pageable) * self.dense_cards) + link.latency_s
 
@@ -540,7 +537,6 @@ class Costs:
         return max(one_s / self.expert_cards, min(one_s, nbytes / self.machine.cpu.ram_bytes_per_s))
 
     def d2h(self, nbytes: float) -> float:
-        """Copies from the card."""
         return nbytes / (self.machine.link.d2h * self.dense_cards) + self.machine.link.latency_s
 
     def disk(self, nbytes: float) -> float:
@@ -635,7 +631,7 @@ BUNDLED_BYTES = 2.0**17
 MODELLED_LAUNCHES = Launches(layer=4, experts=1, token=4)
 """Of a card whose time is modelled: see `engine.runtime.load.timed_card`."""
 GRAPH_OPERATOR_S = 2.8e-6
-"""A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/step_time.py`."""
+"""A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/__main__.py`."""
 FLAGS_S = 10e-6
 """Two flags a layer over the link, each seen by who waits for it, and the row and outputs that go with them: an
 assumption."""

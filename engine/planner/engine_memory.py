@@ -12,7 +12,6 @@ from engine.common.costs import Cost, picture_on_card
 from engine.formats import BF16, STORED, as_stored, careful, format_of, head_format
 from engine.hardware.machine import GpuProfile
 from engine.planner.costs import Cards, Costs
-from engine.planner.memory import MemoryRule
 from engine.planner.placement import (
     Budgets,
     DeviceBudget,
@@ -26,7 +25,7 @@ from engine.planner.placement import (
     converted_bytes,
     resolve,
 )
-from engine.planner.plan_parts import Limits, PicturePlan, TierBytes
+from engine.planner.plan_parts import Limits, MemoryRule, PicturePlan, TierBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +177,10 @@ def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
 
 
 def activation_token_bytes(model: ModelShape, precision: str) -> int:
-    """Bytes of activations per prompt token."""
     return footprint.activation_token_bytes(model.hidden, model.experts_per_token, as_stored(precision).width)
 
 
 def context_tokens(model: ModelShape, limits: Limits) -> int:
-    """The longest context that the engine will allow."""
     return min(model.context_tokens, limits.context_tokens or model.context_tokens)
 
 
@@ -201,7 +198,7 @@ def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
         ),
         elsewhere=in_files[1],
         kv_per_token=round(model.kv_bytes_per_token()) * plain.width // 2,
-        state_bytes=model.state_bytes,
+        fixed_kv=model.fixed_bytes(plain.width),
         activations_per_token=activation_token_bytes(model, precisions[0]),
         context_tokens=context_tokens(model, limits),
         experts_per_token=model.experts_per_token,
@@ -330,7 +327,6 @@ def picture_plan(costs: Costs, card: TierBytes | None) -> PicturePlan | None:
 
 
 def _weights(costs: Costs) -> Weights:
-    """Sizes in the precision of the costs."""
     model, precision = costs.model, costs.precision
     gpu = costs.machine.gpu
     plain = as_stored(precision).name
@@ -437,8 +433,8 @@ def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False, les
     weights = kv = 0
     if dense:
         weights = dense_in_ram(model, costs.precision) - less
-        per_token = round(model.kv_bytes_per_token()) * as_stored(costs.precision).width // 2
-        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token + 2 * model.state_bytes
+        tokens = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS)
+        kv = round(model.context_bytes(tokens, in_pages=True)) * as_stored(costs.precision).width // 2
     return TierBytes(
         total,
         weights,

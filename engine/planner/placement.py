@@ -72,7 +72,6 @@ class Experts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all experts."""
         return self.record * self.count
 
 
@@ -132,7 +131,6 @@ class Weights:
 
     @property
     def without_tables(self) -> Weights:
-        """The same with its tables on disk."""
         tables, layers = self.tables, self.tables.layers or (0,) * len(self.dense_layers)
         return replace(
             self,
@@ -146,7 +144,6 @@ class Weights:
 
     @property
     def experts_nbytes(self) -> int:
-        """Bytes of the experts of all layers."""
         return sum(each.nbytes for each in self.experts)
 
 
@@ -165,7 +162,7 @@ class Sizes:
         context_tokens: the longest context requested.
         experts_per_token: experts that a token uses in one layer.
         tower: of what sees, which is read with the first picture: RAM that is left free for it, where there is as much.
-        state_bytes: of what layers sum up of a sequence, however long it is.
+        fixed_kv: of what a sequence holds however long it is: states, or windows behind which layers compress.
     """
 
     name: str
@@ -177,7 +174,7 @@ class Sizes:
     context_tokens: int
     experts_per_token: int
     tower: int = 0
-    state_bytes: int = 0
+    fixed_kv: int = 0
 
 
 # Available memory
@@ -217,7 +214,6 @@ class Budgets:
     keeps: bool = True
 
     def without(self, nbytes: int) -> Budgets:
-        """The same with less RAM."""
         allowed = None if self.ram_allowed is None else max(0, self.ram_allowed - nbytes)
         return replace(self, ram_free=max(0, self.ram_free - nbytes), ram_allowed=allowed)
 
@@ -318,7 +314,6 @@ class OnDevice:
 
     @property
     def held(self) -> int:
-        """Bytes of all parts."""
         return self.dense + self.experts + self.staging + self.kv + self.activations
 
 
@@ -342,7 +337,6 @@ class InRam:
 
     @property
     def held(self) -> int:
-        """Bytes of all parts."""
         return self.dense + self.experts + self.working
 
 
@@ -624,7 +618,6 @@ def _by_layers(
 
 
 def _room_for_experts(need: _Need) -> int:
-    """Bytes that a device has for experts."""
     return max(0, need.device.free - need.dense - need.activations - need.kv(need.first_context))
 
 
@@ -654,12 +647,12 @@ class _Need:
     piece: int
     activations: int
     kv_per_token: int
-    state_bytes: int
+    fixed_kv: int
     first_context: int
     fewest_context: int
 
     def kv(self, tokens: int) -> int:
-        return self.state_bytes + tokens * self.kv_per_token
+        return self.fixed_kv + tokens * self.kv_per_token
 
     @property
     def least(self) -> int:
@@ -672,17 +665,17 @@ class _Need:
     def context_room(self, wanted: int) -> int:
         if not self.kv_per_token:
             return wanted
-        return min(wanted, (self.device.free - self.dense - self.activations - self.state_bytes) // self.kv_per_token)
+        return min(wanted, (self.device.free - self.dense - self.activations - self.fixed_kv) // self.kv_per_token)
 
 
 def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, device: DeviceBudget) -> _Need:
     if of_layer:
         mine = [layer for layer, at in enumerate(of_layer) if at == index]
         dense = sum(weights.dense_layers[layer] for layer in mine) + (weights.dense_elsewhere if index == 0 else 0)
-        kv, states = (-(-each * len(mine) // len(of_layer)) for each in (sizes.kv_per_token, sizes.state_bytes))
+        kv, states = (-(-each * len(mine) // len(of_layer)) for each in (sizes.kv_per_token, sizes.fixed_kv))
     else:
         dense = sum(weights.dense_layers) + weights.dense_elsewhere if index == 0 else 0
-        kv, states = (sizes.kv_per_token, sizes.state_bytes) if index == 0 else (0, 0)
+        kv, states = (sizes.kv_per_token, sizes.fixed_kv) if index == 0 else (0, 0)
     each, context = sizes.activations_per_token, sizes.context_tokens
     room = device.free - dense
     return _Need(
@@ -698,12 +691,10 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
 
 
 def _is_default(cache: CacheSettings) -> bool:
-    """Whether the cache is left to the engine."""
     return cache.slots is None and cache.misses == "mixed"
 
 
 def _experts_on(index: int, weights: Weights, of_layer: Sequence[int], shares: Sequence[int] = ()) -> list[Experts]:
-    """Experts of the layers that a device has, or its part of those of each."""
     if shares:
         parts = ((each, len(expert_ranges(each.count, shares)[index])) for each in weights.experts)
         return [replace(each, count=count) for each, count in parts if count]
@@ -813,7 +804,6 @@ def _streamed(in_files: Sequence[int], missing: int) -> Streamed:
 
 
 def _saved(streamed: Streamed) -> int:
-    """RAM that they leave free."""
     return streamed.nbytes - streamed.window
 
 

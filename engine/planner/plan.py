@@ -19,7 +19,6 @@ from engine.planner.batch_plan import GIVEN, batch_memory, carried_out, given_ou
 from engine.planner.batch_prediction import BATCH_ROWS
 from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory, dense_in_ram, engine_memory, ram_usable, sizes_of
-from engine.planner.memory import indexes
 from engine.planner.placement import least_ram
 from engine.planner.plan_parts import (
     CHAT,
@@ -32,6 +31,7 @@ from engine.planner.plan_parts import (
     RooflinePoint,
     Speed,
     Workload,
+    indexes,
 )
 from engine.planner.plan_search import (
     ENGINE_SETTINGS,
@@ -203,9 +203,6 @@ def make_plan(
     Args:
         measured: the machine's numbers were measured, so the predicted range is narrower.
         given: a policy of batches by hand, which is planned with if it fits.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
     """
     limits = limits or Limits()
     model = limits.held(model, machine)

@@ -11,8 +11,7 @@ from engine.hardware.machine import HardwareProfile
 from engine.planner.costs import Cards, Observed, engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk, memory_rule
 from engine.planner.plan_parts import Limits, Workload, worthwhile
-from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
-from engine.planner.simulator.plans import BATCH_SYSTEMS, POLICIES, run_all
+from engine.planner.simulator.plans import BATCH_SYSTEMS, CGOPIPE, FLEXGEN_S4, KLOTSKI, POLICIES, run_all
 from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import Setting
 from engine.planner.simulator.strategy import expected_statistics
@@ -90,7 +89,6 @@ def runs_here(policy: str, workload: Workload) -> bool:
 
 
 def ways_to_share(question: Question) -> tuple[Cards, ...]:
-    """How the cards of this machine may share the model."""
     gpu, limits = question.machine.gpu, question.limits
     if gpu is None or gpu.count < 2 or not limits.use_card or question.model.experts < gpu.count:
         return (Cards.LAYERS,)

@@ -40,11 +40,6 @@ class Change:
 
 
 def what_if(machine: HardwareProfile, change: Change) -> HardwareProfile:
-    """The machine with other hardware.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, the memory of a card is changed but there is none.
-    """
     changed = machine
     if change.gpu is not None:
         changed = replace(changed, gpu=change.gpu.gpu, link=change.gpu.link)

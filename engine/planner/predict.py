@@ -23,7 +23,7 @@ What was measured of this very model on this machine replaces the prediction and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -38,9 +38,8 @@ from engine.formats import AUTO, is_precision
 from engine.hardware.machine import HardwareProfile, LinkProfile, Origin
 from engine.planner.costs import Cards, Costs, engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, from_disk, memory_of, memory_rule, sizes_of
-from engine.planner.memory import share_on_disk
 from engine.planner.placement import NotEnoughRamError, resolve
-from engine.planner.plan_parts import Limits, Workload
+from engine.planner.plan_parts import Limits, Workload, share_on_disk
 from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import DECODE_STEPS, Setting, run_requests
 from engine.planner.simulator.strategy import (
@@ -60,6 +59,8 @@ _MEASURED, _UNSTEADY, _LOOKED_UP, _IN_CACHE = 0.2, 0.35, 0.4, 0.1
 _EMULATED_THREADS = 3
 _CALLS, _UNTIMED_CALLS, _EMULATED_CALLS = (1.4, 0.65), (1.5, 0.2), (2.0, 0.5)
 _CACHED_GAIN = (1.08, 2.3)
+_CONTEXT = 256
+"""Tokens that a step attends to."""
 _LEAST_LEFT = 0.25
 """Of the processor, however much others use: the system's scheduler gives each its turn."""
 
@@ -81,7 +82,6 @@ class Doubt:
     statistics: RoutingSkew
 
     def applied(self, costs: Costs) -> Costs:
-        """The costs at this end."""
         calls = self.calls
         return replace(
             costs,
@@ -173,9 +173,6 @@ def predict_decode(
         routing: experts that consecutive tokens of this model used, [tokens, MoE layers, k], for this model's own hit
             rates; by default routing is synthetic, with published statistics.
         limits: what other programs leave of the machine; by default all of it.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = limits or Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
@@ -210,9 +207,6 @@ def simulate_decode(
 
     Args:
         record: keep the spans of the simulation.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
@@ -288,32 +282,20 @@ def _strategy(config: EngineConfig, memory: EngineMemory, *, is_known: bool) -> 
     return replace(mixed, prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.85) if config.prefetch == "mlp" else mixed
 
 
-def tokens_per_s_by_slots(
-    machine: HardwareProfile,
-    model: ModelShape,
-    config: EngineConfig,
-    miss_ratio_curve: Iterable[tuple[int, float]],
-    *,
-    context: int = 256,
-) -> list[tuple[int, float]]:
-    """Decode speed of one sequence with other numbers of expert slots, at each point of a miss-ratio curve.
+def tokens_per_s_with(
+    machine: HardwareProfile, model: ModelShape, config: EngineConfig, slots: int, miss_ratio: float
+) -> float:
+    """Decode speed of one sequence with another number of expert slots.
 
-    The misses of each layer are a binomial draw (`StepTime`), where the simulator plays steps: a whole curve takes
-    about a millisecond and can follow a slider or a live session.
-
-    The slots are on the card if the configuration uses one, else in RAM in front of experts on disk.
+    The misses of each layer are a binomial draw (`StepTime`), where the simulator plays steps: that takes microseconds
+    and can follow a live session.  The slots are on the card if the configuration uses one, else in RAM in front of
+    experts on disk.
 
     Args:
-        config: how misses are served, threads, precision; `auto` is resolved as loading would.
-        miss_ratio_curve: (slots, share of expert uses that miss with this many slots).
-        context: tokens that each step attends to.
-
-    Returns:
-        (slots, tokens / s), in the order of the curve.
+        miss_ratio: share of expert uses that miss.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`: precision is `auto` and no precision of the model fits.
-        ValueError: a miss ratio is not between 0 and 1.
+        ValueError: that is not between 0 and 1.
     """
     precision = config.precision
     if precision == "auto":
@@ -323,15 +305,12 @@ def tokens_per_s_by_slots(
     # Without a card every miss is read from disk; with one, only the share that is not in RAM.
     rule = memory_rule(costs, Limits.of(config))
     disk_share = share_on_disk(machine, model, precision, rule=rule) if on_card else 1.0
-    step = StepTime(costs, on_card=on_card, way=config.misses, context=context, disk_share=disk_share)
+    step = StepTime(costs, on_card=on_card, way=config.misses, context=_CONTEXT, disk_share=disk_share)
     # With all of them there, nothing is looked up; two ways look away all the same.
     looks_up = not on_card or config.misses in ("off", "layer")
-    curve = []
-    for slots, miss_ratio in miss_ratio_curve:
-        whole = 0 if looks_up or slots < model.moe_layers * model.experts else model.moe_layers
-        share = 1.0 if config.misses == "off" and on_card else miss_ratio
-        curve.append((slots, 1 / step.seconds(share, whole_layers=whole)))
-    return curve
+    whole = 0 if looks_up or slots < model.moe_layers * model.experts else model.moe_layers
+    share = 1.0 if config.misses == "off" and on_card else miss_ratio
+    return 1 / step.seconds(share, whole_layers=whole)
 
 
 def running_config(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -> EngineConfig:

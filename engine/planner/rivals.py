@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
+from engine.common.json_fields import ProfileFile
 from engine.common.paths import resources_dir
-from engine.common.profile_file import ProfileFile
 from engine.hardware.machine import HardwareProfile, machine_in
 from engine.planner.costs import Costs, Dispatch, Efficiency, Factor
-from engine.planner.memory import USABLE_SHARE
+from engine.planner.plan_parts import USABLE_SHARE
 from engine.planner.simulator.strategy import (
     PUBLISHED_STATISTICS,
     STRONGEST_STATISTICS,
@@ -165,13 +165,11 @@ _FEW = 16
 """Experts of a layer up to which favourites are as weak as published for Mixtral; above, as in recorded answers."""
 
 
-def predicted_tokens_per_s(
-    speed: PublishedSpeed, efficiency: Efficiency = EFFICIENCY, handover: Dispatch = HANDOVER
-) -> float:
+def predicted_tokens_per_s(speed: PublishedSpeed) -> float:
     """Predicted decode speed of what a source describes."""
     method = speed.method
     costs = Costs(
-        speed.machine, speed.model, threads=method.threads, efficiency=efficiency, dispatch=handover, score_bytes=0.0
+        speed.machine, speed.model, threads=method.threads, efficiency=EFFICIENCY, dispatch=HANDOVER, score_bytes=0.0
     )
     on_card = method.way != "processor"
     step = StepTime(
@@ -326,7 +324,6 @@ def group_of(speed: PublishedSpeed) -> str:
 
 
 def document(speeds: Sequence[ComparedSpeed]) -> dict[str, object]:
-    """Everything as one JSON-like document."""
     ranked = orders(speeds)
     return {
         "results": [_entry(speed) for speed in speeds],

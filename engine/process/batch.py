@@ -27,7 +27,7 @@ from engine.protocol import (
     StartTuning,
     UnloadModel,
 )
-from engine.telemetry.request_log import RequestLog
+from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

@@ -11,7 +11,7 @@ from engine.common.falls import FALLS
 from engine.process.failures import log_failure
 from engine.process.requests import RequestQueue, failed
 from engine.protocol import Called, Event, Finished, Generate, Progress, SampleBatch, StartBatch, Token
-from engine.telemetry.request_log import RequestLog
+from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.integrity import give_up_own_part
+from engine.common.installed import give_up_own_part
 
 _log = logging.getLogger(__name__)
 

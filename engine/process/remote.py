@@ -25,7 +25,7 @@ from engine.protocol import (
     Token,
 )
 from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
-from engine.telemetry.request_log import RequestLog
+from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
     from engine.remote.chat_form import RemoteAnswer
@@ -189,7 +189,7 @@ def runner_at(request: StartBatch, own: OwnModel | None) -> JobRunner:
 
 
 def _on_a_cluster(prepared: PreparedJob, request: StartBatch, watcher: JobWatcher) -> JobEnding:
-    from engine.remote.ray_job import run_cluster_job
+    from engine.remote.ray_rows import run_cluster_job
 
     if request.config is None:
         raise EngineError(

@@ -85,12 +85,7 @@ class About:
 
 
 def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancelled) -> About:
-    """Looks at the endpoint, and tries the model, the endpoint's own, or the only one there.
-
-    Raises:
-        RemoteError: the server is not one, is not there, or does not accept the key.
-        RequestCancelled: as asked.
-    """
+    """Looks at the endpoint, and tries the model, the endpoint's own, or the only one there."""
     began = time.monotonic()
     found = client.models(cancelled)
     latency_s = time.monotonic() - began

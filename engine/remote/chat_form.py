@@ -237,11 +237,7 @@ class Gathered:
     _reader: Any = field(default_factory=lambda: reply_reader("", (), thinks=False, is_call=False))
 
     def take(self, chunk: dict[str, Any]) -> Token | None:
-        """What a chunk of a stream, or a whole answer, adds; None if it is nothing to show.
-
-        Raises:
-            LookupError, TypeError, ValueError, AttributeError: it is none.
-        """
+        """What a chunk of a stream, or a whole answer, adds; None if it is nothing to show."""
         if isinstance(usage := chunk.get("usage"), dict):
             self.prompt_tokens = _count(usage.get("prompt_tokens"))
             self.generated_tokens = _count(usage.get("completion_tokens"))
@@ -268,7 +264,6 @@ class Gathered:
         return self._split(self._reader.end(), "")
 
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls that came."""
         return tuple(
             ToolCall(call_id or f"call_{index}", name, arguments or "{}")
             for index, (call_id, name, arguments) in sorted(self._calls.items())
@@ -276,7 +271,6 @@ class Gathered:
 
     @property
     def reason(self) -> FinishReason:
-        """Why it ended."""
         return _FINISHES.get(self.finish, "stop")
 
     def _shown(self, said: str, thought: str) -> Token | None:

@@ -32,7 +32,7 @@ from engine.common.plain_text import plain_line
 from engine.common.untrusted import parse_json
 from engine.protocol import Token
 from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteRequest, chosen, request_body
-from engine.remote.endpoint import Endpoint, Found, Lack, Server, called
+from engine.remote.endpoint import Endpoint, Found, Lack, Server, called, check_key, read_key
 from engine.remote.failures import (
     RemoteError,
     Trouble,
@@ -45,7 +45,6 @@ from engine.remote.failures import (
     said_in_stream,
     unreachable,
 )
-from engine.remote.keys import check_key, read_key
 from engine.remote.trust import trust_of
 
 MINUTE_S = 60.0
@@ -86,7 +85,6 @@ class MinuteLimit:
         return moment
 
     def spend(self, now: float, amount: float) -> Spent:
-        """Counts it from now on."""
         spent = Spent(now, amount)
         if self.most is not None:
             self._spent.append(spent)
@@ -202,9 +200,6 @@ class Client:
 
     Args:
         key: None: the one that is kept for it, for which the keyring may wait for people.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: the key cannot be sent there, or the file of certificates cannot be read.
     """
 
     def __init__(self, endpoint: Endpoint, key: str | None = None, patience: Patience | None = None) -> None:
@@ -266,12 +261,7 @@ class Client:
         on_delta: Callable[[Token], None] = lambda _delta: None,
         cancelled: CancelCheck = never_cancelled,
     ) -> RemoteAnswer:
-        """The answer, of which `on_delta` is told on this thread as it comes.
-
-        Raises:
-            RemoteError: see `Trouble`.
-            RequestCancelled: it is no longer wanted; the connection is closed.
-        """
+        """The answer, of which `on_delta` is told on this thread as it comes."""
         model = request.model or self.endpoint.model or self.only_model(cancelled)
         if not self._found.server:
             with contextlib.suppress(RemoteError):  # it may answer all the same
@@ -291,11 +281,7 @@ class Client:
                 most = room
 
     def only_model(self, cancelled: CancelCheck = never_cancelled) -> str:
-        """The model to ask where nobody named one.
-
-        Raises:
-            RemoteError: `WRONG_MODEL`, if there are several or none; or another.
-        """
+        """The model to ask where nobody named one."""
         models = self.models(cancelled).models
         if len(models) == 1:
             return models[0]
@@ -304,7 +290,6 @@ class Client:
 
     @property
     def found(self) -> Found:
-        """What is known of the server."""
         return self._found
 
     def has_found(self, found: Found) -> None:
@@ -608,6 +593,5 @@ def _server_of(endpoint: Endpoint, entries: list[dict[str, Any]]) -> Server:
 
 
 def lacking(found: Found, lacks: set[Lack]) -> Found:
-    """The same server, which was seen to lack these."""
     order: tuple[Lack, ...] = ("stream", "usage", "tools", "schema", "sampling")
     return replace(found, lacks=tuple(each for each in order if each in lacks))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ipaddress
 import json
 import math
+import os
 import re
+import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from engine.common.files import disk_errors_explained, holding, private_folder, 
 from engine.common.json_fields import from_fields
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line, quoted
+from engine.common.settings import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.untrusted import parse_json, read_untrusted
 
 REMOTE = "endpoint:"
@@ -71,9 +74,6 @@ class Endpoint:
         price_in, price_out: of a million tokens read and written, in `currency`; None: not known.
         ca_file: a file of certificates in PEM to trust besides the system's; or the server's own, which alone is then
             trusted for it, whatever names it bears.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
     """
 
     name: str
@@ -160,7 +160,6 @@ def called(endpoint: Endpoint) -> str:
 
 
 def named_at(name: str, host: str) -> str:
-    """A name, and the host if that is another."""
     return name if name == host else f"{name} ({host})"
 
 
@@ -177,11 +176,7 @@ def is_loopback(host: str) -> bool:
 
 
 def normal_url(text: str) -> str:
-    """An address as it is kept: with its scheme, without the usual port, and ending in `/v1` unless it has a path.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
-    """
+    """An address as it is kept: with its scheme, without the usual port, and ending in `/v1` unless it has a path."""
     text = text.strip()
     what = quoted(text)
     if "://" not in text:
@@ -223,22 +218,14 @@ def _is_near(name: str) -> bool:
 
 
 def endpoint_at(address: str, name: str = "", **more: Any) -> Endpoint:
-    """The endpoint at an address, `#MODEL-ID` behind it if wanted; named after its host if it is given no name.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`.
-    """
+    """The endpoint at an address, `#MODEL-ID` behind it if wanted; named after its host if it is given no name."""
     place, _, model = address.strip().partition("#")
     url = normal_url(place)
     return Endpoint(name.strip() or urlsplit(url).netloc[-40:], url, **{"model": unquote(model), **more})
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """A saved endpoint by its name, or one by its address, such as `http://10.0.0.5:8000/v1#model-id`.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, `MODEL_NOT_FOUND`.
-    """
+    """A saved endpoint by its name, or one by its address, such as `http://10.0.0.5:8000/v1#model-id`."""
     name, _, model = text.strip().partition("#")
     for each in saved_endpoints():
         if each.name.casefold() == name.strip().casefold():
@@ -249,12 +236,10 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def is_remote(model: str) -> bool:
-    """Whether a model's name means one of an endpoint."""
     return model.startswith(REMOTE)
 
 
 def remote_name(endpoint: Endpoint, model: str) -> str:
-    """How a model of an endpoint is named by one string."""
     return f"{REMOTE}{endpoint.name}/{model}"
 
 
@@ -262,9 +247,6 @@ def parse_remote(text: str) -> tuple[Endpoint, str]:
     """The endpoint and the model's id that `endpoint:NAME/MODEL-ID` means, or `endpoint:ADDRESS#MODEL-ID`.
 
     The id may be empty: the endpoint's own choice, if it has one.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, `MODEL_NOT_FOUND`.
     """
     rest = text.strip().removeprefix(REMOTE)
     if "://" in rest:
@@ -279,16 +261,11 @@ def parse_remote(text: str) -> tuple[Endpoint, str]:
 
 
 def endpoints_file() -> Path:
-    """Where they are kept."""
     return config_dir() / "endpoints.json"
 
 
 def saved_endpoints() -> tuple[Endpoint, ...]:
-    """Those that people added, in the order of their names; entries that make no sense here are left out.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: the file cannot be read.
-    """
+    """Those that people added, in the order of their names; entries that make no sense here are left out."""
     found: list[Endpoint] = []
     for raw in _read():
         with suppress(EngineError, LookupError, TypeError, ValueError, AttributeError):
@@ -297,11 +274,7 @@ def saved_endpoints() -> tuple[Endpoint, ...]:
 
 
 def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
-    """Keeps an endpoint, in the place of the one of this name, or of `instead_of`.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: another one has a name that cannot be told from this one's.
-    """
+    """Keeps an endpoint, in the place of the one of this name, or of `instead_of`."""
     mine = {plain_name(instead_of or endpoint.name)}
 
     def change(entries: list[Any]) -> list[Any]:
@@ -313,11 +286,7 @@ def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
 
 
 def remove_endpoint(name: str) -> None:
-    """Forgets the endpoint of this name; its key stays until `engine.remote.trust.forget_key`.
-
-    Raises:
-        EngineError: `MODEL_NOT_FOUND`.
-    """
+    """Forgets the endpoint of this name; its key stays until `engine.remote.trust.forget_key`."""
 
     def change(entries: list[Any]) -> list[Any]:
         left = [raw for raw in entries if _name_of(raw) != plain_name(name)]
@@ -371,3 +340,76 @@ def _unknown(name: str) -> EngineError:
 
 def _wrong(message: str) -> EngineError:
     return EngineError(ErrorCode.INVALID_REQUEST, message)
+
+
+_KEY = re.compile(r"[\x21-\x7e]{1,4096}")
+_this_run: dict[str, str] = {}
+_of_keyring: dict[str, str] = {}
+"""What the keyring said; an empty string where it had nothing: asking again could open a dialog of the system's."""
+_asking = threading.Lock()
+
+
+def variable_of(endpoint: Endpoint) -> str:
+    return f"SWITCHYARD_KEY_{plain_name(endpoint.name)}"
+
+
+def read_key(endpoint: Endpoint) -> str:
+    """The endpoint's key, or an empty string.  The keyring is asked once, so this may wait for people who unlock it."""
+    named = os.environ.get(variable_of(endpoint), "").strip()
+    return named or key_of_this_run(endpoint) or _in_keyring(_account(endpoint))
+
+
+def key_of_this_run(endpoint: Endpoint) -> str:
+    """What was given to this process; never waits."""
+    return _this_run.get(_account(endpoint), "")
+
+
+def save_key(endpoint: Endpoint, key: str) -> bool:
+    """Keeps a key; returns whether it stays after this run."""
+    key = check_key(endpoint, key)
+    account = _account(endpoint)
+    _this_run[account] = key
+    tell_keyring(account, key)
+    with _asking:
+        _of_keyring.pop(account, None)
+    return _in_keyring(account) == key  # a backend may accept and keep nothing
+
+
+def forget_key(endpoint: Endpoint) -> None:
+    """Removes what `save_key` kept, unless another saved endpoint has the same address."""
+    account = _account(endpoint)
+    if any(_account(each) == account and each.name != endpoint.name for each in saved_endpoints()):
+        return
+    _this_run.pop(account, None)
+    forget_in_keyring(account)
+    with _asking:
+        _of_keyring.pop(account, None)
+
+
+def check_key(endpoint: Endpoint, key: str) -> str:
+    """The key without white space around it."""
+    key = key.strip()
+    if not key:
+        return key
+    if not _KEY.fullmatch(key):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, "This is not a key: copy it again, in one piece and without spaces."
+        )
+    if endpoint.is_plain:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"A key for {endpoint.host} would cross the network readable to others: use an https:// address, or do "
+            "without a key.",
+        )
+    return key
+
+
+def _account(endpoint: Endpoint) -> str:
+    return endpoint.url
+
+
+def _in_keyring(account: str) -> str:
+    with _asking:
+        if account not in _of_keyring:
+            _of_keyring[account] = ask_keyring(account)
+        return _of_keyring[account]

@@ -37,8 +37,6 @@ _SPARE = 16
 
 
 class Trouble(StrEnum):
-    """Whose failure it is, and what may help."""
-
     UNREACHABLE = "unreachable"  # refused, lost, too slow, or an answer that broke off: ask again
     BUSY = "busy"  # it wants fewer requests, or is not ready yet: ask again later
     SERVER = "server"  # it failed inside: ask again
@@ -136,7 +134,6 @@ def is_about_pictures(error: RemoteError) -> bool:
 
 
 def pictures_not_read(endpoint: Endpoint, model: str, error: RemoteError) -> RemoteError:
-    """The error for a model that reads text alone."""
     return RemoteError(
         Trouble.REFUSED,
         f"{called(endpoint)} reads no pictures with {model[:80]}: send the text alone, or choose another model.",

@@ -96,7 +96,6 @@ class Announcer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answers nobody any more."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()

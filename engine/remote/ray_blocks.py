@@ -135,7 +135,6 @@ class Blocks(Generic[Row]):
         return 0 if self.is_read else max(0, wanted - len(self._queue))
 
     def held(self, node: str) -> int:
-        """Rows that a node has and has not answered; 0 if there is no such node."""
         return len(self._nodes[node].held) if node in self._nodes else 0
 
     def rate(self, node: str, now: float) -> float:
@@ -258,7 +257,6 @@ class Blocks(Generic[Row]):
                 self._in_vain.setdefault(name, []).append(item.ticket)
 
     def _next(self, to: _Node[Row], now: float) -> list[_Item[Row]]:
-        """From the queue."""
         held, rate = len(to.held), to.rate(now)
         if not rate and held:
             return []  # first it shows what it can do
@@ -314,7 +312,6 @@ class Blocks(Generic[Row]):
         return items
 
     def _count(self, node: _Node[Row], rate: float, window: int) -> None:
-        """Keeps the sums over all nodes."""
         self._with_rate += (rate > 0) - (node.counted_rate > 0)
         self._rates = max(0.0, self._rates + rate - node.counted_rate) if self._with_rate else 0.0
         self._windows += window - node.counted_window

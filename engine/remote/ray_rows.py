@@ -6,16 +6,32 @@ held that died is handed out again, and its engine is started again after a paus
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
+import os
+import queue
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol, cast
 
-from engine.batch_files.job_watcher import PlacePace
+from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace, PlaceState
+from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import RowRequest
+from engine.checkpoint.names import name_of, resolve
+from engine.checkpoint.shards import content_digest
+from engine.common.channel import Channel, Pipes
 from engine.common.collector import without_collector
+from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import python_module
+from engine.formats import AUTO
+from engine.jobs.job import Answerer, run_job
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.protocol import (
     ClusterEvent,
@@ -26,13 +42,201 @@ from engine.protocol import (
     Failed,
     GiveRows,
     NodeAnswers,
+    NodeCommand,
     NodeDoes,
     NodeGone,
     NodeReady,
     StartNode,
+    decode,
+    encode,
 )
 from engine.remote.ray_blocks import Blocks
-from engine.remote.ray_link import Link, RayLink, RayNodeState, settings_for
+
+_PROGRAM = "engine.process.ray_driver"
+_ENDS_S = 8.0
+
+
+class Link(Protocol):
+    """Commands to the nodes of a cluster, and what they say."""
+
+    def send(self, command: NodeCommand) -> None:
+        """Without effect once the other side has ended."""
+
+    def events(self, wait_s: float) -> list[ClusterEvent]:
+        """What was said since the last call, after waiting for something; a `Failed` is the last thing."""
+
+    def close(self) -> None:
+        """Ends the other side and all that it began on nodes."""
+
+
+class RayLink:
+    """A process of our own; safe to use on one thread at a time.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it.
+    """
+
+    def __init__(self, address: str) -> None:
+        command, extra = python_module(_PROGRAM)
+        self._process = subprocess.Popen(
+            [*command, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # Ray explains itself at length
+            env={**os.environ, **extra},
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._said: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
+        self._channel = Channel(
+            Pipes(self._process.stdout, self._process.stdin),
+            lambda line: self._said.put(cast(ClusterEvent, decode(line))),
+            lambda: self._said.put(Failed("", ErrorCode.ENGINE_DIED, "")),
+        )
+        self._channel.start()
+
+    def send(self, command: NodeCommand) -> None:
+        self._channel.send(encode(command))
+
+    def events(self, wait_s: float) -> list[ClusterEvent]:
+        found: list[ClusterEvent] = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._said.get(timeout=wait_s))
+            while True:
+                found.append(self._said.get_nowait())
+        return found
+
+    def close(self) -> None:
+        self._channel.hang_up()
+        try:
+            self._process.wait(_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._channel.close()
+
+
+_FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
+MOST_FAILURES = 6
+"""Lives of a node in a row that answered nothing, after which it is left alone."""
+_MEMORY_S = 60.0
+_STATES: dict[str, PlaceState] = {"opening": "starting", "working": "working", "refused": "out", "gone": "out"}
+
+
+@dataclass(eq=False)
+class RayNodeState:
+    """One node.
+
+    Attributes:
+        ident: Ray's.
+        life: how often an engine was started there.
+        stage: `new`, `opening`, `working`, `resting` until `rests_until_s`, `refused` or `gone`.
+        why: not `working`, as the end of a sentence.
+        doing: while it is `opening`, as what follows its name in a sentence.
+        failures: lives in a row that answered nothing.
+        at_once: rows that it answers at the same time.
+        under_way, under_way_tokens: rows in its sweeps, and the tokens generated for them.
+    """
+
+    ident: str
+    name: str
+    host: str
+    cpus: float
+    gpus: float
+    memory: int
+    life: int = 0
+    stage: str = "new"
+    why: str = ""
+    doing: str = ""
+    failures: int = 0
+    rests_until_s: float = 0.0
+    at_once: int = 0
+    under_way: int = 0
+    under_way_tokens: int = 0
+    rows: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    _recent: float = 0.0
+    _recent_s: float = 0.0
+    _since_s: float = 0.0
+
+    def begin(self, now: float) -> None:
+        self.life += 1
+        self.stage, self.why, self.doing, self._since_s = "opening", "", "starts", now
+
+    def works(self, at_once: int, now: float) -> None:
+        self.stage, self.why, self._since_s, self.at_once = "working", "", now, at_once
+
+    def refuses(self, why: str) -> None:
+        """It cannot, until something there is changed."""
+        self.stage, self.why = "refused", why
+
+    def fails(self, why: str, now: float) -> None:
+        """Its engine has ended: another is started after a while, twice as long each time."""
+        self.failures += 1
+        self.under_way = self.under_way_tokens = 0
+        if self.failures > MOST_FAILURES:
+            self.refuses(f"{why}, {self.failures} times in a row")
+            return
+        self.stage, self.why = "resting", why
+        self.rests_until_s = now + min(_LONGEST_REST_S, _FIRST_REST_S * 2 ** (self.failures - 1))
+
+    def leaves(self) -> None:
+        self.stage, self.why = "gone", "it left the cluster"
+        self.under_way = self.under_way_tokens = 0
+
+    def answered(self, answer: RowAnswer, now: float) -> None:
+        self.failures = 0
+        self.rows += 1
+        self.failed += bool(answer.error)
+        self.prompt_tokens += answer.prompt_tokens
+        self.generated_tokens += answer.generated_tokens
+        passed = max(0.0, now - self._since_s)
+        fades = math.exp(-passed / _MEMORY_S)
+        self._recent = self._recent * fades + answer.generated_tokens
+        self._recent_s, self._since_s = self._recent_s * fades + passed, now
+
+    @property
+    def says(self) -> str:
+        """Why it does not answer, as a sentence; empty if it does."""
+        if self.stage == "opening":
+            return f"{self.name} {self.doing}."
+        return f"{self.name}: {self.why}." if self.why else ""
+
+    def pace(self, held: int) -> PlacePace:
+        """For people; `held` rows have been handed to it."""
+        state = _STATES.get(self.stage, "resting")
+        rate = self._recent / self._recent_s if self._recent_s > 0 and self.stage == "working" else 0.0
+        return PlacePace(
+            self.name,
+            self.host,
+            state,
+            self.says,
+            held,
+            self.at_once,
+            self.rows,
+            self.failed,
+            self.prompt_tokens,
+            self.generated_tokens,
+            rate,
+        )
+
+
+def settings_for(node: RayNodeState, asked: EngineConfig, *, shares: bool) -> EngineConfig:
+    """The settings of the engine on a node: budgets that were asked for hold for each.
+
+    Args:
+        shares: whether other nodes are on its machine.  They get what their raylets were started with (`--memory`,
+            `--num-cpus`): each engine would take the whole machine otherwise.  A machine of its own is left to the
+            node's own measurements.
+    """
+    if not shares:
+        return asked
+    ram_bytes = asked.ram_bytes or node.memory or None
+    return replace(asked, ram_bytes=ram_bytes, threads=asked.threads or max(1, int(node.cpus)))
+
 
 _WAIT_S = 0.1
 _ROUND_S = 1.0
@@ -132,11 +336,7 @@ class RayRows:
         return self._asked.digest, self._asked.config.precision
 
     def open(self, cancelled: Check) -> bool:
-        """Waits until one node can answer; False if cancelled.
-
-        Raises:
-            EngineError: there is no such cluster, or no node of it can.
-        """
+        """Waits until one node can answer; False if cancelled."""
         while not self._has_opened:
             if cancelled():
                 return False
@@ -268,7 +468,6 @@ class RayRows:
                 self._lead_no_more(node)
 
     def _see(self, found: Iterable[ClusterNode]) -> None:
-        """The nodes that are in the cluster now."""
         there = {each.ident: each for each in found if each.cpus > 0}  # a head often has none, to be left alone
         for ident, each in there.items():
             if ident not in self._nodes:
@@ -335,11 +534,7 @@ class RayRows:
             self._lose_link("it has been silent" if self._has_heard else "", now)
 
     def _lose_link(self, why: str, now: float) -> None:
-        """With it all engines on nodes end.
-
-        Raises:
-            EngineError: `DEVICE_UNAVAILABLE`: there never was a connection.
-        """
+        """With it all engines on nodes end."""
         self.close()
         if not self._has_heard:
             raise EngineError(
@@ -355,10 +550,6 @@ class RayRows:
         self._leader = ""
 
     def _require_hope(self, now: float) -> None:
-        """
-        Raises:
-            EngineError: `DEVICE_UNAVAILABLE`: no node will answer.
-        """
         stages = {node.stage for node in self._nodes.values()}
         if stages & {"new", "opening", "working"}:
             self._worked_s = now
@@ -373,3 +564,43 @@ class RayRows:
 
 def _nobody(_answer: RowAnswer) -> None:
     """While no job runs nothing is kept: rows are answered for `run` alone."""
+
+
+def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWatcher) -> JobEnding:
+    """Answers the rows of a job on the nodes of its cluster and writes its result.
+
+    The job is the same as with this model on this machine: either can go on with what the other began.
+
+    Args:
+        config: of the engine on each node; its model is a name or a path, here and there.
+
+    Raises:
+        EngineError: the job cannot start or continue; its answers so far are kept.
+    """
+    models, digest = _where(config.model)
+    if config.precision == AUTO:
+        config = replace(config, precision=prepared.begun_precision)
+    sample = [(share, row) for share, row in islice(prepared.asked(), SAMPLE_ROWS) if isinstance(row, RowRequest)]
+    asked = ClusterJob(models, digest, config, prepared.job, tuple(sample))
+    known = Pace(0, 0, None, 0.0, None, None)
+    with closing(RayRows(prepared.job.ray, asked)) as rows:
+
+        def cancelled() -> bool:
+            watcher.on_pace(known, rows.waits)
+            return watcher.cancelled()
+
+        if not rows.open(cancelled):
+            return JobEnding(False, known, 0)
+        digest, precision = rows.model
+        return run_job(prepared, Answerer(models[-1], digest, precision), lambda _watcher: rows, watcher)
+
+
+def _where(model: str) -> tuple[tuple[str, ...], str]:
+    """What nodes may find a model by, and its digest; a name will do if it is not on this machine."""
+    try:
+        path = resolve(model)
+    except EngineError as error:
+        if error.code is not ErrorCode.MODEL_NOT_FOUND or "/" in model or "\\" in model:
+            raise
+        return (model,), ""
+    return tuple(dict.fromkeys((model, name_of(path), str(path)))), content_digest(path)

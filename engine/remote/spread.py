@@ -91,8 +91,6 @@ class Turn:
 
 
 class _Placed:
-    """A place at work."""
-
     def __init__(self, place: Place) -> None:
         self.place = place
         self.requests, self.tokens = MinuteLimit(place.requests_per_minute), MinuteLimit(place.tokens_per_minute)
@@ -435,7 +433,6 @@ class Spread:
         return f"Waiting, since nobody answers ({'; '.join(parts)})."
 
     def paces(self, now: float) -> tuple[PlacePace, ...]:
-        """The places as people see them."""
         return tuple(self._pace(placed, now) for placed in self._placed.values())
 
     def _pace(self, placed: _Placed, now: float) -> PlacePace:

@@ -19,11 +19,7 @@ from engine.remote.failures import connection_error
 
 
 def trust_of(endpoint: Endpoint) -> ssl.SSLContext:
-    """What its certificate must be signed by: what the system trusts, or what the endpoint's own file holds too.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: that file cannot be read.
-    """
+    """What its certificate must be signed by: what the system trusts, or what the endpoint's own file holds too."""
     if not endpoint.url.startswith("https:"):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody; the system's list takes a while to read
     if not endpoint.ca_file:
@@ -61,11 +57,7 @@ def _is_own(pem: bytes) -> bool:
 
 
 def fingerprint(pem: bytes) -> str:
-    """The SHA-256 of the first certificate in PEM, as people compare it: `AB:CD:...`.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`: there is none.
-    """
+    """The SHA-256 of the first certificate in PEM, as people compare it: `AB:CD:...`."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -77,11 +69,7 @@ def fingerprint(pem: bytes) -> str:
 
 
 def offered_certificate(endpoint: Endpoint, patience_s: float = 10.0) -> bytes:
-    """The certificate that a server shows, in PEM, which is not to be trusted before people have compared it.
-
-    Raises:
-        EngineError: `RemoteError`.
-    """
+    """The certificate that a server shows, in PEM, which is not to be trusted before people have compared it."""
     parts = urlsplit(endpoint.url)
     try:
         return ssl.get_server_certificate((parts.hostname or "", parts.port or 443), timeout=patience_s).encode("ascii")
@@ -90,11 +78,7 @@ def offered_certificate(endpoint: Endpoint, patience_s: float = 10.0) -> bytes:
 
 
 def keep_certificate(endpoint: Endpoint, pem: bytes) -> Path:
-    """Keeps a server's own certificate, for `Endpoint.ca_file`.
-
-    Raises:
-        EngineError: it cannot be written.
-    """
+    """Keeps a server's own certificate, for `Endpoint.ca_file`."""
     file = config_dir() / "certificates" / f"{plain_name(endpoint.name)}.pem"
     with disk_errors_explained(file.parent):
         write_private(file, pem)

@@ -30,7 +30,7 @@ from engine.runtime.decode.sequence import SequenceError
 from engine.runtime.schedule.request import BatchRequest, Outcome, PreparedRow
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving.link import CLOSING, MOST_WAITING, TOO_MANY, Event, State, Ticket
-from engine.telemetry.request_log import RequestLog
+from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

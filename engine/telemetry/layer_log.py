@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,34 +23,6 @@ STAMP = np.dtype([("which", "<u8"), ("begun_ns", "<i8"), ("ended_ns", "<i8"), ("
 Ids = NDArray[np.int64]
 Stamped = NDArray[np.void]
 """Of `STAMP`."""
-
-
-class StampSource(Protocol):
-    """Where native code stamps its steps.  The counts are for the thread that runs them, and only grow.
-
-    Attributes:
-        written: stamps so far, but for the dropped ones.
-        dropped: those that were not taken in time.
-        chosen: experts that all steps have chosen so far.
-        ended_ns: end of the last step.
-        taken: stamps taken so far; for whoever takes them.
-    """
-
-    @property
-    def written(self) -> int: ...
-    @property
-    def dropped(self) -> int: ...
-    @property
-    def chosen(self) -> int: ...
-    @property
-    def ended_ns(self) -> int: ...
-    @property
-    def taken(self) -> int: ...
-    def switch(self, on: bool) -> None:
-        """Steps are stamped from now on, or no more."""
-
-    def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
-        """The oldest stamps, at most `most`, and the experts that they chose, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +65,8 @@ class LayerLog:
     """Whose the stamps of a source are: one thread runs the steps, one collects."""
 
     def __init__(self) -> None:
-        self._source: StampSource | None = None
+        self._source: Any = None
+        """`engine.kernels.native.stamps.NativeStamps`; its counts are for the thread that runs the steps."""
         self._layers: dict[int, tuple[int, int]] = {}
         self._named: _Named | None = None
         self._ends: deque[tuple[int, int, int, int]] = deque()  # no more than there are stamps
@@ -101,8 +74,7 @@ class LayerLog:
         self._on = False
         self._taking = threading.Lock()
 
-    def follow(self, source: StampSource) -> None:
-        """Collects the stamps of this source from now on."""
+    def follow(self, source: Any) -> None:
         with self._taking:
             self._source = source
             source.switch(self._on)
@@ -156,7 +128,6 @@ class LayerLog:
         return 0 if self._source is None else self._source.dropped - self._dropped
 
     def take(self) -> LoggedLayers | None:
-        """Takes the steps that have ended; None if there were none."""
         with self._taking:
             ends = [self._ends.popleft() for _ in range(len(self._ends))]
             if not ends or self._source is None:

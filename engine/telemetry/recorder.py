@@ -8,6 +8,7 @@ and events.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 from collections import deque
@@ -19,7 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.common import clock
-from engine.telemetry.lanes import CPU_ATTENTION, HEAD, JOB, PHASE, READING, REQUESTS, SWEEPS, WRITING
+from engine.telemetry.lanes import (
+    CPU_ATTENTION,
+    ELSEWHERE,
+    HEAD,
+    JOB,
+    KEPT_DISK,
+    KEPT_RAM,
+    PHASE,
+    QUEUED,
+    READING,
+    REQUESTS,
+    SWEEPS,
+    WRITING,
+    WRITTEN_ELSEWHERE,
+)
 from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
@@ -34,37 +49,6 @@ class DeviceWork(Protocol):
     def started_s(self) -> float: ...
     @property
     def ended_s(self) -> float: ...
-
-
-class QueuedWork(Protocol):
-    """Marks in the queues of devices, where the caller's thread only queues the dense work between experts.
-
-    Places are torch devices.  A mark is None if none could be set.
-    """
-
-    def begin(self) -> None:
-        """A forward starts."""
-
-    def head(self, name: int, layer: int, count: int) -> None:
-        """The forward has ended with this."""
-
-    def forget(self) -> None:
-        """No forward is running."""
-
-    def experts_begin(self, place: Any) -> DeviceWork | None:
-        """Experts without spans of their own start; returns the mark before them."""
-
-    def routed(self, mark: DeviceWork | None, device: int) -> None:
-        """At this mark of a device, the inputs of a layer's experts are ready."""
-
-    def experts_done(self, begun: DeviceWork, place: Any, experts: int) -> None:
-        """All of a layer's experts were queued on a device since this mark: records their span."""
-
-    def submitted(self, work: DeviceWork) -> None:
-        """The latest work submitted by experts."""
-
-    def experts_end(self, place: Any) -> None:
-        """Later work is not experts'."""
 
 
 RING_SPANS = 2**16
@@ -148,7 +132,8 @@ class Recorder:
             steps with more tokens: prefills, and batches of many rows.
         dense_lane: lane where the caller's thread computes between expert layers; None if it only queues that work, so
             that its time is unknown here.
-        queued: then records it with the devices' clocks; otherwise None.
+        queued: then records it with the devices' clocks (`engine.runtime.telemetry.model_telemetry.QueuedDense`);
+            otherwise None.
         piece: (name, layer, count) of the captured graph being replayed, for its span.
         uses: called with (step, layer, experts used, hits among them) of each layer of decode steps, if set; or for
             many layers at once, none of whose experts can be hits: arrays (steps, layers, concatenated experts, experts
@@ -164,7 +149,7 @@ class Recorder:
         self.layers = LayerLog()
         self.on_cpu = self.many_on_cpu = 0
         self.dense_lane: int | None = CPU_ATTENTION
-        self.queued: QueuedWork | None = None
+        self.queued: Any = None
         self.piece: tuple[int, int, int] | None = None
         self.uses: deque[tuple[Any, ...]] | None = None
         self._capacity = capacity
@@ -210,24 +195,18 @@ class Recorder:
 
     @property
     def next_request(self) -> int:
-        """Number of the next request."""
         return self._requests + 1
 
     def begin_request(self, now_ns: int | None = None) -> None:
-        """Later records belong to a new request."""
-        self._log_layers()
         self._requests += 1
-        self.request = self._requests
-        self.step = self._next_step
-        self._since_ns = self.layer_since_ns = clock.now_ns() if now_ns is None else now_ns
-        self.layer = -1
+        self.resume_request(self._requests, now_ns)
 
-    def resume_request(self, request: int) -> None:
+    def resume_request(self, request: int, now_ns: int | None = None) -> None:
         """Later records belong to a request that had begun before: others had their turn meanwhile."""
         self._log_layers()
         self.request = request
         self.step = self._next_step
-        self._since_ns = self.layer_since_ns = clock.now_ns()
+        self._since_ns = self.layer_since_ns = clock.now_ns() if now_ns is None else now_ns
         self.layer = -1
 
     def phase(self, name: int, tokens: int, now_ns: int | None = None) -> None:
@@ -251,7 +230,6 @@ class Recorder:
         self.layer = -1
 
     def end_request(self) -> None:
-        """Later records belong to no request."""
         self._log_layers()
         self.request, self.step, self.layer = 0, -1, -1
         self._forget_forward()
@@ -387,7 +365,6 @@ class Recorder:
 
     @property
     def dropped_steps(self) -> int:
-        """Steps dropped since `start`."""
         return self._steps.dropped
 
     def _log_layers(self) -> None:
@@ -434,3 +411,64 @@ def seconds_ns(moment_s: float) -> int:
 
 RECORDER = Recorder()
 """The recorder of this process."""
+
+
+PIECE_NS = 500_000_000
+"""A long phase is recorded in pieces of about this length, so that it can be seen while it lasts."""
+_numbers = itertools.count(1)
+
+
+class RequestLog:
+    """Follows a request from now on; costs next to nothing while nothing is recorded."""
+
+    def __init__(self, recorder: Recorder = RECORDER, *, is_elsewhere: bool = False) -> None:
+        """`is_elsewhere`: another server answers it, of whose doings only what comes from there is known."""
+        self._recorder = recorder
+        self._number = next(_numbers)
+        self._waits, self._writes = (ELSEWHERE, WRITTEN_ELSEWHERE) if is_elsewhere else (QUEUED, WRITING)
+        self._name, self._since_ns, self._tokens, self._told = self._waits, clock.now_ns(), 0, 0
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def reads(self, tokens: int) -> None:
+        """It is its turn: a prompt of so many tokens is read."""
+        self.ends()
+        self._name, self._tokens = READING, tokens
+
+    def reuses(self, from_ram: int, from_disk: int, seconds: float) -> None:
+        """So many tokens of its prompt were brought from where they are kept, which took so long until now."""
+        if not from_ram + from_disk:
+            return
+        now_ns = clock.now_ns()
+        at_ns = max(self._since_ns, now_ns - round(seconds * 1e9))
+        self.ends(at_ns)
+        for name, tokens in ((KEPT_RAM, from_ram), (KEPT_DISK, from_disk)):
+            end_ns = at_ns + (now_ns - self._since_ns) * tokens // (from_ram + from_disk)
+            if tokens and self._recorder.on:
+                self._recorder.request_did(name, at_ns, end_ns, self._number, tokens)
+            at_ns = end_ns
+        self._since_ns = now_ns
+
+    def has_written(self, tokens: int) -> None:
+        self._wrote(self._writes, tokens)
+
+    def has_answered(self, tokens: int) -> None:
+        """For a job: its rows have so many tokens of answers."""
+        self._wrote(JOB, tokens)
+
+    def _wrote(self, name: int, tokens: int) -> None:
+        if self._name != name:
+            self.ends()
+            self._name, self._told = name, 0
+        self._tokens = tokens
+        if clock.now_ns() - self._since_ns >= PIECE_NS:
+            self.ends()
+
+    def ends(self, at_ns: int | None = None) -> None:
+        now_ns = clock.now_ns() if at_ns is None else at_ns
+        if self._recorder.on:
+            tokens = self._tokens - self._told if self._name in (self._writes, JOB) else self._tokens
+            self._recorder.request_did(self._name, self._since_ns, now_ns, self._number, tokens)
+        self._since_ns, self._told = now_ns, self._tokens

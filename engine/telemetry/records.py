@@ -97,11 +97,7 @@ def pack(records: NDArray[Any]) -> str:
 
 
 def unpack(text: str, dtype: np.dtype[Any], most: int = MAX_PACKED_RECORDS) -> NDArray[Any]:
-    """Decodes `pack`ed records of this dtype, [n], read-only.
-
-    Raises:
-        EngineError: `PROTOCOL`, if the text is invalid, or has more than `most` records.
-    """
+    """Decodes `pack`ed records of this dtype, [n], read-only."""
     limit = most * dtype.itemsize
     try:
         inflate = zlib.decompressobj()
@@ -116,12 +112,10 @@ def unpack(text: str, dtype: np.dtype[Any], most: int = MAX_PACKED_RECORDS) -> N
 
 
 def no_spans() -> Records:
-    """An empty array of `SPAN`."""
     return np.empty(0, SPAN)
 
 
 def no_steps() -> Records:
-    """An empty array of `STEP`."""
     return np.empty(0, STEP)
 
 

@@ -86,7 +86,6 @@ class SessionWriter:
 
     @property
     def name(self) -> str:
-        """Name of the session."""
         return self._name
 
     def clock(self, clock_ns: int, wall_s: float) -> None:
@@ -95,12 +94,10 @@ class SessionWriter:
         self._append(Chunk.CLOCK, struct.pack("<qd", clock_ns, wall_s))
 
     def spans(self, spans: Records) -> None:
-        """Writes finished spans."""
         if len(spans):
             self._append(Chunk.SPANS, _deflated(spans))
 
     def steps(self, steps: Records) -> None:
-        """Writes finished steps."""
         if len(steps):
             self._append(Chunk.STEPS, _deflated(steps))
 
@@ -191,11 +188,6 @@ def model_of(path: Path) -> str:
 
 
 def read_session(paths: list[Path]) -> RecordedSession:
-    """Reads a session's files, up to any damage.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if the first file is not a session or cannot be read.
-    """
     session: RecordedSession | None = None
     spans: list[NDArray[Any]] = []
     steps: list[NDArray[Any]] = []

@@ -37,9 +37,6 @@ def write_trace(spans: Records, steps: Records, path: Path, about: dict[str, str
 
     Args:
         about: metadata shown by the viewer: the model, the machine.
-
-    Raises:
-        OSError: it cannot be written.
     """
     with NewFile(path) as new:
         with new.path.open("w", encoding="utf-8") as file:
@@ -155,7 +152,6 @@ def _micros(nanoseconds: int) -> float:
 
 
 def joined(parts: Iterable[Records], empty: Records) -> Records:
-    """Concatenates records."""
     present = list(parts)
     return np.concatenate(present) if present else empty
 

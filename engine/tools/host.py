@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.common.untrusted import reason
+from engine.common.untrusted import reason, sayable
 from engine.tools.built_in import shortened
 
 MOST_TOOLS = 128
@@ -314,9 +314,9 @@ class Host:
 
             page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
             for tool in page.tools:
-                schema = _sayable(json.dumps(tool.input_schema, ensure_ascii=False))
+                schema = sayable(json.dumps(tool.input_schema, ensure_ascii=False))
                 if len(schema) <= MOST_SCHEMA:
-                    named, described = _sayable(tool.name[:200]), _sayable((tool.description or "")[:MOST_DESCRIPTION])
+                    named, described = sayable(tool.name[:200]), sayable((tool.description or "")[:MOST_DESCRIPTION])
                     tools.append({"name": named, "description": described, "parameters": schema})
             cursor = page.next_cursor
             if not cursor:
@@ -336,12 +336,7 @@ class Host:
         text = "\n".join(parts)
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
-        return {"text": shortened(_sayable(text)), "failed": bool(result.is_error)}
-
-
-def _sayable(text: str) -> str:
-    """The same without halves of surrogate pairs, which no file and no pipe takes."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return {"text": shortened(sayable(text)), "failed": bool(result.is_error)}
 
 
 async def _serve() -> None:

@@ -56,7 +56,6 @@ class Step:
     calls: tuple[ToolUse, ...] = ()
 
     def with_use(self, call_id: str, use: Callable[[ToolUse], ToolUse]) -> Step:
-        """The same with another state of a call."""
         return replace(self, calls=tuple(use(each) if each.id == call_id else each for each in self.calls))
 
 
@@ -113,7 +112,6 @@ def offered_tools(servers: Sequence[ToolServer], is_on: Callable[[str], bool]) -
 
 
 def find_tool(offered: Sequence[OfferedTool], name: str) -> OfferedTool | None:
-    """The one that a model calls so."""
     return next((each for each in offered if each.tool.name == name), None)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.common.chat import Tool
-from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
+from engine.common.settings import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.untrusted import DEEPEST, parse_json
 
 SERVERS, ALLOWED = "tool_servers", "allowed_tools"
@@ -67,7 +67,6 @@ class ToolServer:
         return {"name": self.name, **({"url": self.url, "headers": dict(self.headers)} if self.url else started)}
 
     def kept(self) -> dict[str, Any]:
-        """As the settings keep it."""
         known = None if self.tools is None else [[each.name, each.description, each.parameters] for each in self.tools]
         return {**self.entry, "on": self.is_on, "tools": known, "vault": self.vault}
 
@@ -78,7 +77,6 @@ class ToolServer:
 
     @property
     def pairs(self) -> Pairs:
-        """Its variables and headers."""
         return (*self.env, *self.headers)
 
     def is_same_place(self, other: ToolServer) -> bool:
@@ -87,11 +85,7 @@ class ToolServer:
 
 
 def server_of(name: str, raw: Any, *, is_kept: bool = False) -> ToolServer:
-    """One entry of the usual form; `is_kept`: of the settings, which hold no values.
-
-    Raises:
-        ServerError: it is none.
-    """
+    """One entry of the usual form; `is_kept`: of the settings, which hold no values."""
     name = " ".join(str(name).split())[:60]
     if not name:
         raise ServerError("Give the server a name.")
@@ -123,11 +117,7 @@ def _pairs(name: str, raw: Any, *, is_kept: bool) -> Pairs:
 
 
 def servers_of(text: str) -> tuple[ToolServer, ...]:
-    """Servers from JSON in the usual form, `{"mcpServers": {"name": {"command": ..., "args": [...]}}}`.
-
-    Raises:
-        ServerError: it is none.
-    """
+    """Servers from JSON in the usual form, `{"mcpServers": {"name": {"command": ..., "args": [...]}}}`."""
     try:
         raw = parse_json(text, deepest=DEEPEST)
     except ValueError as error:
@@ -145,7 +135,6 @@ def servers_of(text: str) -> tuple[ToolServer, ...]:
 
 
 def kept_servers(raw: list[Any]) -> tuple[ToolServer, ...]:
-    """Those of the settings that are sound."""
     found = []
     for entry in raw[:MOST_SERVERS]:
         try:

@@ -14,7 +14,7 @@ from engine.common.errors import EngineError
 from engine.formats import FORMATS, next_smaller
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.probe import is_busy
-from engine.planner.predict import tokens_per_s_by_slots
+from engine.planner.predict import tokens_per_s_with
 from engine.protocol import CacheReport
 from engine.telemetry.analysis import OTHER, Waiting
 
@@ -54,8 +54,8 @@ class PlannedSpeed:
             self.config, precision=precision or self.config.precision, threads=threads or self.config.threads
         )
         try:
-            ((_, before),) = tokens_per_s_by_slots(self.machine, self.model, self.config, [now])
-            ((_, after),) = tokens_per_s_by_slots(self.machine, self.model, changed, [then])
+            before = tokens_per_s_with(self.machine, self.model, self.config, *now)
+            after = tokens_per_s_with(self.machine, self.model, changed, *then)
         except EngineError:  # it fits in no available precision
             return None
         return after / before

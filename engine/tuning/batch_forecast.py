@@ -65,11 +65,7 @@ class Forecast:
 
 
 def sharing_for(prepared: PreparedJob, config: EngineConfig) -> Sharing:
-    """How several cards are to share the model that answers this job; as it was asked for, if it was.
-
-    Raises:
-        EngineError: there is no such model or device.
-    """
+    """How several cards are to share the model that answers this job; as it was asked for, if it was."""
     machine = machine_for(config) if config.sharing == "auto" and config.device != "cpu" else None
     if machine is None or machine.gpu is None or machine.gpu.count < 2:
         return config.sharing

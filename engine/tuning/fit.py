@@ -271,7 +271,6 @@ def _too_large(row: FitRow, shape: ModelShape, look: MachineLook, limits: Limits
 
 
 def _judged(row: FitRow, run: _Run) -> FitRow:
-    """The row with the verdict on its speed."""
     rate, verdict = run.speed.decode, verdict_of(run.speed.decode)
     where = (
         f"{about(run.from_disk)} of it are read from disk again and again"
@@ -305,11 +304,7 @@ def _about(tokens_per_s: float) -> str:
 
 
 def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path | None) -> _Run:
-    """How loading would place the model, and how fast it would be.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
-    """
+    """How loading would place the model, and how fast it would be."""
     own_device = look.device if look.device.startswith(EMULATED) else "auto"
     config = EngineConfig(
         str(installed or shape.name),

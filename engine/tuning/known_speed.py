@@ -143,9 +143,6 @@ def best_settled(
         machine_of: precision -> the machine with the rates measured for it.
         measured: see `make_plan`.
         corrections, results: see `settled_plan`.
-
-    Raises:
-        EngineError: as `make_plan`, if no precision fits.
     """
     corrections, results = tuple(corrections), tuple(results)
 

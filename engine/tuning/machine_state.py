@@ -118,7 +118,6 @@ def _with_cards(machine: HardwareProfile, device: str, measured: Measurements | 
 
 
 def machine_for(config: EngineConfig) -> HardwareProfile:
-    """This machine as an engine of this configuration would find it."""
     device = "" if config.device == "cpu" else config.device.partition("#")[0]
     return look_at_machine(config.device, device).machine(measured_as(config.precision))
 
@@ -133,9 +132,6 @@ def plan_here(
     Args:
         asked: the model, and the settings that hold.
         change: other hardware, to see what it would do; of that nothing was timed.
-
-    Raises:
-        EngineError: as `engine.tuning.known_speed.best_settled`.
     """
     mark = _mark(asked.model)
     if change is not None and change.gpu is not None:

@@ -53,7 +53,6 @@ def measured_machine(
         before_measuring: called before measuring a device, to free its memory.
 
     Raises:
-        EngineError: there is no such device.
         RequestCancelled: soon after `cancelled()`.
     """
     from engine.measure.measuring import SETS  # imported late: planning alone must not wait for torch
@@ -75,9 +74,6 @@ def take_measurements(
 
     Args:
         spec: see `device_spec`.
-
-    Raises:
-        EngineError, RequestCancelled: as `measured_machine`.
     """
     from engine.devices.opening import open_devices
     from engine.measure.measuring import measure_machine
@@ -95,7 +91,6 @@ def take_measurements(
 
 
 def number_of(row: Row) -> TuningNumber | None:
-    """A measured row as a number for display; None if it is not displayed."""
     if isinstance(row, CallTime):
         return None
     if isinstance(row, RamRead):

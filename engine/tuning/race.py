@@ -100,11 +100,7 @@ class Candidate:
 
 
 def choose_contestants(situation: Situation) -> Field:
-    """The plan, up to two alternatives that may be better, and the current settings unless they are one of these.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
-    """
+    """The plan, up to two alternatives that may be better, and the current settings unless they are one of these."""
     candidates = predicted(situation, every_config(situation))
     speeds: dict[str, float] = {}
     for one in candidates:
@@ -143,7 +139,6 @@ def every_config(situation: Situation) -> list[tuple[str, EngineConfig]]:
 
 
 def predicted(situation: Situation, configs: Iterable[tuple[str, EngineConfig]]) -> list[Candidate]:
-    """Predictions of those that fit."""
     return [one for how, config in configs if (one := _predicted(situation, how, config)) is not None]
 
 

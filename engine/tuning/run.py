@@ -61,8 +61,6 @@ _PACES = {"quick": QUICK_PACE, "thorough": THOROUGH_PACE}
 
 
 class TunedEngine(RacedEngine, Protocol):
-    """The engine as tuning uses it."""
-
     @property
     def asked(self) -> EngineConfig | None: ...
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime
 from pathlib import Path
 
 from engine.checkpoint.shards import content_digest
@@ -21,7 +20,7 @@ from engine.common.paths import data_dir
 from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
-from engine.tuning.result import Correction, Fact, TuningResult
+from engine.tuning.result import Correction, Fact, TuningResult, day
 
 _VERSION = 1
 _MARK = 16
@@ -88,7 +87,6 @@ def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction,
 
 
 def read_result(path: Path) -> TuningResult | None:
-    """The result in a file; None if there is none, or it is not one of ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
@@ -143,7 +141,6 @@ class AppliedTuning:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether any setting was tuned."""
         return self.note.startswith("Tuned")
 
 
@@ -246,21 +243,11 @@ def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | N
 
 
 def machine_changes(result: TuningResult, machine: dict[str, str]) -> tuple[str, ...]:
-    """What has changed since it was tuned, in sentences."""
     return tuple(
         f"The {fact.name} was {fact.value} and is now {machine.get(fact.name, 'unknown')}."
         for fact in result.machine
         if machine.get(fact.name) != fact.value
     )
-
-
-def day(taken_at: str) -> str:
-    """`21 Nov 2026` of an ISO time; the text itself if it is not a time."""
-    try:
-        moment = datetime.fromisoformat(taken_at).astimezone()
-    except ValueError:
-        return taken_at
-    return f"{moment.day} {moment:%b %Y}"
 
 
 def _lower(sentence: str) -> str:

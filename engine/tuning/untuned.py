@@ -60,7 +60,6 @@ class _Wanted:
     threads: int | None
 
     def is_in(self, kept: Measurements | None) -> bool:
-        """Whether it was measured."""
         if kept is None or kept.kind in TUNING_KINDS:
             return kept is not None
         shape = self.shape
@@ -109,7 +108,6 @@ def measure_untuned(config: EngineConfig, on_begin: Callable[[], None], cancelle
         whether this process has measured.
 
     Raises:
-        EngineError: there is no such device, or the model is not understood.
         RequestCancelled: soon after `cancelled()`.
     """
     wanted, spec, probe = _wanted(config), device_spec(config), probe_machine()

@@ -32,8 +32,7 @@ from engine.common.chat import ROLES
 from engine.common.confined import dies_after, limit_memory
 from engine.common.falls import passed_over
 from engine.common.untrusted import read_untrusted
-from engine.untrusted_text.provenance import Spans, is_control, own, own_bytes, spans_of
-from engine.untrusted_text.templates import TemplateRefusedError, render
+from engine.untrusted_text.templates import Spans, TemplateRefusedError, is_control, own, own_bytes, render, spans_of
 
 MEMORY_BYTES = 2 * 2**30
 MOST_TOKENIZER_BYTES = 256 * 2**20

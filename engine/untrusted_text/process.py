@@ -22,8 +22,7 @@ from engine.common.confined import Exchange, end, memory_of, started
 from engine.common.errors import RequestCancelled
 from engine.common.plain_text import plain_line
 from engine.untrusted_text.child import MEMORY_BYTES, TOKENIZER_NAME
-from engine.untrusted_text.provenance import Spans
-from engine.untrusted_text.templates import TemplateRefusedError
+from engine.untrusted_text.templates import Spans, TemplateRefusedError
 
 _CHILD = "engine.untrusted_text.child"
 _LOOK_S, _SENT_WITHIN_S = 0.02, 0.1
@@ -124,7 +123,6 @@ class UntrustedText:
 
         Raises:
             UntrustedTextError: it is unusable.
-            RequestCancelled: `cancelled()` returned true.
         """
         early, self._early = self._early, None
         if early is not None and early[0] == _identity(folder):
@@ -190,7 +188,6 @@ class UntrustedText:
             written: the parts of it in which a control token is read as such, and not as text; None for all.
 
         Raises:
-            UntrustedTextError, RequestCancelled: as `check`.
             TooManyTokensError: a part of it has more than `most_tokens`.
         """
         with self._locked(cancelled):
@@ -219,7 +216,6 @@ class UntrustedText:
 
         Raises:
             TemplateRefusedError: the template is broken, or rejects these values.
-            UntrustedTextError, RequestCancelled: as `check`.
         """
         request = {"do": "render", "template": template, "values": values, "own": own or {}}
         with self._locked(cancelled):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
-from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.prepared_job import PreparedJob, begun, prepare
 from engine.common.config import HERE, BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
 from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason
-from engine.formats import AUTO, is_precision
+from engine.formats import AUTO
 from engine.remote.job import endpoints_of, run_remote_job, run_remote_sample
 from engine.verbs.chat import load_engine
 from engine.verbs.options import (
@@ -28,11 +27,10 @@ from engine.verbs.options import (
     given_sampling,
     positive_int,
 )
-from engine.verbs.output import clear_progress, emit, note, show_progress
+from engine.verbs.output import clear_progress, emit, note, show_progress, stopped_by_ctrl_c
 
 if TYPE_CHECKING:
     from engine.batch_files.job_watcher import Pace, PlacePace
-    from engine.batch_files.journal import KnownJob
     from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
     from engine.protocol import BatchSampled
@@ -158,15 +156,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answers the rows; returns the exit code."""
-    from engine.batch_files.prepared_job import prepare
-
     job = _job(args)
     if args.sample:  # nothing is written, so existing files do not matter
         job = replace(job, start="resume")
     prepared = prepare(job)
     if not args.sample:
         prepared.require_own_files()  # report obstacles before loading a model
-        _go_on_as_begun(args, prepared)
+        if args.precision == AUTO:
+            args.precision = prepared.begun_precision
     if job.ray:
         return _on_a_cluster(args, prepared)
     if job.endpoints:
@@ -208,7 +205,7 @@ def _at_endpoints(args: argparse.Namespace, prepared: PreparedJob) -> int:
 
 
 def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
-    from engine.remote.ray_job import run_cluster_job
+    from engine.remote.ray_rows import run_cluster_job
 
     if args.sample:
         raise EngineError(ErrorCode.INVALID_REQUEST, "A sample is answered on this computer: leave out --ray.")
@@ -216,30 +213,14 @@ def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
     return _whole(args, prepared, lambda watcher: run_cluster_job(prepared, config, watcher))
 
 
-def _begun(output: Path) -> KnownJob | None:
-    """The job with this output, if it has answers."""
-    from engine.batch_files.journal import journal_path, read_job
-
-    begun = read_job(journal_path(output))
-    return begun if begun is not None and begun.kept else None
-
-
-def _go_on_as_begun(args: argparse.Namespace, prepared: PreparedJob) -> None:
-    """A job with answers keeps its precision: later tuning only affects new jobs."""
-    if prepared.job.goes_on and args.precision == AUTO:
-        begun = _begun(prepared.output)
-        if begun is not None and is_precision(begun.precision):
-            args.precision = begun.precision
-
-
 def _job(args: argparse.Namespace) -> BatchJob:
     source = Path(args.input)
     output = args.output or str(source.with_name(f"{source.name}.answers.jsonl"))
     start: BatchStart = _REDO.get(args.redo, args.start)
     sampling, more_tokens = replace(SamplingParams(), **given_sampling(args)), 0
-    if start == "redo_cut_off" and (begun := _begun(Path(output))) is not None:
+    if start == "redo_cut_off" and (found := begun(Path(output))) is not None:
         # The limit is that of the rows that were cut off: the others keep theirs.
-        limit = begun.settings.get("job", {}).get("sampling", {}).get("max_tokens", sampling.max_tokens)
+        limit = found.settings.get("job", {}).get("sampling", {}).get("max_tokens", sampling.max_tokens)
         sampling, more_tokens = replace(sampling, max_tokens=limit), args.max_tokens or 0
     return BatchJob(
         input=str(source),
@@ -315,10 +296,10 @@ def _sampled(row: dict[str, Any]) -> str:
 
 
 def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable[[JobWatcher], JobEnding]) -> int:
-    begun = time.monotonic()
+    begun_s = time.monotonic()
     # `--redo cut-off` would give more tokens once more to rows that have had them, and takes its own --max-tokens.
     how = f"the {'first' if prepared.job.start == 'redo_cut_off' else 'same'} command with --resume"
-    with _Interrupts() as interrupts:
+    with stopped_by_ctrl_c() as stopped:
         shown = _Shown()
         patience_s = PATIENCE_S if args.json or not shown.is_terminal else None
         watcher = JobWatcher(
@@ -326,7 +307,7 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
             on_answer=lambda _answer, _question: None,
             should_yield=lambda: False,
             give_way=lambda: None,
-            cancelled=lambda: interrupts.count > 0,
+            cancelled=stopped,
             on_plan=lambda prediction: note(f"switchyard: {prediction_text(prediction)}"),
             patience_s=patience_s,
         )
@@ -338,7 +319,7 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
             raise EngineError(error.code, f"{error.message.removesuffix('.')} ({how} continues).") from None
         finally:
             shown.clear()
-    document = _document(prepared, ending, time.monotonic() - begun)
+    document = _document(prepared, ending, time.monotonic() - begun_s)
     emit(document, as_json=args.json, human=lambda: _summary(document))
     if not ending.finished:
         kept = "all but the last answers kept" if ending.unkept else "all answers kept"
@@ -407,23 +388,6 @@ def _place_line(place: dict[str, Any]) -> str:
     return f"\n  {place['name']}: {place['rows']:,} rows, {tokens:,} tokens{cost}{why}"
 
 
-class _Interrupts:
-    """Ctrl-C stops a job at the next layer, keeping all answers; a second one ends the program."""
-
-    def __enter__(self) -> _Interrupts:
-        self.count = 0
-        self._before = signal.signal(signal.SIGINT, self._interrupt)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _interrupt(self, *_: object) -> None:
-        self.count += 1
-        if self.count > 1:
-            raise KeyboardInterrupt
-
-
 class _Shown:
     """Progress on stderr: one updated line on a terminal, otherwise occasional lines."""
 
@@ -471,7 +435,6 @@ def pace_text(pace: Pace) -> str:
 
 
 def _place_text(place: PlacePace) -> str:
-    """A place in a few words."""
     name = place.name or "this PC"
     if place.state == "starting":
         return place.why.removesuffix(".")
@@ -481,7 +444,6 @@ def _place_text(place: PlacePace) -> str:
 
 
 def prediction_text(prediction: JobPrediction) -> str:
-    """How a job will run, in a sentence."""
     rows = prediction.batch_rows
     share = f"{rows:,} rows share each weight load" if rows > 1 else "one row at a time"
     chunks = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
@@ -513,7 +475,6 @@ def _span(seconds: float) -> str:
 
 
 def sample_words(sample: BatchSampled) -> str:
-    """What a sample measured, in a sentence."""
     each = f"{sample.prompt_tokens:,.0f} tokens read and {sample.generated_tokens:,.0f} written"
     cost = "" if sample.cost is None else f", at {sample.cost:,.2g} {sample.currency}".rstrip()
     return f"a row took {sample.row_s:.1f} s with few asked at once, {each}{cost}; many at once are faster"

@@ -164,7 +164,7 @@ def _run_decode(args: argparse.Namespace, report: Report) -> None:
 @reported
 def _run_prefill(args: argparse.Namespace, report: Report) -> None:
     config = config_of(args)
-    from engine.bench.prefill import PrefillPlan, bench_prefill
+    from engine.bench.decode import PrefillPlan, bench_prefill
 
     bench_prefill(config, PrefillPlan(args.prompt_tokens, args.tokens, args.repeats), report, note)
 
@@ -172,7 +172,7 @@ def _run_prefill(args: argparse.Namespace, report: Report) -> None:
 @reported
 def _run_batch(args: argparse.Namespace, report: Report) -> None:
     config = config_of(args)
-    from engine.bench.batch import BatchBenchPlan, bench_batch
+    from engine.bench.decode import BatchBenchPlan, bench_batch
 
     bench_batch(config, BatchBenchPlan(args.rows, args.tokens, args.repeats), report, note)
 

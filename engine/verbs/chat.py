@@ -4,41 +4,118 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall, parts_with
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.falls import FALLS
 from engine.common.files import NewFile
 from engine.common.model_info import ModelInfo
 from engine.common.pictures import pictures_in_files
-from engine.remote.endpoint import is_remote
+from engine.protocol import Token
+from engine.remote.endpoint import called, is_remote, parse_remote
 from engine.tools.rounds import OfferedTool, Step
 from engine.verbs.chat_tools import ChatTools, add_tool_options, answer_with_tools, tools_of, use_document
 from engine.verbs.models.library import ProgressLine
 from engine.verbs.options import add_engine_options, add_sampling_options, engine_config, given_sampling
-from engine.verbs.output import emit, note, write_aside, write_text
+from engine.verbs.output import emit, note, stopped_by_ctrl_c, write_aside, write_text
 
 if TYPE_CHECKING:
     from engine.protocol import LoadPhase
+    from engine.remote.client import Client
     from engine.runtime.engine import Engine
     from engine.telemetry.records import Records
 
 
+_LEFT_OUT = {"dry": "DRY", "beams": "beam search", "thinking": "--thinking"}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An answer, as the engine gives them."""
+
+    text: str
+    reasoning: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    ttft_s: float
+    tokens_per_s: float
+    model: str
+    left_out: tuple[str, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
+
+
+class RemoteTalk:
+    """Has an endpoint's model answer as the engine would."""
+
+    def __init__(self, client: Client, model: str, chosen: tuple[str, ...]) -> None:
+        self._client, self.model, self._chosen = client, model, chosen
+        self._noted: set[str] = set()
+
+    def generate(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: Callable[[int, int], None],  # noqa: ARG002 - nothing is known of it
+        on_text: Callable[[str, int], None],
+        on_reasoning: Callable[[str, int], None],
+        cancelled: Callable[[], bool],
+        tools: tuple[Tool, ...] = (),
+    ) -> Told:
+        said: list[str] = []
+        thought: list[str] = []
+        pieces = 0
+
+        def on_delta(delta: Token) -> None:
+            nonlocal pieces
+            pieces = delta.generated_tokens
+            if delta.reasoning:
+                thought.append(delta.reasoning)
+                on_reasoning(delta.reasoning, pieces)
+            if delta.text:
+                said.append(delta.text)
+                on_text(delta.text, pieces)
+
+        if tools and "tools" in self._client.found.lacks:
+            words = f"{called(self._client.endpoint)} takes no tools: leave --tools out, or choose another model."
+            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, words)
+        from engine.remote.chat_form import RemoteRequest
+
+        request = RemoteRequest(tuple(messages), sampling, self.model, tools, chosen=self._chosen)
+        try:
+            answer = self._client.ask(request, on_delta, cancelled)
+        except RequestCancelled:
+            return Told("".join(said), "".join(thought), "cancelled", 0, pieces, 0.0, 0.0, self.model)
+        new = [name for name in answer.left_out if name not in self._noted]
+        self._noted.update(new)
+        if new:
+            names = ", ".join(_LEFT_OUT.get(name, f"--{name.replace('_', '-')}") for name in new)
+            note(f"switchyard: {called(self._client.endpoint)} does not take {names}; it answers without")
+        return Told(
+            answer.text,
+            answer.reasoning,
+            answer.finish_reason,
+            answer.prompt_tokens or 0,
+            answer.written,
+            answer.first_token_s or 0.0,
+            answer.tokens_per_s,
+            answer.model,
+            answer.left_out,
+            answer.tool_calls,
+        )
+
+
 @contextmanager
 def traced(engine: Engine, path: Path | None) -> Iterator[None]:
-    """If `path` is given, records the block and writes it there: a table of spans (`.csv`), otherwise a trace.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if it cannot be written.
-    """
+    """If `path` is given, records the block and writes it there: a table of spans (`.csv`), otherwise a trace."""
     if path is None:
         yield
         return
@@ -62,9 +139,6 @@ def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, 
 
     Args:
         lost: number of dropped spans.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if it cannot be written.
     """
     from engine.telemetry.trace_export import write_spans, write_trace
 
@@ -88,46 +162,8 @@ def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, 
 _HELP = "/reset starts over, /quit or Ctrl-D quits, Ctrl-C stops an answer."
 
 
-class Answer(Protocol):
-    """What is told of an answer."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def reasoning(self) -> str: ...
-    @property
-    def calls(self) -> tuple[ToolCall, ...]: ...
-    @property
-    def finish_reason(self) -> FinishReason: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def ttft_s(self) -> float: ...
-    @property
-    def tokens_per_s(self) -> float: ...
-
-
-_Answer = TypeVar("_Answer", bound=Answer, covariant=True)
-
-
-class Talker(Protocol[_Answer]):
-    """Who answers: the engine, or a server elsewhere."""
-
-    def generate(
-        self,
-        messages: Sequence[ChatMessage],
-        sampling: SamplingParams,
-        *,
-        on_progress: Callable[[int, int], None],
-        on_text: Callable[[str, int], None],
-        on_reasoning: Callable[[str, int], None],
-        cancelled: Callable[[], bool],
-        tools: tuple[Tool, ...] = (),
-    ) -> _Answer: ...
-
-
 def converse(
-    talker: Talker[Answer],
+    talker: Engine | RemoteTalk,
     heading: str,
     sampling: SamplingParams,
     system: str | None,
@@ -184,25 +220,24 @@ class _Shown:
             self.end_thought()
             write_text(text)
 
-    def end_part(self, result: Answer) -> None:
+    def end_part(self, result: Any) -> None:
         """The model has ended, or calls tools: what follows begins on a line of its own."""
         self.end_thought()
         if result.calls and result.text and not self._quiet:
             write_text("\n")
 
     def end_thought(self) -> None:
-        """What follows is not thought."""
         if self._thinks:
             self._thinks = False
             write_aside("\n\n")
 
 
 def _turn(
-    talker: Talker[Answer], sampling: SamplingParams, messages: list[ChatMessage], tools: ChatTools | None
+    talker: Engine | RemoteTalk, sampling: SamplingParams, messages: list[ChatMessage], tools: ChatTools | None
 ) -> list[ChatMessage]:
     """Answers the last message; returns the new conversation, without the message if answering failed."""
     try:
-        with _stopped_by_ctrl_c() as stopped:
+        with stopped_by_ctrl_c() as stopped:
             result, steps, turns = _answer(talker, sampling, messages, tools, _Shown(), stopped)
     except EngineError as error:
         note(f"switchyard: {error.message}")
@@ -215,16 +250,16 @@ def _turn(
 
 
 def _answer(
-    talker: Talker[_Answer],
+    talker: Engine | RemoteTalk,
     sampling: SamplingParams,
     messages: Sequence[ChatMessage],
     tools: ChatTools | None,
     shown: _Shown,
     cancelled: Callable[[], bool],
-) -> tuple[_Answer, tuple[Step, ...], list[ChatMessage]]:
+) -> tuple[Any, tuple[Step, ...], list[ChatMessage]]:
     """See `answer_with_tools`; texts are shown as they come."""
 
-    def ask(turns: list[ChatMessage], offered: tuple[OfferedTool, ...]) -> _Answer:
+    def ask(turns: list[ChatMessage], offered: tuple[OfferedTool, ...]) -> Any:
         result = talker.generate(
             turns,
             sampling,
@@ -238,24 +273,6 @@ def _answer(
         return result
 
     return answer_with_tools(ask, messages, tools, cancelled)
-
-
-@contextlib.contextmanager
-def _stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Inside the block, Ctrl-C sets a flag instead of interrupting a computation; a second one interrupts."""
-    presses = 0
-
-    def on_press(_signal: int, _frame: object) -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, on_press)
-    try:
-        yield lambda: presses > 0
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -322,20 +339,34 @@ def _heading(info: ModelInfo) -> str:
 
 
 def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None, tools: ChatTools | None) -> int:
-    """Has a server elsewhere answer the question, or converses with it."""
-    from engine.verbs import remote_chat
+    """Has a server elsewhere answer the question, or converses with it; nothing of the engine is loaded."""
+    from engine.remote.client import Client
 
     parts = parts_with(question or "", pictures_in_files(args.picture or ()))
-
-    def use(talk: remote_chat.RemoteTalk, heading: str, sampling: SamplingParams) -> int:
+    for option in ("record_routing", "trace"):
+        if getattr(args, option, None) is not None:
+            name = f"--{option.replace('_', '-')}"
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} needs a model on this PC: leave it out.")
+    endpoint, model = parse_remote(args.model)
+    with Client(endpoint) as client:
+        model = model or client.only_model()
+        talk, sampling = RemoteTalk(client, model, tuple(given)), replace(SamplingParams(), **given)
+        heading = f"{model}, sent to {called(endpoint)}"
         if question is None:
             return converse(talk, heading, sampling, args.system, tools)
         note(f"switchyard: {heading}")
         told, uses = _whole_answer(talk, args, sampling, question, parts, tools)
-        emit({**remote_chat.document(told, args), "calls": uses}, as_json=args.json, human="")
-        return 0
-
-    return remote_chat.run(args, given, use)
+    fields = ("text", "reasoning", "prompt_tokens", "generated_tokens", "ttft_s", "tokens_per_s", "finish_reason")
+    document = {
+        **{name: getattr(told, name) for name in fields},
+        "model": told.model,
+        "endpoint": endpoint.name,
+        "host": endpoint.host,
+        "left_out": list(told.left_out),
+        "calls": uses,
+    }
+    emit(document, as_json=args.json, human="")
+    return 0
 
 
 _DOING: dict[LoadPhase, str] = {
@@ -405,13 +436,13 @@ def _question(args: argparse.Namespace) -> str:
 
 
 def _whole_answer(
-    talker: Talker[_Answer],
+    talker: Engine | RemoteTalk,
     args: argparse.Namespace,
     sampling: SamplingParams,
     question: str,
     parts: str,
     tools: ChatTools | None,
-) -> tuple[_Answer, list[dict[str, Any]]]:
+) -> tuple[Any, list[dict[str, Any]]]:
     """The answer, which is shown as it comes unless a document is wanted, and the calls of tools before it."""
     system = [ChatMessage("system", args.system)] if args.system else []
     asked = [*system, ChatMessage("user", question, parts=parts)]

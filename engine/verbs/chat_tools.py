@@ -51,7 +51,6 @@ Cancelled = Callable[[], bool]
 
 
 def add_tool_options(parser: argparse.ArgumentParser) -> None:
-    """The options that this module reads."""
     parser.add_argument(
         "--tools",
         action="store_true",
@@ -76,11 +75,7 @@ def add_tool_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tools_of(args: argparse.Namespace) -> ChatTools | None:
-    """What the options ask for; None without tools.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, where they make no sense.
-    """
+    """What the options ask for; None without tools."""
     if not (args.tools or args.tool_server):
         for option, is_given in (("--folder", args.folder), ("--allow-tools", args.allow_tools)):
             if is_given:
@@ -173,7 +168,6 @@ class ChatTools:
         return replace(server, tools=tuple(Tool(**each) for each in answer.get("tools", ())))
 
     def run_round(self, begun: Round, cancelled: Cancelled) -> Step:
-        """Runs those calls of a round that may run."""
         step = begun.step
         for use in begun.step.calls:
             ended = use

@@ -34,8 +34,7 @@ from engine.checkpoint.library import starter_is_built
 from engine.common import installed
 from engine.common.anonymous import of_log, without_names
 from engine.common.files import disk_errors_explained, write_whole
-from engine.common.installed import bundle, current_engine, version, window_folder
-from engine.common.integrity import give_up_damaged
+from engine.common.installed import bundle, current_engine, give_up_damaged, version, window_folder
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir, python_module
 from engine.common.settings import SettingsFile, kept_settings, read_settings, said, settings_path
 from engine.common.sizes import about
@@ -47,7 +46,8 @@ from engine.hardware.gpu_info import HIDING
 from engine.hardware.measured import changes, described, load_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, free_disk_bytes, probe
 from engine.hardware.surroundings import DISPLAY_VARIABLES, has_display
-from engine.tuning.saved_results import all_results, day, machine_changes
+from engine.tuning.result import day
+from engine.tuning.saved_results import all_results, machine_changes
 from engine.verbs.output import emit, note
 
 _CAPABILITIES = {"12": ((5, 0), (9, 9)), "13": ((7, 5), (99, 9))}
@@ -151,7 +151,6 @@ def _sentence(text: str) -> str:
 
 
 def _torch_build() -> torch_builds.Build:
-    """The installed build, by what it was made for."""
     cuda = torch_cuda_version()
     if cuda is not None:
         label = f"cu{cuda.replace('.', '')}"
@@ -290,7 +289,6 @@ def torch_cuda_version() -> str | None:
 
 
 def torch_hip_version() -> str | None:
-    """The same for ROCm."""
     return _torch_built_for("hip")
 
 
@@ -566,7 +564,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def hardware_findings(hardware: Probe) -> list[Finding]:
-    """Findings about the machine."""
     vectors = ", ".join(hardware.instructions) or "not known"
     memory = f"{hardware.ram_available_bytes / _GIB:.1f} GiB free of {hardware.ram_bytes / _GIB:.1f} GiB"
     where = hardware.where
@@ -667,7 +664,6 @@ def _finding(finding: Finding) -> list[str]:
 
 
 def _flat(value: Any, name: str = "") -> Iterable[str]:
-    """A line for each value inside."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(each, f"{name}.{key}" if name else str(key))

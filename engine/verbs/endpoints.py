@@ -71,8 +71,7 @@ def _add_options(action: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Performs the action; returns the exit code."""
-    from engine.remote.endpoint import parse_endpoint, remove_endpoint, saved_endpoints
-    from engine.remote.keys import forget_key
+    from engine.remote.endpoint import forget_key, parse_endpoint, remove_endpoint, saved_endpoints
 
     if args.action in (None, "list"):
         saved = saved_endpoints()
@@ -99,8 +98,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> None:
-    from engine.remote.endpoint import endpoint_at, plain_name, save_endpoint, saved_endpoints
-    from engine.remote.keys import check_key, save_key, variable_of
+    from engine.remote.endpoint import (
+        check_key,
+        endpoint_at,
+        plain_name,
+        save_endpoint,
+        save_key,
+        saved_endpoints,
+        variable_of,
+    )
 
     endpoint = endpoint_at(
         args.address,

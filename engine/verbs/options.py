@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from engine.common.config import EngineConfig, SamplingParams, is_device
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Texts, settings_of
@@ -36,7 +36,6 @@ def parse_size(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """A positive integer."""
     try:
         value = int(text)
     except ValueError:
@@ -151,17 +150,14 @@ def engine_settings(*keys: str) -> list[Setting[Any]]:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `EngineConfig`."""
     add_settings(parser, engine_settings())
 
 
 def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
-    """The engine settings from the options of `add_engine_options`."""
     return EngineConfig(model, **{each.key: getattr(args, each.key) for each in settings_of(EngineConfig)})
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, beams: bool = True) -> None:
-    """Adds the options of `SamplingParams`."""
     add_settings(
         parser,
         (each for each in settings_of(SamplingParams) if beams or each.key != "beams"),
@@ -172,7 +168,6 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, beams: bool = True)
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The `SamplingParams` fields given as options."""
     given = {each.key: getattr(args, each.key, None) for each in settings_of(SamplingParams)}
     if given["dry_breakers"] == ["none"]:
         given["dry_breakers"] = []
@@ -183,10 +178,5 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 MODEL = "`starter`, the name of a model on this machine, a checkpoint directory or a GGUF file"
 
-
-class AddAction(Protocol):
-    """Adds an action, with `--json`; returns its parser for its other arguments."""
-
-    def __call__(
-        self, name: str, help_text: str, function: Callable[[argparse.Namespace], int]
-    ) -> argparse.ArgumentParser: ...
+AddAction = Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]
+"""Adds an action, with `--json`, by its name, help and function; returns its parser for its other arguments."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.common.consoles import tell
 from engine.common.errors import EngineError
-from engine.common.plain_text import plain, plain_line
+from engine.common.plain_text import plain, plain_line, tell
 
 
 def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> None:
@@ -50,7 +51,6 @@ def show_progress(text: str) -> None:
 
 
 def clear_progress() -> None:
-    """Clears that line."""
     sys.stderr.write("\r\x1b[K")
     sys.stderr.flush()
 
@@ -72,6 +72,24 @@ def write_text(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Inside the block, the first Ctrl-C interrupts nothing, and what this yields says so; a second one interrupts."""
+    presses = 0
+
+    def on_press(_signal: int, _frame: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, on_press)
+    try:
+        yield lambda: presses > 0
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _json_value(value: Any) -> Any:

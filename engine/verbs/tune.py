@@ -72,7 +72,7 @@ def _tune(args: argparse.Namespace) -> int:
     quiet_libraries()
     from engine.protocol import StartTuning
     from engine.runtime.engine import Engine
-    from engine.tuning.report import report_text
+    from engine.tuning.result import report_text
     from engine.tuning.run import tune
 
     engine = Engine()
@@ -131,7 +131,7 @@ class _Progress:
 
     def __call__(self, event: TuningEvent) -> None:
         from engine.protocol import TuningProgress
-        from engine.tuning.report import number_text
+        from engine.tuning.result import number_text
 
         if not self._shown or not isinstance(event, TuningProgress):
             return

@@ -17,7 +17,7 @@ from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
 from engine.common.config import HERE, BatchJob, EngineConfig
 from engine.protocol import BatchSampled, EndpointKey
-from engine.remote import keys
+from engine.remote import endpoint as keys
 from engine.remote.endpoint import Endpoint, save_endpoint
 from tests.app.scripted_batches import ScriptedBatches, row, shown_page
 from tests.app.test_batch_page import drop, words

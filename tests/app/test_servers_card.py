@@ -10,7 +10,7 @@ from pytestqt.qtbot import QtBot
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.views.settings.server_dialog import ServerDialog, ServersCard
-from engine.remote import keys
+from engine.remote import endpoint as keys
 from engine.remote.endpoint import endpoint_at, endpoints_file, save_endpoint, saved_endpoints
 from engine.remote.nearby import Nearby
 from engine.remote.trust import fingerprint

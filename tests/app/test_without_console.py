@@ -10,7 +10,7 @@ import pytest
 
 import app.__main__
 from app.startup_report import QUIT_VARIABLE, REPORT_VARIABLE
-from engine.common import consoles
+from engine.common import plain_text as consoles
 from engine.common.paths import python_module
 from engine.parts import remove
 

@@ -16,12 +16,11 @@ from engine.formats import FORMATS
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, dequantise
-from engine.kernels.activation import activation_of
 from engine.kernels.gpu.experts import CardExperts, can_compute
 from engine.kernels.gpu.stored import CardKernels
-from engine.kernels.interface import ExpertMath, LayerRecords
-from engine.kernels.quantise import quantise_record
+from engine.kernels.interface import ExpertMath, LayerRecords, activation_of
 from engine.kernels.reference import reference_experts
+from engine.kernels.repack import quantise_record
 from tests.engine.ggml_blocks import made_up_blocks
 
 CPU = torch.device("cpu")

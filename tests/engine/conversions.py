@@ -6,7 +6,7 @@ import torch
 
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import formats_of_linears, hold_linears
-from engine.kernels.quantise import quantise
+from engine.kernels.repack import quantise
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.conversion import Conversion
 from engine.runtime.load.forms import Forms

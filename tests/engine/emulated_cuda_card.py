@@ -22,9 +22,7 @@ import torch
 
 from engine.formats.ggml import GRIDS
 from engine.kernels.cuda.compiled import SOURCES, Kernel
-from engine.kernels.cuda.groups import CudaGroups
-from engine.kernels.cuda.products import CudaProducts
-from engine.kernels.cuda.unpack import CudaUnpacker
+from engine.kernels.cuda.products import CudaGroups, CudaProducts, CudaUnpacker
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native.build import BuildError, find_compiler
 from tests.engine.native_programs import HEADERS

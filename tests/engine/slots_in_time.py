@@ -6,8 +6,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from engine.experts.cache.policies import make_policy
-from engine.experts.cache.pool import Pool
+from engine.experts.cache.policies import Pool, make_policy
 from engine.experts.prediction.target import PrefetchTimes
 
 RECORD = 1000

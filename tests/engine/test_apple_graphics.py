@@ -16,10 +16,11 @@ from engine.common.errors import EngineError
 from engine.devices import mps
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction, open_card
 from engine.devices.memory_budget import MemoryCategory
-from engine.devices.mps import MPS, AppleCards, left_note, left_to_cpu
+from engine.devices.mps import MPS, AppleCards
 from engine.devices.opening import CARD_KINDS, automatic, open_automatic, open_devices
 from engine.kernels.gpu.proof import why_not
 from engine.planner.placement import Budgets, DeviceBudget, Experts, NoteCode, Sizes, Weights, resolve
+from engine.runtime.load.devices import left_note, left_to_cpu
 from engine.runtime.load.model import load_model
 from engine.verbs.options import device_name
 from tests.engine.on_devices import PROMPT, Reference, answer, chatting, reference

@@ -25,12 +25,11 @@ from engine.devices.card import CardKind, open_card
 from engine.devices.card_stream import CardClock, CardStream
 from engine.devices.device import CopyLog
 from engine.devices.failures import is_out_of_memory
-from engine.devices.host_memory import PageableMemory
+from engine.devices.host_memory import HostMemory
 from engine.devices.opening import CARD_KINDS, open_automatic
 from engine.kernels.cuda import compiled, driver
 from engine.kernels.cuda.compiled import machine_code
-from engine.kernels.cuda.driver import NvidiaCard
-from engine.kernels.cuda.launcher import DriverError
+from engine.kernels.cuda.driver import DriverError, NvidiaCard
 from engine.kernels.cuda.products import product_kernel
 from engine.runtime.engine import Engine
 from tests.engine.on_devices import PROMPT, Reference, reference
@@ -45,7 +44,7 @@ def kind(cards: FakeCards, *, is_built: bool = True) -> CardKind:
     return CardKind(
         "cpu",
         cards,
-        lambda _place: PageableMemory(),
+        lambda _place: HostMemory(),
         lambda _index: "fake",
         is_built=lambda: is_built,
         variables=VARIABLES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,20 @@ from engine.common.config import SamplingParams
 from engine.planner.placement import NotEnoughRamError
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kv.pages import PagePool
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.single_streams import Alone
+from tests.engine.test_background import Job, serve
 from tests.engine.test_family_parity import loaded as loaded_there
+from tests.engine.test_kept_prefixes import ROOT, A, ask, files_in
 from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config
 
 LENGTHS = [1, 40, 70, 12, 33]
@@ -114,6 +121,85 @@ def test_rows_of_models_that_choose_or_sum_up_are_the_librarys(family: str, plac
                 ids = torch.tensor([row.ids])
                 found, theirs = (model(input_ids=ids).logits for model in (loaded.model, library))
             torch.testing.assert_close(found, theirs, rtol=0, atol=1e-3)
+
+
+RUNS = {"compressed_sparse_attention": 5, "heavily_compressed_attention": 48}
+"""Beyond a window of 40, and a page."""
+
+
+@pytest.mark.takes_turns(2)
+def test_what_lies_behind_a_window_is_compressed_in_pages_of_cards(tmp_path: Path) -> None:
+    """Alone, in company, forked, found again and brought from disk: tokens are the library's and the CPU's."""
+    options = MANY_HEADS | {"index_topk": 32, "sliding_window": 40, "max_position_embeddings": 1024}
+    options |= {"compress_rates": RUNS}  # type: ignore[dict-item]
+    folder = tiny_checkpoint("deepseek_v4", tmp_path / "model", **options)
+    library = model_class(tiny_config("deepseek_v4", **options)).from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [random_prompt(20 + 60 * n, seed=n) for n in range(3)] + [A]
+    wanted = [tuple(library_tokens(library, prompt, 8)) for prompt in prompts]
+    again, found = [*A, *wanted[-1], 7, 8, 9], dict[int, tuple[object, ...]]()
+    for cards in (0, 1, 2):
+        with on_devices.opened(folder, cards, **({"cache_slots": 3} if cards else {})) as loaded:
+            loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path / f"kept {cards}"))
+            with on_devices.chatting(loaded) as chats:
+                assert [on_devices.answer(chats, prompt).token_ids for prompt in prompts] == wanted
+                assert chats.together(prompts, 8) == wanted
+                beams, most = on_devices.answer(chats, prompts[1], beams=3).token_ids, list[int]()
+                told = partial(_note_windows, chats.batch.pool, most)
+                long = on_devices.answer(chats, random_prompt(600), 40, on_text=told).token_ids
+                assert max(most[2:]) <= 7  # what runs of 48 tokens see, and two pages before that, not 19
+                ask(chats.scheduler, A)
+                assert kept.settle(30)
+            with on_devices.chatting(loaded) as chats:
+                (result,) = ask(chats.scheduler, again)
+                assert result.from_disk + result.from_ram == 192
+                (second,) = ask(chats.scheduler, again)
+                assert second.reused_tokens == len(again) - 1
+                assert second.token_ids == result.token_ids
+            kept.close()
+            loaded.kept = None
+            found[cards] = beams, long, result.token_ids
+    assert found[0] == found[1] == found[2]
+
+
+def _note_windows(pool: PagePool, held: list[int], _text: str, _tokens: int) -> None:
+    held.append(pool.held_windows)
+
+
+@pytest.mark.parametrize(("family", "cards"), [("deepseek_v4", 1), ("qwen3_next", 2), ("qwen3", 1)])
+def test_rows_of_jobs_are_in_the_pages_of_chats_where_cards_attend(family: str, cards: int, tmp_path: Path) -> None:
+    options = CHOOSING.get(family, {})
+    folder = tiny_checkpoint(family, tmp_path, **options)
+    library = model_class(tiny_config(family, **options)).from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = {row.row: tuple(library_tokens(library, row.ids, 5)) for row in _rows()}
+    with on_devices.opened(folder, cards) as loaded:
+        scheduler, ends, shared = Scheduler(loaded), dict[int, Outcome](), list[bool]()
+        job = Job(scheduler, _rows(), BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=60, micro_batch_tokens=64))
+        batch = scheduler._batch
+        assert batch is not None
+        assert batch.model.caches is not None
+
+        def arrive() -> bool:
+            if batch.below:
+                shared.append(batch.below[0].model is batch.model)
+                if len(ends) < 2 and not scheduler.is_busy:
+                    asked = _rows()[len(ends)]
+                    scheduler.submit(asked, partial(ends.__setitem__, asked.row))
+            if len(shared) in (3, 9):  # states of a card get other memory in the midst of a sweep
+                batch.model.caches.state_generation += 1  # type: ignore[union-attr]
+            return False
+
+        serve(scheduler, [job], arrive)
+        assert job.place.note == ""
+        assert shared
+        assert all(shared)
+        assert {row: answer.token_ids for row, answer in job.answers.items()} == wanted
+        for number, end in ends.items():
+            assert isinstance(end, GenerationResult)
+            assert end.token_ids == wanted[number]
+        assert len(ends) == 2
+        batch._left.give_up()
+        assert (batch.pool.held, batch.pool.held_states, batch.pool.in_use) == (0, 0, 0)
+        scheduler.close()
 
 
 def _least(folder: Path) -> int:

@@ -28,12 +28,12 @@ from engine.planner.schedules import (
     Schedule,
     layer_by_layer,
 )
-from engine.planner.simulator.batch import CGOPIPE as MOE_LIGHTNING
-from engine.planner.simulator.batch import FLEXGEN_S4, KLOTSKI, system_of
-from engine.planner.simulator.batch_costs import OffloadPolicy
+from engine.planner.simulator.plans import CGOPIPE as MOE_LIGHTNING
+from engine.planner.simulator.plans import FLEXGEN_S4, KLOTSKI, system_of
 from engine.planner.simulator.sweeps import (
     CopyCost,
     LayerTimes,
+    OffloadPolicy,
     SimulatedCard,
     SweepParts,
     Timeline,

@@ -24,8 +24,8 @@ from engine.kernels.native.paged_attention import (
     Piece,
     Pieces,
     attend,
+    attend_prompt,
 )
-from engine.kernels.native.prompt_attention import attend_prompt
 from engine.kernels.native.structs import AttentionStruct, LatentAttentionStruct, MatrixStruct, PagesStruct
 from engine.kernels.reference import attend_in_torch
 from engine.runtime.fast_path.native_attention import ClaimedPage

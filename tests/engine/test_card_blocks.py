@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
-from engine.kernels import choose_kernel, dense
+from engine.kernels import choose_kernel
+from engine.kernels.gpu import linear as dense
 from engine.kernels.gpu.experts import CardExperts
-from engine.kernels.gpu.joined import JoinedLinears, can_join
-from engine.kernels.gpu.linear import CardEmbedding, CardLinear
+from engine.kernels.gpu.linear import CardEmbedding, CardLinear, JoinedLinears, can_join
 from engine.kernels.gpu.proof import prove_blocks
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.interface import ExpertMath, LayerRecords

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.devices.memory_budget import MemoryCategory
-from engine.kernels import dense
+from engine.kernels.gpu import linear as dense
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.native import linear
 from engine.kernels.native.linear import formats_of_linears

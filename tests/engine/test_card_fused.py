@@ -12,18 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from engine.kernels.cuda.angles import CudaAngles
-from engine.kernels.cuda.latent import CudaLatents
-from engine.kernels.cuda.norm import CudaNorm
-from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
-from engine.kernels.cuda.router import CudaRouter, Routing
-from engine.kernels.gpu import angles, latents, norms, rotations, routers
-from engine.kernels.gpu.angles import CardAngles, angles_of, speed_up_angles
+from engine.kernels.cuda import driver
+from engine.kernels.gpu import rotations
+from engine.kernels.gpu.angles import CardAngles, CudaAngles, speed_up_angles
 from engine.kernels.gpu.latents import CardLatents
 from engine.kernels.gpu.layers import CardLayer
-from engine.kernels.gpu.norms import CardNorm, norm_of, speed_up_norms
-from engine.kernels.gpu.rotations import rotary_of
-from engine.kernels.gpu.routers import CardRouter, router_of
+from engine.kernels.gpu.norms import CardNorm, CudaNorm, speed_up_norms
+from engine.kernels.gpu.rotations import CudaRotary, HeadNorms, RotaryForm
+from engine.kernels.gpu.routers import CardRouter, CudaRouter, Routing
 from engine.runtime.load.binding import speed_up_on_cards
 from tests.combinations import some
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
@@ -38,11 +34,7 @@ ROUGH = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5}
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
-    monkeypatch.setattr(angles, "angles_of", lambda device: CudaAngles(found))
-    monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(found))
-    monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(found))
-    monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(found))
-    monkeypatch.setattr(latents, "latents_of", lambda device: CudaLatents(found))
+    monkeypatch.setattr(driver, "card_of", lambda device: found)
     return found
 
 
@@ -274,8 +266,8 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path, card: Emu
 
 
 def test_without_a_card_modules_stay_as_they_are() -> None:
-    assert rotary_of(torch.device("cpu")) is None
-    assert router_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None
     model = tiny_model("qwen3_moe")
     speed_up_on_cards(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -384,7 +376,7 @@ def test_a_norm_of_another_kind_and_a_kernel_that_computes_wrongly_change_nothin
 
 
 def test_card_norms_without_a_card_modules_stay_as_they_are() -> None:
-    assert norm_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None
     assert speed_up_norms(_RMSNorm(64, torch.bfloat16)) == 0
 
 
@@ -449,4 +441,4 @@ def test_angles_that_change_with_the_context_and_kernels_that_compute_wrongly_ch
     monkeypatch.setattr(CudaAngles, "_launch", fails)
     assert not speed_up_angles(module, torch.float32)
     assert not speed_up_angles(torch.nn.Identity(), torch.float32)
-    assert angles_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.experts.partial_sums import PartialSums, Routing
+from engine.experts.executor import PartialSums, Routing
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.stored import CardKernels, group, known_groups
 from engine.kernels.interface import ExpertMath, LayerRecords

@@ -7,13 +7,12 @@ import torch
 
 from engine.formats import FORMATS
 from engine.formats.tiles import TiledMatrix, dequantise, rows_of
-from engine.kernels import dense
 from engine.kernels.cuda.products import CudaProducts
-from engine.kernels.gpu.joined import JoinedLinears, can_join
-from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.gpu import linear as dense
+from engine.kernels.gpu.linear import CardLinear, JoinedLinears, can_join
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native import linear
-from engine.kernels.quantise import quantise
+from engine.kernels.repack import quantise
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 
 pytestmark = needs_compiler

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from engine.kernels import card_note
-from engine.kernels.cuda.groups import CudaGroups
-from engine.kernels.cuda.launcher import DriverError
+from engine.kernels.cuda.driver import DriverError
 from engine.kernels.cuda.nvrtc import CompileError
-from engine.kernels.cuda.products import CudaProducts
-from engine.kernels.cuda.unpack import CudaUnpacker
+from engine.kernels.cuda.products import CudaGroups, CudaProducts, CudaUnpacker
 from engine.kernels.gpu import proof
 from engine.kernels.gpu.proof import kernels_of, why_not
 from engine.kernels.repack import unpacked

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from engine.formats import FORMATS
 from engine.formats.tiles import TiledMatrix, dequantise
+from engine.kernels.cuda import driver
 from engine.kernels.cuda.attention import CudaAttention
 from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
-from engine.kernels.cuda.norm import CudaNorm
 from engine.kernels.gpu import latents, norms
 from engine.kernels.gpu.attention_proof import ProvenAttention
-from engine.kernels.gpu.latents import CardLatents, latents_of
+from engine.kernels.gpu.latents import CardLatents
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
-from engine.kernels.quantise import quantise
+from engine.kernels.repack import quantise
 from engine.runtime.decode import tabled_attention
 from engine.runtime.load.binding import speed_up_on_cards
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
@@ -132,15 +132,15 @@ def test_what_no_kernel_is_there_for() -> None:
     for other in (LatentShape(4, 60, 16, 8, 8), LatentShape(4, 520, 16, 8, 8), LatentShape(4, 64, 66, 8, 8)):
         assert not CudaLatents.takes(other, torch.zeros(64, other.rank))
     assert not CudaLatents.keeps(PageTable(KvType.INT8, 1, 1, CPU))
-    assert latents_of(CPU) is None
+    assert driver.card_of(CPU) is None
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
     attention = CudaAttention(found)
-    monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(found))
-    monkeypatch.setattr(latents, "latents_of", lambda device: CudaLatents(found))
+    monkeypatch.setattr(norms, "on_card", lambda device, make: make(found))
+    monkeypatch.setattr(latents, "on_card", lambda device, make: make(found))
     monkeypatch.setattr(tabled_attention, "attention_of", lambda device: ProvenAttention(attention))
     return found
 

@@ -11,16 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import kernels
-from engine.kernels import dense
-from engine.kernels.cuda.angles import CudaAngles
+from engine.kernels.cuda import driver
+from engine.kernels.cuda.__main__ import FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30B_A3B, products
 from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.cuda.latent import CudaLatents
-from engine.kernels.cuda.norm import CudaNorm
 from engine.kernels.cuda.products import CudaProducts
-from engine.kernels.cuda.rotary import CudaRotary
-from engine.kernels.cuda.router import CudaRouter
-from engine.kernels.cuda.step_time import FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30B_A3B, products
-from engine.kernels.gpu import angles, latents, norms, rotations, routers
+from engine.kernels.gpu import linear as dense
 from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native import linear
@@ -83,11 +78,7 @@ def on_emulated_cards(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
         monkeypatch.setattr(module, "kernels_of", lambda place: found)
     attention = CudaAttention(card)
     monkeypatch.setattr(tabled_attention, "attention_of", lambda device: ProvenAttention(attention))
-    monkeypatch.setattr(angles, "angles_of", lambda device: CudaAngles(card))
-    monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(card))
-    monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(card))
-    monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(card))
-    monkeypatch.setattr(latents, "latents_of", lambda device: CudaLatents(card))
+    monkeypatch.setattr(driver, "card_of", lambda device: card)
     return card
 
 
@@ -212,13 +203,7 @@ def test_norms_without_a_weight_are_launches_of_the_same_kernel(
 def test_launches_of_a_layer_by_operators(
     tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in (
-        (angles, "angles_of"),
-        (norms, "norm_of"),
-        (rotations, "rotary_of"),
-        (routers, "router_of"),
-        (tabled_attention, "attention_of"),
-    ):
-        monkeypatch.setattr(module, name, lambda device: None)
+    monkeypatch.setattr(driver, "card_of", lambda device: None)
+    monkeypatch.setattr(tabled_attention, "attention_of", lambda device: None)
     few, more = (launches("qwen3_moe", layers, tmp_path, monkeypatch, **_HEADS) for layers in (2, 3))
     assert (more - few).total() == QWEN3_30B_A3B.others + _PRODUCTS

@@ -12,7 +12,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices import opening
 from engine.devices.card import CardKind, open_card
-from engine.devices.host_memory import PageableMemory
+from engine.devices.host_memory import HostMemory
 from engine.devices.opening import CARD_KINDS, automatic, card_count, open_devices
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.runtime.load.model import load_model
@@ -22,7 +22,7 @@ from tests.fake_cards import FakeCards
 
 
 def kind(cards: FakeCards) -> CardKind:
-    return CardKind("cpu", cards, lambda _place: PageableMemory(), lambda _index: "fake")
+    return CardKind("cpu", cards, lambda _place: HostMemory(), lambda _index: "fake")
 
 
 def test_a_card_that_is_not_there_or_does_not_respond() -> None:

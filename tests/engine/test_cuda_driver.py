@@ -13,8 +13,7 @@ import torch
 
 from engine.kernels.cuda import driver
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.driver import NvidiaCard
-from engine.kernels.cuda.launcher import DriverError
+from engine.kernels.cuda.driver import DriverError, NvidiaCard
 from engine.kernels.cuda.products import ProductArguments, product_kernel
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import needs_compiler

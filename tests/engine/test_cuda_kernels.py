@@ -15,15 +15,15 @@ from engine.experts.dispatcher import HybridExperts
 from engine.formats import FORMATS
 from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import Pairing, dequantise
-from engine.kernels import dense
 from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.gpu import linear as dense
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import prove
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, store, stored_matrix
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native import linear as native_linear
-from engine.kernels.quantise import quantise
+from engine.kernels.repack import quantise
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.formats import FORMATS
-from engine.kernels.cuda.__main__ import main
+from engine.kernels.cuda.__main__ import CARDS, QWEN3_30B_A3B, Card, estimate, main
 from engine.kernels.cuda.nvrtc import CompileError
-from engine.kernels.cuda.step_time import CARDS, QWEN3_30B_A3B, Card, estimate
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)

@@ -11,7 +11,7 @@ import torch
 
 from engine.devices import cuda
 from engine.devices.card import HEADROOM_BYTES, hard_fraction
-from engine.devices.cuda import CapturePools, CudaCapture, identity_of
+from engine.devices.cuda import CudaCapture, identity_of
 from engine.hardware.gpu_info import GpuInfo
 
 PLACE = torch.device("cuda", 1)
@@ -79,7 +79,7 @@ class _Nothing:
 def test_after_a_failed_capture_memory_no_longer_comes_from_its_pool(
     left: list[tuple[str, int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture = CudaCapture(PLACE, _Stream(), CapturePools(PLACE))  # type: ignore[arg-type]
+    capture = CudaCapture(PLACE, _Stream(), [])  # type: ignore[arg-type]
     capture.begin()
     monkeypatch.setattr(_Graph, "fails", True)
     capture.abandon()

@@ -12,7 +12,7 @@ from engine.devices.card import CardKind, open_card
 from engine.devices.cpu import open_cpu
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.devices.host_memory import PageableMemory
+from engine.devices.host_memory import HostMemory
 from engine.hardware.profiles import DeviceProfile
 from tests.device_contract import DeviceContract
 from tests.fake_cards import FakeCards
@@ -42,6 +42,6 @@ class TestEmulatedSlowCompute(DeviceContract):
 class TestCardOfFakeTorch(DeviceContract):
     @pytest.fixture
     def device(self) -> Iterator[Device]:
-        kind = CardKind("cpu", FakeCards(), lambda _place: PageableMemory(), lambda _index: "fake")
+        kind = CardKind("cpu", FakeCards(), lambda _place: HostMemory(), lambda _index: "fake")
         with open_card(kind) as device:
             yield replace(device, torch_device=torch.device("cpu"))  # tensors do not say cpu:0

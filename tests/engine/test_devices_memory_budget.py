@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.common.errors import ErrorCode
-from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
+from engine.devices.host_memory import HostMemory, allocate_host, available_ram
 from engine.devices.memory_budget import DeviceMemoryError, MemoryBudget, MemoryCategory, Reservation
 
 CATEGORIES = st.sampled_from(MemoryCategory)
@@ -147,7 +147,7 @@ def test_what_the_host_does_not_have_is_refused_before_it_is_touched() -> None:
         budget.allocate(available_ram() * 2, MemoryCategory.EXPERTS)
     assert caught.value.code == ErrorCode.NOT_ENOUGH_MEMORY
     with pytest.raises(MemoryError):
-        PageableMemory().allocate(available_ram() * 2)
+        HostMemory().allocate(available_ram() * 2)
 
 
 def test_other_errors_of_an_allocator_are_not_called_a_lack_of_memory() -> None:

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from engine.devices import pinned_memory
-from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
+from engine.devices import host_memory
+from engine.devices.host_memory import PinnedMemory, measure_pinnable
 
 MB, GB = 2**20, 2**30
 
@@ -30,14 +30,16 @@ def child(script: str) -> list[str]:
         ("print('nonsense'); print(-5); print('1e9')", 0),
     ],
 )
-def test_what_the_child_got_counts(script: str, expected: int) -> None:
-    assert measure_pinnable(8 * MB, command=child(script)) == expected
+def test_what_the_child_got_counts(script: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "python_module", lambda _name: (child(script), {}))
+    assert measure_pinnable(8 * MB) == expected
 
 
-def test_a_child_that_hangs_is_ended_and_what_it_got_counts() -> None:
+def test_a_child_that_hangs_is_ended_and_what_it_got_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     # A child that had no time to print has got nothing.
     script = f"print({4 * MB}, flush=True); time.sleep(600)"
-    assert measure_pinnable(8 * MB, timeout_s=0.5, command=child(script)) in (0, int(4 * MB * 0.9))
+    monkeypatch.setattr(host_memory, "python_module", lambda _name: (child(script), {}))
+    assert measure_pinnable(8 * MB, timeout_s=0.5) in (0, int(4 * MB * 0.9))
 
 
 def test_what_can_be_pinned_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,7 @@ def test_what_can_be_pinned_is_measured_once_and_kept(monkeypatch: pytest.Monkey
         asked.append(wanted)
         return wanted if wanted <= 3 * GB else 2 * GB
 
-    monkeypatch.setattr(pinned_memory, "measure_pinnable", measured)
+    monkeypatch.setattr(host_memory, "measure_pinnable", measured)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a card")
 
     def limit_for(nbytes: int) -> int:
@@ -70,8 +72,8 @@ def test_memory_that_a_card_shares_is_pinned_and_mapped_whole_or_refused(monkeyp
         pinned[address] = nbytes, how
         return len(pinned) < 2
 
-    monkeypatch.setattr(pinned_memory, "register", register)
-    monkeypatch.setattr(pinned_memory, "unregister", lambda address, _device: pinned.pop(address))
+    monkeypatch.setattr(host_memory, "register", register)
+    monkeypatch.setattr(host_memory, "unregister", lambda address, _device: pinned.pop(address))
     memory = PinnedMemory(torch.device("cuda", 0), limit=0)
     here = memory.share(5000)
     assert pinned == {here.data_ptr(): (8192, 3)}  # whole pages; cudaHostRegisterPortable and -Mapped

@@ -47,15 +47,10 @@ def log() -> CopyLog:
 
 def a_stream(gate: Gate, log: CopyLog, pinned: Any = None) -> RelayedStream:
     cards = FakeCards()
-    return RelayedStream(
-        "fake:0 h2d",
-        cards.Stream(_PLACE, priority=0),
-        cards,  # type: ignore[arg-type]
-        CardClock(cards, _PLACE),  # type: ignore[arg-type]
-        log,
-        is_pinned=lambda tensor: tensor is pinned,
-        pinned=gate,
-    )
+    clock = CardClock(cards, _PLACE)  # type: ignore[arg-type]
+    made = RelayedStream("fake:0 h2d", cards.Stream(_PLACE, priority=0), cards, clock, log)
+    made._is_pinned, made._pinned = lambda tensor: tensor is pinned, gate  # type: ignore[method-assign]
+    return made
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.direct_file import DirectFile
 from engine.experts.ram_tier import RamPressure, RamTier
-from engine.experts.record import CAN_GIVE_BACK, RecordMemory, allocate_records
+from engine.experts.record import RecordMemory, allocate_records
+from engine.kernels.native.paged_attention import CAN_DISCARD
 from tests.engine.made_up_records import (
     CPU,
     LARGE,
@@ -284,7 +285,7 @@ def full_tier(disk: HeldDisk, **options: Any) -> RamTier:
     return tier
 
 
-@pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory stays with us here")
+@pytest.mark.skipif(not CAN_DISCARD, reason="memory stays with us here")
 def test_another_program_takes_the_ram_and_gives_it_back() -> None:
     free, now_s = 10**9, 0.0
     whole = CONTENTS.nbytes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.common.errors import EngineError
 from engine.devices.device import Device, Stream
 from engine.devices.emulated import open_emulated
-from engine.experts import dispatcher, partial_sums
+from engine.experts import dispatcher, executor
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, modes
@@ -69,7 +69,7 @@ def test_equals_the_reference(
 @pytest.mark.parametrize("mode", modes())
 def test_long_steps_are_cut(device: Device, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr(dispatcher, "STEP_ELEMENTS", 7 * 3 * HIDDEN)
-    monkeypatch.setattr(partial_sums, "CALL_ROWS", 4)
+    monkeypatch.setattr(executor, "CALL_ROWS", 4)
     generator = torch.Generator().manual_seed(3)
     for kind in KINDS:
         with Layers(device, kind, mode=mode) as layers:

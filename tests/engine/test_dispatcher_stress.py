@@ -1,4 +1,4 @@
-"""Thousands of random steps among resizes, faults, cancels and prefetches: right or one error, and nothing leaks."""
+"""Thousands of random steps among resizes, faults and prefetches: right or one error, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def _disturbances(device: Device, tiers: Layers | OnDisk, dice: random.Random) -
 
     found: list[tuple[float, Callable[[], Any]]] = [
         (0.01, lambda: cache.resize(dice.randrange(LAYERS * EXPERTS + 1))),
-        (0.02, cache.cancel),
         (0.01, lambda: dice.choice(device.streams).submit(_fail)),
         (0.2, prefetch),
         (0.02, limit),

@@ -5,31 +5,31 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.experts.prediction import learning, training_process
-from engine.experts.prediction.learning import BackgroundTraining, FoldedMlp, Learning, MlpPredictor, TrainingState
-from engine.experts.prediction.mlp import ExpertMlp, RoutingStatistics
-from engine.experts.prediction.prefetcher import make_prefetcher
-from engine.experts.prediction.training import (
+from engine.experts.prediction import mlp
+from engine.experts.prediction.mlp import (
     UNREADABLE,
+    ExpertMlp,
+    FoldedMlp,
+    Learning,
+    MlpPredictor,
+    RoutingStatistics,
     TrainedMlp,
-    TrainingCancelled,
-    load_if_usable,
     load_mlp,
-    mlp_file,
     paths,
     save_mlp,
     train,
 )
+from engine.experts.prediction.prefetcher import make_prefetcher
 from engine.experts.replay import RoutingTrace, write_trace
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
 
@@ -46,6 +46,16 @@ def routes(tokens: int, follows: float = 1.0, seed: int = 3) -> RoutingTrace:
 @pytest.fixture(scope="module")
 def trained() -> TrainedMlp:
     return train(routes(500), distance=1, widths=(64, 32), epochs=12, learning_rate=5e-3, seed=1)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3))
+def test_statistics_are_shares(seed: int, distance: int) -> None:
+    trace = routes(20, follows=0.5, seed=seed)
+    statistics = RoutingStatistics.of(trace, distance)
+    torch.testing.assert_close(statistics.popularity.sum(1), torch.ones(LAYERS))
+    sums = statistics.affinity.sum(2)
+    assert (torch.isclose(sums, torch.ones(())) | (sums == 0)).all()
+    assert statistics.affinity.shape == (LAYERS - distance, EXPERTS, EXPERTS)
 
 
 def test_it_learns_what_is_planted(trained: TrainedMlp) -> None:
@@ -97,17 +107,11 @@ def test_too_little_to_learn_from(tokens: int) -> None:
         train(routes(100), distance=LAYERS, widths=TINY)
 
 
-def test_a_cancelled_training_is_none() -> None:
-    asked = iter([False, False, True])
-    with pytest.raises(TrainingCancelled):
-        train(routes(400), distance=1, widths=TINY, cancelled=lambda: next(asked))
-
-
 def test_saved_and_loaded_is_the_same(trained: TrainedMlp, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "a.safetensors"
-    assert load_mlp(path, LAYERS, EXPERTS) is None
+    assert load_mlp(path, LAYERS, EXPERTS) == (None, None)
     save_mlp(trained, path)
-    loaded = load_mlp(path, LAYERS, EXPERTS)
+    loaded, _ = load_mlp(path, LAYERS, EXPERTS)
     assert loaded is not None
     assert (loaded.widths, loaded.loss, loaded.statistics.distance) == (trained.widths, trained.loss, 1)
     assert torch.equal(loaded.statistics.affinity, trained.statistics.affinity)
@@ -128,7 +132,7 @@ def test_a_damaged_file_is_told_and_not_used(trained: TrainedMlp, tmp_path: Path
         header = 8 + int.from_bytes(content[:8], "little")
         content[data.draw(st.integers(0, header - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
-    loaded, note = load_if_usable(path, LAYERS, EXPERTS)
+    loaded, note = load_mlp(path, LAYERS, EXPERTS)
     assert (loaded is None) == (note == UNREADABLE)  # some bits change nothing that matters
 
 
@@ -151,27 +155,29 @@ def test_a_disk_that_is_full_leaves_the_old_file(
 @pytest.fixture
 def not_nice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever trains in the background has the processor after all others, which here would be other tests."""
-    program = "import os, sys; os.nice = id; from {} import main; sys.exit(main(sys.argv[1:]))"
-
-    def module(name: str) -> tuple[list[str], dict[str, str]]:
-        return [sys.executable, "-c", program.format(name)], {}
-
-    monkeypatch.setattr("engine.experts.prediction.learning.python_module", module)
+    monkeypatch.setattr(psutil.Process, "nice", lambda _process, _value: None)
 
 
-@pytest.fixture
-def in_background(tmp_path: Path, not_nice: None) -> Iterator[BackgroundTraining]:
-    training = BackgroundTraining(tmp_path / "trained" / "a.safetensors", widths=TINY, epochs=1)
-    yield training
-    training.cancel()
+def learning() -> Learning:
+    """That has recorded enough to train."""
+    learnt = Learning(
+        "a model", layers=LAYERS, experts=EXPERTS, per_token=WIDTH, limit=4, least_steps=100, widths=TINY, epochs=1
+    )
+    note(learnt)
+    return learnt
+
+
+def note(learnt: Learning, steps: int = 100) -> None:
+    for token in routes(steps).experts.tolist():
+        for layer, experts in enumerate(token):
+            learnt.routes.note(layer, experts)
 
 
 def test_the_process_that_trains_keeps_who_knows_more(
     trained: TrainedMlp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Called here: `test_what_was_served_is_learnt_and_taken_over` starts it."""
-    monkeypatch.setattr(training_process, "_end_with_parent", lambda: None)
-    monkeypatch.setattr(os, "nice", lambda _by: 0, raising=False)
+    monkeypatch.setattr(mlp, "_end_with_parent", lambda: None)
     path, routes_file = tmp_path / "a.safetensors", tmp_path / "routes.npz"
     save_mlp(trained, path)
     before = path.read_bytes()
@@ -179,7 +185,7 @@ def test_the_process_that_trains_keeps_who_knows_more(
     def exit_code(tokens: int, distance: int) -> int:
         write_trace(routes(tokens), routes_file)
         options = {"widths": list(TINY), "epochs": 1, "seed": 0, "distance": distance}
-        return training_process.main([str(routes_file), str(path), json.dumps(options)])
+        return mlp.main([str(routes_file), str(path), json.dumps(options)])
 
     assert exit_code(100, 1) == 0  # a tiny network, one epoch
     assert path.read_bytes() == before
@@ -187,48 +193,54 @@ def test_the_process_that_trains_keeps_who_knows_more(
     assert path.read_bytes() == before
     assert exit_code(100, 2) == 0  # of another distance
     assert path.read_bytes() != before
-    assert load_mlp(path, LAYERS, EXPERTS) is not None
+    assert load_mlp(path, LAYERS, EXPERTS)[0] is not None
 
 
-@pytest.mark.parametrize(("code", "state"), [(0, TrainingState.DONE), (3, TrainingState.FAILED)])
-def test_one_trains_at_a_time_and_how_it_ended_is_said_once(
-    code: int, state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [0, 3])
+def test_one_trains_at_a_time_and_its_result_is_taken_once(
+    code: int, trained: TrainedMlp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = [sys.executable, "-S", "-c", f"import sys; sys.stdin.read(); sys.exit({code})"], dict[str, str]()
-    monkeypatch.setattr(learning, "python_module", lambda _name: ends)
-    training = BackgroundTraining(tmp_path / "a.safetensors", widths=TINY)
-    assert training.poll() is TrainingState.NONE
-    assert training.start(routes(100), 1)
-    assert training.poll() is TrainingState.RUNNING
-    assert not training.start(routes(200), 1)
-    child = training._child
+    monkeypatch.setattr(mlp, "python_module", lambda _name: ends)
+    learnt = learning()
+    assert learnt.finished() is None
+    assert learnt.begin(1)
+    note(learnt)
+    assert not learnt.begin(1)
+    save_mlp(trained, learnt.path)
+    child = learnt._child
     assert child is not None
     assert child.stdin is not None
     child.stdin.close()
-    training.wait()
-    assert training.poll() is state
-    assert training.poll() is TrainingState.NONE
-    assert os.listdir(tmp_path) == []
+    learnt.wait()
+    assert (learnt.finished() is None) == (code != 0)
+    assert not learnt.is_training
+    assert learnt.finished() is None
+    assert os.listdir(learnt.path.parent) == [learnt.path.name]
+    learnt.close()
 
 
-def test_a_training_that_is_ended_leaves_nothing(in_background: BackgroundTraining, tmp_path: Path) -> None:
-    assert in_background.start(routes(200), 1)
-    (tmp_path / "trained" / ".a.safetensors-half").write_bytes(b"half")  # as a child leaves it that is killed now
-    in_background.cancel()
-    in_background.cancel()
-    assert os.listdir(tmp_path / "trained") == []
-    assert in_background.poll() is TrainingState.NONE
+@pytest.mark.usefixtures("not_nice")
+def test_a_training_that_is_ended_leaves_nothing() -> None:
+    learnt = learning()
+    assert learnt.begin(1)
+    folder = learnt.path.parent
+    (folder / f".{learnt.path.name}-half").write_bytes(b"half")  # as a child leaves it that is killed now
+    learnt.close()
+    learnt.close()
+    assert os.listdir(folder) == []
+    assert not learnt.is_training
 
 
-def test_a_folder_that_cannot_be_written_is_no_disaster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_disaster(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.experts.prediction.learning.write_trace", refuse)
-    training = BackgroundTraining(tmp_path / "a.safetensors", widths=TINY)
-    assert not training.start(routes(200), 1)
-    assert not training.is_running
-    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(mlp, "write_trace", refuse)
+    learnt = learning()
+    assert not learnt.begin(1)
+    assert not learnt.is_training
+    assert os.listdir(learnt.path.parent) == []
 
 
 @pytest.mark.usefixtures("not_nice")
@@ -266,23 +278,13 @@ def test_what_was_served_is_learnt_and_taken_over() -> None:
         serve(40)
         report = prefetcher.report()
         assert (report.adopted, report.is_training) == ("mlp", False)
-        assert mlp_file("a model").is_file()
+        assert learnt.path.is_file()
         assert not prefetcher.learn_while_idle()
     finally:
         prefetcher.close()
         prefetcher.close()
-    mlp_file("a model").write_bytes(b"nonsense")
+    learnt.path.write_bytes(b"nonsense")
     again = Learning("a model", layers=LAYERS, experts=EXPERTS, per_token=WIDTH, limit=4)
     assert again.load() is None
     assert again.note == UNREADABLE
     again.close()
-
-
-@given(st.integers(0, 2**31), st.integers(1, 3))
-def test_statistics_are_shares(seed: int, distance: int) -> None:
-    trace = routes(20, follows=0.5, seed=seed)
-    statistics = RoutingStatistics.of(trace, distance)
-    torch.testing.assert_close(statistics.popularity.sum(1), torch.ones(LAYERS))
-    sums = statistics.affinity.sum(2)
-    assert (torch.isclose(sums, torch.ones(())) | (sums == 0)).all()
-    assert statistics.affinity.shape == (LAYERS - distance, EXPERTS, EXPERTS)

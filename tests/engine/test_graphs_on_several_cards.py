@@ -16,7 +16,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import RecordedGraph, open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.profiles import read_profile
-from engine.kernels.native.paged_attention import KvType, Piece
+from engine.kernels.native.paged_attention import KvType, Piece, StatePages
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
@@ -24,6 +24,7 @@ from engine.runtime.decoder_layers import _carriers, layer_names, move_between
 from engine.runtime.kv import tabled
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.parts import parts_of_pages
 from engine.runtime.segments import SegmentedCapture, _Crossing, _Segments
 from tests.engine.cards_apart import CARDS, CardsApart
 from tests.engine.graph_cases import check_conversation, graphs_of, step_of
@@ -46,6 +47,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("qwen3_moe", {"cache_slots": 4}),
         ("gpt_oss", {"cache_slots": 4, "misses": "fetch"}),
         ("deepseek_v3", {}),
+        ("qwen3_next", {"cache_slots": 4}),
     ],
     ids=str,
 )
@@ -136,12 +138,13 @@ def test_a_failed_capture_leaves_no_card_capturing() -> None:
         card.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mixtral", "qwen3_next", "deepseek_v4"])
 @pytest.mark.parametrize("cards", [2, 3])
 def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tabled, "upload", lambda tensor, place: tensor.to(place))  # which would pin it for a card
-    model = tiny_model(family, num_hidden_layers=4)
-    if family == "mixtral":
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2} if family == "qwen3_next" else {}
+    model = tiny_model(family, **({} if family == "deepseek_v4" else {"num_hidden_layers": 4, **kinds}))
+    if family in ("mixtral", "qwen3_next", "deepseek_v4"):
         model.set_experts_implementation("batched_mm")  # what else the library has reads numbers back
     prompt, tokens = torch.tensor([[5, 9, 2, 7, 1]]), [4, 8, 3, 6]
     with torch.inference_mode():
@@ -163,13 +166,21 @@ def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monk
         step = StepModel(model, 64)
         like = library_cache(model)
         step(torch.tensor([[3]]).to(places[0]), like, 0)
-        caches = PagedCaches.like(like, KvType.FP32, 4, 0)
+        caches = PagedCaches.like(like, KvType.FP32, 4, 4)
         assert caches is not None
-        caches.resize(3, 0, 0)
-        assert [paged.keys.device for paged in caches.layers] == [places[index] for index in of_layer]  # type: ignore[union-attr]
+        for paged, index in zip(caches.layers, of_layer, strict=True):
+            if isinstance(paged, StatePages):  # what is empty is on no card here
+                there = (
+                    apart.put(part.new_empty(1, *part.shape[1:]), places[index])
+                    for part in (paged.recent, paged.states)
+                )
+                paged.recent, paged.states = there
+        caches.resize(3, 0, 4)
+        held = [(parts_of_pages(paged) or [paged.states])[0] for paged in caches.layers]  # type: ignore[union-attr]
+        assert [part.device for part in held] == [places[index] for index in of_layer]
         pages = [torch.tensor([page], dtype=torch.int32) for page in (2, 0)]
-        for own in pages:
-            step(prompt.to(places[0]), caches.of(Piece(own, 0, prompt.shape[1])), 0)
+        for state, own in enumerate(pages):
+            step(prompt.to(places[0]), caches.of(Piece(own, 0, prompt.shape[1], state, state)), 0)
 
         def one_by_one(ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
             each = zip(ids, pieces, positions, strict=True)
@@ -177,17 +188,23 @@ def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monk
 
         first = replace(devices[0], new_capture=lambda: SegmentedCapture(devices))
         attention = TabledAttention(model, {}, 64)
-        graphs = GraphedSteps(step, first, caches, 64, attention, one_by_one, takes_rows=True)
+        graphs = GraphedSteps(step, first, caches, 64, attention, one_by_one, takes_rows=family != "qwen3_next")
         for count, (token, expected) in enumerate(zip(tokens, told, strict=True)):
             at = prompt.shape[1] + count
             if count == 2:  # pages get other memory, where a longer context needs that
-                caches.resize(4, 0, 0)
-            logits = graphs.step([token] * 2, [at] * 2, [Piece(own, at, 1) for own in pages])
-            assert graphs.refused is None, graphs.refused
+                caches.resize(4, 0, 4)
+            states = [(state + 2 * (count % 2), state + 2 * (1 - count % 2)) for state in range(2)]
+            pieces = [Piece(own, at, 1, *moving) for own, moving in zip(pages, states, strict=True)]
+            logits = graphs.step([token] * 2, [at] * 2, pieces)
+            if family == "deepseek_v4":  # no step repeats what compresses
+                logits = one_by_one([token] * 2, pieces, [at] * 2)
+            else:
+                assert graphs.refused is None, graphs.refused
             assert logits is not None
             assert logits.device == places[0]
             for row in logits:
                 torch.testing.assert_close(row, expected, check_device=False)
-        assert (graphs.counters.warm_ups, graphs.counters.captures, graphs.counters.replays) == (2, 2, 0)
+        captures = 0 if family == "deepseek_v4" else 2
+        assert (graphs.counters.captures, graphs.counters.replays) == (captures, 0)
         assert apart.copies
         graphs.forget()

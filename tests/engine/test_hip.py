@@ -18,15 +18,13 @@ import pytest
 import torch
 
 from engine.common.paths import cache_dir
-from engine.kernels.cuda import driver, hip
+from engine.kernels.cuda import driver
 from engine.kernels.cuda.__main__ import all_kernels
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.hip import AmdCard, Hiprtc, compile_for, find_hiprtc, usage_of
-from engine.kernels.cuda.launcher import DriverError
-from engine.kernels.cuda.norm import NORM_KERNEL
+from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc
 from engine.kernels.cuda.nvrtc import CompileError, Usage
 from engine.kernels.cuda.products import ProductArguments, product_kernel
-from engine.kernels.gpu.norms import norm_of
+from engine.kernels.gpu.norms import NORM_KERNEL
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import needs_compiler
 
@@ -50,6 +48,27 @@ class Seen(ctypes.Structure):
     )
 
 
+def usage_of(code: bytes) -> Usage:
+    """What a kernel takes of a card, by the notes in its machine code: vector registers, shared memory, and scratch.
+
+    Raises:
+        ValueError: it has no such notes.
+    """
+    numbers = [_noted(code, name) for name in ("vgpr_count", "group_segment_fixed_size", "private_segment_fixed_size")]
+    return Usage(*numbers)
+
+
+def _noted(code: bytes, name: str) -> int:
+    """A number of the notes, which are MessagePack."""
+    key = f".{name}".encode()
+    at = code.find(bytes([0xA0 + len(key)]) + key)
+    if at < 0:
+        raise ValueError(f"no {name} in the code")
+    at += 1 + len(key)
+    width = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(code[at], 0)
+    return int.from_bytes(code[at + 1 : at + 1 + width], "big") if width else code[at]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with PyTorch's libraries, as its ROCm builds have them."""
@@ -66,13 +85,13 @@ def stub(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     """PyTorch is a build for ROCm, and says that there is a card with a stream."""
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(site), *sys.path])
-    monkeypatch.setattr(hip, "_SYSTEM", ())
+    monkeypatch.setattr(driver, "_SYSTEM", ())
     monkeypatch.setattr(torch.version, "hip", "7.2")
     properties = SimpleNamespace(gcnArchName="gfx1100:xnack-", multi_processor_count=48)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
-    caches = (hip._driver, find_hiprtc, driver._card)
+    caches = (driver._amd_driver, find_hiprtc, driver._card)
     for each in caches:
         each.cache_clear()
     library = ctypes.CDLL(str(site / "torch" / "lib" / "libamdhip64.so"))
@@ -122,9 +141,9 @@ def test_what_hip_refuses_is_said_in_a_sentence(seen: Seen, stub: ctypes.CDLL) -
 
 
 def test_modules_ask_an_amd_card_for_its_kernels(seen: Seen) -> None:
-    assert norm_of(torch.device("cuda", 0)) is not None
+    assert driver.card_of(torch.device("cuda", 0)) is not None
     assert driver.nvidia_card(torch.device("cuda", 0)) is None
-    assert norm_of(torch.device("cpu")) is None
+    assert driver.card_of(torch.device("cpu")) is None
 
 
 def test_without_hip_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch, stub: ctypes.CDLL, site: Path) -> None:

@@ -20,8 +20,7 @@ from engine.experts.file_image import EARLY_READS, FileImage
 from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.kernels.native import library
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear, TurnedLinear
-from engine.kernels.native.rows import route_rows
+from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear, TurnedLinear, route_rows
 from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlockStruct
 from engine.kernels.repack import Blocks
 from engine.runtime.decode.step_model import StepModel

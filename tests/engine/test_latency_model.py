@@ -18,8 +18,7 @@ from benchmarks.strategies import StepCosts, StrategyModel
 from engine.bench.report import Report, median_interval, row
 from engine.common.costs import Cost
 from engine.devices.opening import open_devices
-from engine.experts.latency import LatencyModel, latency_file, load_latency, save_latency
-from engine.experts.latency_measurement import measure
+from engine.experts.latency import LatencyModel, latency_file, load_latency, measure, save_latency
 from engine.experts.shares import Estimate, split_among
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.torch_experts import TorchExperts

@@ -25,7 +25,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.file_image import HUGE
 from engine.experts.whole_layer import LayerStream
-from engine.hardware.surroundings import _IN_USE
+from engine.hardware.surroundings import _in_use
 from engine.kernels.native.library import usable_isas
 from engine.planner.placement import NotEnoughRamError
 from engine.runtime.batch.policy import BatchPolicy
@@ -75,12 +75,12 @@ def layers_of(file: Path, chosen: tuple[int, ...] = tuple(range(LAYERS))) -> dic
 
 @pytest.fixture
 def stream(file: Path) -> Iterator[LayerStream]:
-    before = _IN_USE.nbytes
+    before = _in_use[0]
     made = LayerStream(layers_of(file), 2 * 180_002)
-    assert _IN_USE.nbytes == before + made.window
+    assert _in_use[0] == before + made.window
     yield made
     made.close()
-    assert _IN_USE.nbytes == before
+    assert _in_use[0] == before
 
 
 def through(stream: LayerStream, first: int) -> None:
@@ -192,6 +192,18 @@ def of_numbers(family: str, folder: Path) -> Path:
 @pytest.fixture(autouse=True)
 def small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "LARGE_LAYER_BYTES", 4 * KIB)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    found, build = list[Plan](), loading.build
+
+    def told(plan: Plan, *arguments: Any, **options: Any) -> LoadedModel:
+        found.append(plan)
+        return build(plan, *arguments, **options)
+
+    monkeypatch.setattr(loading, "build", told)
+    return found
 
 
 def load(path: Path, ram: int | None = None, **more: Any) -> LoadedModel:

@@ -12,7 +12,7 @@ from engine.common.model_info import ModelInfo
 from engine.devices.card import CardKind
 from engine.devices.card_proof import CardProof
 from engine.devices.device import Device
-from engine.devices.host_memory import PageableMemory
+from engine.devices.host_memory import HostMemory
 from engine.devices.opening import CARD_KINDS
 from engine.runtime import engine as engine_module
 from engine.runtime import failback
@@ -39,7 +39,7 @@ class Card:
         self._monkeypatch = monkeypatch
         self.calls = 0
         monkeypatch.setitem(
-            CARD_KINDS, "xpu", CardKind("cpu", self.torch, lambda _place: PageableMemory(), lambda _index: "fake")
+            CARD_KINDS, "xpu", CardKind("cpu", self.torch, lambda _place: HostMemory(), lambda _index: "fake")
         )
 
     def fails_at(self, engine: Engine, call: int) -> None:

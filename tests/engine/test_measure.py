@@ -110,7 +110,7 @@ def measure(
 
 
 def a_run(folder: Path, *, device: Device | None = None, clock: Callable[[], float] = lambda: 0.0) -> Run:
-    return Run(device, folder, 1, 4 * MIB, lambda: False, lambda row: None, clock=clock)
+    return Run(device, folder, 1, 4 * MIB, lambda: False, lambda *_: None, clock=clock)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from engine.common.config import EngineConfig
 from engine.common.model_info import ModelInfo
 from engine.devices import cuda, emulated, memory_budget
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction, open_card, reserve_bytes
-from engine.devices.host_memory import PageableMemory, allocate_host
+from engine.devices.host_memory import HostMemory, allocate_host
 from engine.devices.memory_budget import CALM_LOOKS, LOOK_EVERY_S, MemoryBudget, MemoryCategory, MemoryWatch, Room
 from engine.hardware.dxgi import ProcessMemory
 from engine.runtime import failback
@@ -82,7 +82,7 @@ def test_any_sequence_keeps_the_budget_between_nothing_and_the_plan(seen: list[t
 
 
 def kind(cards: FakeCards, **options: object) -> CardKind:
-    return CardKind("cpu", cards, lambda _place: PageableMemory(), lambda _index: "fake", **options)  # type: ignore[arg-type]
+    return CardKind("cpu", cards, lambda _place: HostMemory(), lambda _index: "fake", **options)  # type: ignore[arg-type]
 
 
 def test_torch_may_allocate_no_more_than_is_planned_with() -> None:
@@ -125,7 +125,7 @@ def test_a_card_with_a_display_leaves_the_desktop_room_to_grow(
 def test_memory_that_windows_moved_to_ram_is_noticed_and_pinned_memory_is_not() -> None:
     cards = FakeCards(free=5 * GIB, total=5 * GIB)
     in_ram = [GIB]
-    memory = PageableMemory()
+    memory = HostMemory()
     made = CardKind("cpu", cards, lambda _place: memory, lambda _index: "fake", in_ram=lambda _index: lambda: in_ram[0])
     with open_card(made) as device:
         cards.emptied = 0

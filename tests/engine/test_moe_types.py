@@ -23,7 +23,7 @@ from engine.families.known import known_families
 from engine.families.pictures import SIGHTS
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.runtime.load.library_models import read_library_config
-from engine.verbs.models.find import row_of
+from engine.verbs.models.hub import row_of
 from tests.engine.test_family_parity import greedy, loaded, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config

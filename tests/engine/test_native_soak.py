@@ -19,8 +19,8 @@ from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType
 from engine.kernels.native.structs import matrix_struct, plain_struct
-from engine.kernels.quantise import quantise
 from engine.kernels.reference import reference_experts
+from engine.kernels.repack import quantise
 from tests.engine.int8_ties import without_ties
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.test_cached_attention import ISAS as OF_ATTENTION

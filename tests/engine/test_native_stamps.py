@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
 from engine.kernels.native.experts import MAX_TOKENS
-from engine.kernels.native.stamps import NativeStamps
+from engine.kernels.native.library import NativeStamps
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.runtime.load.model import load_model

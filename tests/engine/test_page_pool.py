@@ -458,6 +458,21 @@ def test_chats_that_follow_each_other_take_no_more_of_a_card_than_is_kept_of_the
     assert not pool.fit(forgets=True)
 
 
+def test_what_nobody_can_go_on_from_gives_way_before_anything_else() -> None:
+    pool, room, kind = PagePool(400, None, 0, PageSizes(1, 1, 1, 40)), _Room(), PageKind(window=40)
+    pool.room = room
+    assert pool.reserve(7)
+    page, windows = pool.take(kind), [pool.take_window(kind) for _ in range(6)]
+    pool.publish(page, b"a")
+    pool.release(page)
+    for each in windows:  # which the window has passed, and none is offered
+        pool.release_window(each)
+    assert (room.pages, room.windows) == (1, 6)
+    assert pool.fit()
+    assert (room.pages, room.windows) == (1, 0)
+    assert pool.has(b"a")
+
+
 def _layers(count: int, place: torch.device) -> list[PagedLayer | StatePages]:
     return [PagedLayer(KvShape(1, 1, 8, 8), KvType.FP32, 0, place=place) for _ in range(count)]
 

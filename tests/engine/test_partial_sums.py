@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.partial_sums import PartialSums, Routing
+from engine.experts.executor import PartialSums, Routing
 
 EXPERTS, HIDDEN = 9, 4
 SCALES = torch.arange(1.0, EXPERTS + 1)

@@ -22,13 +22,11 @@ from engine.hardware.profiles import with_emulated
 from engine.planner.batch_plan import batch_memory, batch_plan_of
 from engine.planner.costs import Costs, engine_costs
 from engine.planner.engine_memory import EngineMemory, engine_memory, memory_rule
-from engine.planner.memory import CHUNKS_TOGETHER, with_all_visits
-from engine.planner.plan_parts import BatchPlan, Limits, Workload
+from engine.planner.plan_parts import CHUNKS_TOGETHER, BatchPlan, Limits, Workload, with_all_visits
 from engine.planner.policy_search import PAGE, PerformanceModel, policies
 from engine.planner.schedules import MULTI_BATCH, S3, Schedule
-from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, run_batch, system_of
-from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
-from engine.planner.simulator.sweeps import CopyCost, SimulatedCard, Timeline
+from engine.planner.simulator.plans import CGOPIPE, FLEXGEN_S4, KLOTSKI, run_batch, system_of
+from engine.planner.simulator.sweeps import CopyCost, OffloadPolicy, PassCosts, SimulatedCard, Timeline
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import ExpertsCall

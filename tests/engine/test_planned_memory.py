@@ -17,7 +17,7 @@ from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
 from engine.formats import LADDER, STORED, careful
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
-from engine.kernels.dense import quantised_sizes
+from engine.kernels.gpu.linear import quantised_sizes
 from engine.kernels.native.build import library_path
 from engine.kernels.native.linear import formats_of_linears
 from engine.planner.costs import engine_costs

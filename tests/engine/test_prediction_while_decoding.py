@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.common.config import Prefetch
-from engine.experts.prediction.learning import Learning
+from engine.experts.prediction.mlp import Learning
 from engine.experts.prediction.predictors import Ranked
 from engine.experts.prediction.target import VramPrefetch
 from tests.engine.on_devices import answer, chatting, opened

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig
-from engine.experts.prediction.learning import RecordedRoutes
+from engine.experts.prediction.mlp import RecordedRoutes
 from engine.experts.prediction.predictors import Correlation, NextGate, Predictor, Ranked
 from engine.experts.replay import RoutingTrace
 from engine.runtime.load import foresight as popularity

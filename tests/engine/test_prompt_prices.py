@@ -18,8 +18,7 @@ from engine.common import clock
 from engine.common.costs import Cost
 from engine.devices.emulated import open_emulated
 from engine.experts.latency import LatencyModel
-from engine.experts.prompt_choice import PromptChoice, PromptWay, prompt_prices
-from engine.experts.shares import Estimate, ends_s, split_among
+from engine.experts.shares import Estimate, PromptChoice, PromptWay, ends_s, prompt_prices, split_among
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.runtime.load.timed_card import timed

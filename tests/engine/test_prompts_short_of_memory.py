@@ -46,14 +46,12 @@ def leave(loaded: LoadedModel, nbytes: int) -> None:
     assert device.watch is not None
     emulated.OTHERS.clear()
     while device.memory.total < 8 * MIB:  # they left long ago
-        loaded.devices.have_news(monotonic())
-    loaded.devices.heed()
+        loaded.devices.heed(monotonic())
     loaded.devices.experts.activations[0].shrink()
     use = device.memory.use()
     kept = use.by_category[MemoryCategory.WEIGHTS] + use.by_category[MemoryCategory.STAGING]
     emulated.OTHERS[device.name] = device.watch._room().free + use.used - kept - nbytes
-    loaded.devices.have_news(monotonic())
-    loaded.devices.heed()
+    loaded.devices.heed(monotonic())
 
 
 def has_room(loaded: LoadedModel, nbytes: int, tokens: int) -> bool:
@@ -81,6 +79,23 @@ def test_others_get_what_no_request_holds(parent: Path) -> None:
         answer(session, random_prompt(40, seed=3), 3)
         assert room.pages < before // 2
         assert device.memory.excess == 0
+
+
+def test_sweeps_are_whole_again_once_others_have_left(parent: Path) -> None:
+    """Whoever else looks at what devices have."""
+    with opened(checkpoint("qwen3_moe", parent)) as loaded, chatting(loaded) as session:
+        answer(session, random_prompt(700), 3)
+        assert loaded.devices is not None
+        (device,), model = loaded.devices.devices, session.batch.model
+        assert device.watch is not None
+        held = device.memory.use().by_category[MemoryCategory.KV]
+        emulated.OTHERS[device.name] = device.watch._room().free + held // 2
+        answer(session, random_prompt(40, seed=3), 3)
+        model.lighten()
+        assert model._micro_batch_tokens < model._policy.micro_batch_tokens
+        emulated.OTHERS.clear()
+        answer(session, random_prompt(40, seed=4), 20)
+        assert model._micro_batch_tokens == model._policy.micro_batch_tokens
 
 
 _MANY = (1, 17, 33, 47, 64, 65, 90, 100, 128, 129, 160, 200, 240, 255, 256, 257, 300, 400, 512, 513, 700)

@@ -20,8 +20,7 @@ from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.prompt import _CHATML, chat_prompt
-from engine.untrusted_text.provenance import spans_of
-from engine.untrusted_text.templates import render
+from engine.untrusted_text.templates import render, spans_of
 from tests.engine.thinking_models import OPENED, SWITCHED
 from tests.engine.tiny_tokenizer import TEMPLATE
 from tests.fuzz.seeds import templates as fuzzed

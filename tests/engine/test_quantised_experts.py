@@ -20,16 +20,15 @@ from engine.formats import FORMATS
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels import choose_kernel
-from engine.kernels.activation import activation_of
-from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.interface import ExpertMath, LayerRecords, activation_of
 from engine.kernels.native.choice import FEW, MANY, USES, _Work, apply, choose
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import QuantisedLinear, speed_up_linears
-from engine.kernels.native.prompt_attention import attend_prompt
+from engine.kernels.native.paged_attention import attend_prompt
 from engine.kernels.native.structs import plain_struct
-from engine.kernels.quantise import quantise_record
 from engine.kernels.reference import reference_experts
+from engine.kernels.repack import quantise_record
 from engine.kernels.torch_experts import TorchExperts
 from tests.combinations import any_two
 from tests.engine.conversions import quantise_linears

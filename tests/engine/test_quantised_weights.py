@@ -16,7 +16,7 @@ from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4, MXFP4_TABLE
 from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, dequantise, quantise_in_torch
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.quantise import dequantise_natively, quantise, quantise_natively
+from engine.kernels.repack import dequantise_natively, quantise, quantise_natively
 from tests.engine.native_isas import isas, kernels_of
 
 pytestmark = pytest.mark.every_combination

@@ -57,7 +57,7 @@ def _no_kernel(
 
 
 class SourceMachine(RuleBasedStateMachine):
-    """Any order of holding, copying and releasing, of reads and copies that end well, fail or are cancelled."""
+    """Any order of holding, copying and releasing, of reads and copies that end well or fail."""
 
     LAYERS = (0, 2)  # they share their slots
 
@@ -136,11 +136,6 @@ class SourceMachine(RuleBasedStateMachine):
     def let_go(self) -> None:
         self.hold = None
         self.device.h2d_stream.record().wait()
-
-    @precondition(lambda self: self.copies)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.copies)).event.cancel()
 
     @precondition(lambda self: self.hold is None)
     @rule()

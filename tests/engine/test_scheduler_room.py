@@ -114,6 +114,62 @@ def test_a_sweep_without_memory_is_tried_again_with_less(
     assert len(ends) == 6
 
 
+def test_a_prompt_without_memory_waits_for_those_who_hold_it(
+    mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, scheduler, ends, refused = PackedModel.sweep, Scheduler(mixtral), dict[int, Outcome](), list[int]()
+
+    def sweep(self: PackedModel, work: list[Work]) -> Any:
+        assert scheduler._batch is not None
+        if work[0].row.is_reading and len(scheduler._batch.rows) > 1:
+            refused.append(len(work))
+            raise MemoryError
+        return (yield from own(self, work))
+
+    asked = [asked_for(number, (60, 12)) for number in range(2)]
+    scheduler.submit(asked[0], lambda outcome: ends.__setitem__(0, outcome))
+
+    def joins() -> bool:
+        if not refused and scheduler._batch is not None and scheduler._batch.in_progress:
+            scheduler.submit(asked[1], lambda outcome: ends.__setitem__(1, outcome))
+            refused.append(0)
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedModel, "sweep", sweep)
+        scheduler.serve(joins)
+    assert refused == [0, 1]
+    scheduler.close()
+    for number, request in enumerate(asked):
+        end = ends[number]
+        assert isinstance(end, GenerationResult), end
+        assert end.token_ids == Alone(mixtral).answer(request).token_ids
+
+
+def test_a_row_of_a_job_that_rests_keeps_no_other_out(mixtral: LoadedModel) -> None:
+    policy, answers = replace(POLICY, ahead=None), list[GenerationResult]()
+    batch = ContinuousBatch(PackedModel(mixtral, policy), policy, most_pages=7)
+    prepare = Preparation(mixtral).prepare
+    rests = RowSource(iter([prepare(asked_for(1, (40, 20))), prepare(asked_for(2, (100, 20)))]), answers.append)
+    other = RowSource(iter([prepare(asked_for(3, (100, 20)))]), answers.append)
+    batch.sources.append(rests)
+    looks = iter(range(14))
+    batch.go_on(lambda: next(looks, None) is None)
+    assert len(batch.rows) == 2
+    assert batch.give_way()
+    rests.rests = True
+    batch.sources.append(other)
+    while batch.go_on(lambda: False):
+        pass
+    assert len(answers) == 1
+    assert batch.has_ended(other)
+    rests.rests = False
+    while batch.go_on(lambda: False):
+        pass
+    assert len(answers) == 3
+    batch.free()
+
+
 def test_rows_of_jobs_step_aside_for_chats(mixtral: LoadedModel) -> None:
     scheduler, answers, ends = Scheduler(mixtral), dict[int, GenerationResult](), list[Outcome]()
     above = scheduler._batch = ContinuousBatch(PackedModel(mixtral, POLICY), POLICY, most_pages=8)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
-from engine.devices.between import Between
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
@@ -27,7 +26,7 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.experts.record_source import PartOfRecords, RecordSource
-from engine.experts.shared import Part, SharedExperts, Ways, parts_of
+from engine.experts.shared import Between, Part, SharedExperts, Ways, parts_of
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import read_profile
 from engine.kernels import choose_kernel

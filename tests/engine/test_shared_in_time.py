@@ -33,8 +33,7 @@ from engine.planner.batch_prediction import JobPrediction, JobRows
 from engine.planner.costs import Cards, Costs, Observed, engine_costs
 from engine.planner.predict import predict_decode
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4, Schedule
-from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
-from engine.planner.simulator.sweeps import CopyCost, SimulatedCard, Timeline
+from engine.planner.simulator.sweeps import CopyCost, OffloadPolicy, PassCosts, SimulatedCard, Timeline
 from engine.runtime.batch import job_plan
 from engine.runtime.batch.job_plan import PlanWatch
 from engine.runtime.batch.policy import BatchPolicy, policy_for

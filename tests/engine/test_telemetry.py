@@ -20,8 +20,8 @@ from engine import cli
 from engine.cli import main
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError
-from engine.experts.prompt_choice import PromptChoice, PromptWay
 from engine.experts.replay import read_trace
+from engine.experts.shares import PromptChoice, PromptWay
 from engine.hardware.profiles import DeviceProfile, lent
 from engine.planner.schedules import CGOPIPE, SCHEDULES, Schedule
 from engine.protocol import IN_RAM, IN_VRAM, ON_DISK

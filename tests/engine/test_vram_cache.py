@@ -164,7 +164,7 @@ def test_steps_that_need_not_be_observed_count_as_observed() -> None:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any order of lookups, copies, holds of the copy engine, failures, cancels and resizes."""
+    """Any order of lookups, copies, holds of the copy engine, failures and resizes."""
 
     @initialize(
         slots=st.integers(0, 12), ways=st.sampled_from([None, None, 1, 2, 4]), policy=st.sampled_from(EVERY_POLICY)
@@ -251,10 +251,6 @@ class CacheMachine(RuleBasedStateMachine):
             raise RuntimeError("injected")
 
         self.device.h2d_stream.submit(work)
-
-    @rule()
-    def cancel(self) -> None:
-        self.cache.cancel()
 
     @precondition(lambda self: not self.held)
     @rule(slots=st.integers(0, 14))

@@ -14,7 +14,7 @@ from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import kernels_of, why_not
 from engine.kernels.gpu.stored import CardKernels, RecordTable, matrix_in, store, stored_matrix
 from engine.kernels.interface import ExpertMath
-from engine.kernels.quantise import quantise
+from engine.kernels.repack import quantise
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
 from tests.engine.on_devices import MIB, PROMPT, opened
 from tests.engine.tiny_families import tiny_checkpoint

@@ -11,9 +11,9 @@ from engine.devices import card_stream
 from engine.devices.card import open_card
 from engine.devices.cuda import CUDA
 from engine.devices.device import Device
+from engine.devices.host_memory import PinnedMemory, measure_pinnable, register, unregister
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.devices.opening import open_devices
-from engine.devices.pinned_memory import PinnedMemory, measure_pinnable, register, unregister
 from tests.device_contract import DeviceContract
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -76,7 +76,7 @@ def test_pinned_copies_return_at_once_and_arrive(device: Device) -> None:
 
 
 def test_copies_within_each_unit_of_memory_pinned_in_chunks(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.devices.pinned_memory.CHUNK_BYTES", 4 * MB)
+    monkeypatch.setattr("engine.devices.host_memory.CHUNK_BYTES", 4 * MB)
     here = device.host_memory.allocate(30 * MB, unit=3 * MB)
     here.copy_(torch.arange(30 * MB, dtype=torch.int64).to(torch.uint8))
     there = device.memory.allocate(30 * MB, MemoryCategory.EXPERTS)

@@ -18,10 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine.batch_files.fingerprint import content_hash, stamp
 from engine.batch_files.journal import JobManifest, Journal, discard, journal_path, known_jobs, read_answers, read_job
 from engine.batch_files.openai_format import errors_path
-from engine.batch_files.opening import open_source
+from engine.batch_files.opening import content_hash, open_source, stamp
 from engine.batch_files.result_file import Written, check_output, write_result
 from engine.batch_files.rows import Answer, failed
 from engine.common.errors import EngineError, ErrorCode

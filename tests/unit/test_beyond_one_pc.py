@@ -1,5 +1,7 @@
 """When one PC stops being sensible: arithmetic, words, and `switchyard plan --rows`."""
 
+from __future__ import annotations
+
 import json
 import math
 
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cli import main
-from engine.planner.beyond_one_pc import DAY_S, JobNeeds, Prices, beyond_one_pc
+from engine.verbs.plan import DAY_S, JobNeeds, Prices, beyond_one_pc
 
 
 def test_a_hurry_needs_several_pcs_and_a_great_one_a_cluster() -> None:

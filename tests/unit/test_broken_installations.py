@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from engine.common import integrity
+from engine.common import installed as integrity
 from engine.parts.install import FINISHING, TESTING, UNPACKING
 from engine.process.failures import as_engine_error
 from tests import breaks

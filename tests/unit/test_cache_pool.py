@@ -4,8 +4,7 @@ from random import Random
 
 import pytest
 
-from engine.experts.cache.policies import make_policy
-from engine.experts.cache.pool import Pool
+from engine.experts.cache.policies import Pool, make_policy
 from engine.experts.cache.selection import PolicySelector, step_pool
 
 

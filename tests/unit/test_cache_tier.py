@@ -116,10 +116,9 @@ class TierMachine(RuleBasedStateMachine):
         assert len(gone) == (copy is not None and not free)
 
     @precondition(lambda self: self.tier.copies)
-    @rule(data=st.data(), succeeded=st.booleans(), cancelled=st.booleans())
-    def end(self, data: st.DataObject, succeeded: bool, cancelled: bool) -> None:
+    @rule(data=st.data(), succeeded=st.booleans())
+    def end(self, data: st.DataObject, succeeded: bool) -> None:
         copy: Copy[int] = data.draw(st.sampled_from(list(self.tier.copies.values())))
-        copy.cancelled = cancelled and not succeeded
         if succeeded:
             self.memory.holds[copy.slot] = copy.handle
             self.arrived += NBYTES
@@ -166,8 +165,6 @@ class TierMachine(RuleBasedStateMachine):
         assert counters.kept_bytes + counters.post_fetched_bytes + counters.prefetched_bytes == self.arrived
         assert self.tier.backlog_bytes == len(self.tier.copies) * NBYTES
         assert counters.prefetches_used + counters.prefetches_wasted + len(self.tier.predicted) == counters.prefetched
-        ended = self.memory.started - len(self.tier.copies)
-        assert counters.cancelled <= ended - self.arrived // NBYTES
         snapshot = self.tier.snapshot()
         assert (len(snapshot.residents), len(snapshot.arriving)) == (
             self.tier.filled - len(self.tier.copies),

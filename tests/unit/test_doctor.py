@@ -12,7 +12,7 @@ import pytest
 
 from engine import cli
 from engine.common import installed
-from engine.common.integrity import note_files
+from engine.common.installed import note_files
 from engine.common.paths import python_module
 from engine.devices.card_proof import CardProof
 from engine.hardware import torch_builds

@@ -24,7 +24,7 @@ from engine.checkpoint.manifest import damaged_files, read_manifest
 from engine.cli import main
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir
-from engine.verbs.models import pull
+from engine.verbs.models import hub as pull
 from engine.verbs.models.library import ProgressLine
 from tests.hub_server import Fault, HubServer, Repo
 from tests.quick_downloads import make_quick
@@ -668,7 +668,7 @@ def test_the_terminal_follows_what_the_window_runs(
     hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(queue, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr("engine.verbs.models.pull._FOLLOW_S", 0.02)
+    monkeypatch.setattr("engine.verbs.models.hub._FOLLOW_S", 0.02)
     hub.per_connection_bytes_per_s = PART
     key = queue.add(hub.candidate("org/model")).key
     ended: list[Download] = []

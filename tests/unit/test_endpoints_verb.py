@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine import cli
-from engine.remote import keys
+from engine.remote import endpoint as keys
 from engine.remote.endpoint import endpoints_file, saved_endpoints
 from tests.bad_endpoint import MODEL, BadEndpoint
 

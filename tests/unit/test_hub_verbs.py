@@ -17,7 +17,7 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.cli import main
 from engine.common.paths import cache_dir, config_dir
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S
-from engine.verbs.models.fit import candidate_for_here
+from engine.verbs.models.hub import candidate_for_here
 from tests.hub_server import Fault, HubServer
 from tests.tiny_gguf import write_model
 from tests.unit.made_up_tuning import MACHINE

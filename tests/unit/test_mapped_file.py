@@ -13,7 +13,7 @@ import pytest
 from engine.experts import file_image
 from engine.experts.direct_file import DirectFile
 from engine.experts.file_image import FileImage, MappedFile, dropped_note, map_file
-from engine.hardware.surroundings import _IN_USE
+from engine.hardware.surroundings import _in_use
 from engine.kernels.native.build import library_path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux alone")
@@ -32,10 +32,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_mapped_image_is_the_file_and_counts_as_used_memory(file: Path) -> None:
-    content, before = file.read_bytes(), _IN_USE.nbytes
+    content, before = file.read_bytes(), _in_use[0]
     image = FileImage(file)
     assert image._mapped is not None
-    assert image.nbytes == len(content) == _IN_USE.nbytes - before
+    assert image.nbytes == len(content) == _in_use[0] - before
     image.wait_for(100_000)
     assert bytes(image.bytes[:100_000]) == content[:100_000]
     image.wait_for(len(content))
@@ -47,9 +47,9 @@ def test_a_mapped_image_is_the_file_and_counts_as_used_memory(file: Path) -> Non
     assert bytes(image.bytes[5:]) == content[5:]
     part = image.bytes[100:]
     del image
-    assert _IN_USE.nbytes == before + len(content)
+    assert _in_use[0] == before + len(content)
     del part
-    assert _IN_USE.nbytes == before
+    assert _in_use[0] == before
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_a_mapped_image_is_the_file_and_counts_as_used_memory(file: Path) -> Non
     ids=["few bytes", "a disk that may go", "little memory"],
 )
 def test_else_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
-    before = _IN_USE.nbytes
+    before = _in_use[0]
     monkeypatch.setattr(file_image, name, value)
     image = FileImage(file)
     assert image._mapped is None
     image.wait_for(file.stat().st_size)
     assert bytes(image.bytes) == file.read_bytes()
     assert image.nbytes == file.stat().st_size
-    assert _IN_USE.nbytes == before
+    assert _in_use[0] == before
     image.close()
 
 

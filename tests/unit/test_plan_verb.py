@@ -55,7 +55,7 @@ def test_fit_says_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fit_knows_the_room_on_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is converted and read from disk needs room there; what is read from a model's own files needs none."""
-    monkeypatch.setattr("engine.verbs.models.fit.free_disk_bytes", lambda _folder: 10**9)
+    monkeypatch.setattr("engine.verbs.models.hub.free_disk_bytes", lambda _folder: 10**9)
 
     def said(precision: str) -> tuple[int, dict[str, object]]:
         asked = [

@@ -1,5 +1,7 @@
 """The papers' formulas: rooflines, policy search, Fiddler's and Klotski's decisions, memory."""
 
+from __future__ import annotations
+
 import random
 
 import pytest
@@ -9,13 +11,16 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import Costs, distinct_experts
-from engine.planner.klotski import BlockTimes, fewest_batches
-from engine.planner.memory import share_on_disk
 from engine.planner.papers.fiddler import hit_rate_bounds
 from engine.planner.plan import HierarchicalRoofline, Level
-from engine.planner.plan_parts import WORKLOADS, Workload, parse_workload
-from engine.planner.policy_search import PerformanceModel, search_policy
-from engine.planner.simulator.batch_costs import OffloadPolicy
+from engine.planner.plan_parts import (
+    WORKLOADS,
+    Workload,
+    parse_workload,
+    share_on_disk,
+)
+from engine.planner.policy_search import BlockTimes, PerformanceModel, fewest_batches, search_policy
+from engine.planner.simulator.sweeps import OffloadPolicy
 
 _RATE = st.floats(1e9, 1e15)
 _INTENSITY = st.floats(0.01, 1e4)
@@ -43,6 +48,15 @@ def test_turning_points_are_where_the_roofs_meet(roofline: HierarchicalRoofline,
         assert roofline.lower.attainable(lower) > reached * (1 - 1e-9)
     balance = roofline.balance(upper)
     assert roofline.link * balance == pytest.approx(roofline.upper.bytes_per_s * upper)
+
+
+@given(roofline=rooflines(), upper=_INTENSITY, lower=_INTENSITY)
+def test_the_bottleneck_is_the_lowest_roof(roofline: HierarchicalRoofline, upper: float, lower: float) -> None:
+    wider = HierarchicalRoofline(roofline.upper, roofline.lower, roofline.link * 2)
+    if roofline.bottleneck(upper, lower) != "link":
+        assert wider.attainable(upper, lower) == roofline.attainable(upper, lower)
+    else:
+        assert wider.attainable(upper, lower) >= roofline.attainable(upper, lower)
 
 
 @pytest.mark.takes_turns(6)
@@ -117,6 +131,14 @@ def test_what_does_not_fit_into_ram_is_on_disk(ram: int) -> None:
     assert share_on_disk(machine.with_memory(ram_bytes=2 * ram), model, "int4") <= share
 
 
+@given(experts=st.integers(2, 512), per_token=st.integers(1, 8), tokens=st.floats(0, 1e5))
+def test_distinct_experts_are_between_one_token_s_and_all(experts: int, per_token: int, tokens: float) -> None:
+    per_token = min(per_token, experts)
+    used = distinct_experts(experts, per_token, tokens)
+    assert 0 <= used <= experts
+    assert distinct_experts(experts, per_token, 1) == pytest.approx(per_token)
+
+
 def test_workloads_as_text() -> None:
     assert parse_workload("beam") is WORKLOADS["beam"]
     assert parse_workload("512x32x64") == Workload("512x32x64", 512, 32, 64)
@@ -124,20 +146,3 @@ def test_workloads_as_text() -> None:
     for text in ("", "0x4", "4", "4x0", "axb", "4x4x4x4x4"):
         with pytest.raises(ValueError, match="not a workload"):
             parse_workload(text)
-
-
-@given(roofline=rooflines(), upper=_INTENSITY, lower=_INTENSITY)
-def test_the_bottleneck_is_the_lowest_roof(roofline: HierarchicalRoofline, upper: float, lower: float) -> None:
-    wider = HierarchicalRoofline(roofline.upper, roofline.lower, roofline.link * 2)
-    if roofline.bottleneck(upper, lower) != "link":
-        assert wider.attainable(upper, lower) == roofline.attainable(upper, lower)
-    else:
-        assert wider.attainable(upper, lower) >= roofline.attainable(upper, lower)
-
-
-@given(experts=st.integers(2, 512), per_token=st.integers(1, 8), tokens=st.floats(0, 1e5))
-def test_distinct_experts_are_between_one_token_s_and_all(experts: int, per_token: int, tokens: float) -> None:
-    per_token = min(per_token, experts)
-    used = distinct_experts(experts, per_token, tokens)
-    assert 0 <= used <= experts
-    assert distinct_experts(experts, per_token, 1) == pytest.approx(per_token)

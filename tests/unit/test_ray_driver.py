@@ -29,7 +29,7 @@ from engine.protocol import (
     decode,
     encode,
 )
-from engine.remote.ray_link import RayLink
+from engine.remote.ray_rows import RayLink
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_a_node_that_refuses_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -
 def test_without_ray_the_command_to_install_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('no ray here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("engine.remote.ray_link.python_module", _behind(tmp_path))
+    monkeypatch.setattr("engine.remote.ray_rows.python_module", _behind(tmp_path))
     link = RayLink("auto")
     said = [event for _ in range(2) for event in link.events(30.0)]
     link.close()

@@ -17,9 +17,8 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.protocol import ClusterJob, ClusterNode, NodeDoes
-from engine.remote import ray_job
-from engine.remote.ray_link import MOST_FAILURES
-from engine.remote.ray_rows import RayRows
+from engine.remote import ray_rows as ray_job
+from engine.remote.ray_rows import MOST_FAILURES, RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
 from tests.made_up_ray import MadeUpRay
 

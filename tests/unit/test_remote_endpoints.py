@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.remote import keys, nearby
+from engine.remote import endpoint as keys
+from engine.remote import nearby
 from engine.remote.endpoint import (
     Endpoint,
     endpoint_at,

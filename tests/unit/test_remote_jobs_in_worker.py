@@ -146,7 +146,7 @@ def test_a_job_of_a_cluster_needs_no_model_here_and_runs_there(
 ) -> None:
     cluster = MadeUpRay(["a", "b"])
     monkeypatch.setattr(
-        "engine.remote.ray_job.RayRows", lambda address, asked: RayRows(address, asked, cluster.open, cluster.clock)
+        "engine.remote.ray_rows.RayRows", lambda address, asked: RayRows(address, asked, cluster.open, cluster.clock)
     )
     job = replace(a_job(tmp_path), ray="10.0.0.5:6379")
     assert not needs_no_model(SampleBatch("s", job, 3))

@@ -3,12 +3,11 @@
 import pytest
 
 from engine.common import clock
-from engine.telemetry import request_log
+from engine.telemetry import recorder as request_log
 from engine.telemetry.analysis import critical_path, lane_seconds, waiting
 from engine.telemetry.lanes import KEPT_DISK, KEPT_RAM, QUEUED, READING, REQUESTS, WRITING, lane_name
-from engine.telemetry.recorder import Recorder
+from engine.telemetry.recorder import Recorder, RequestLog
 from engine.telemetry.records import no_steps
-from engine.telemetry.request_log import RequestLog
 
 
 def test_its_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

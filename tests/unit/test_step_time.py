@@ -25,7 +25,7 @@ from engine.hardware.machine import (
 from engine.planner.costs import GRAPH_OPERATOR_S, STEP_LAUNCHES, engine_costs
 from engine.planner.engine_memory import memory_rule
 from engine.planner.plan_parts import Limits, Workload
-from engine.planner.predict import DecodePrediction, predict_decode, tokens_per_s_by_slots
+from engine.planner.predict import DecodePrediction, predict_decode, tokens_per_s_with
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import Miss, Residency, Strategy
 from engine.planner.step_time import StepTime, costs_of_step, ways_of_step
@@ -145,8 +145,7 @@ def test_as_the_simulator(machine: str, model: str, misses: Misses) -> None:
         played = run_requests(strategy, Setting(costs, Workload("d", 128, 256), slots=slots, rule=rule))
         assert played is not None
         assert played.hit_rate is not None
-        ((same, rate),) = tokens_per_s_by_slots(profile, shape, config, [(slots, 1 - played.hit_rate)])
-        assert same == slots
+        rate = tokens_per_s_with(profile, shape, config, slots, 1 - played.hit_rate)
         assert rate == pytest.approx(played.decode_tokens_per_s, rel=0.15)
 
 
@@ -162,10 +161,7 @@ def test_fewer_misses_are_never_slower_where_they_are_waited_for(
 ) -> None:
     profile, shape = read_machine(machine), read_model(model)
     config = EngineConfig("m", device=device, precision="int4", misses=misses)
-    curve = list(enumerate(sorted(ratios, reverse=True)))
-    found = tokens_per_s_by_slots(profile, shape, config, curve)
-    assert [slots for slots, _ in found] == [slots for slots, _ in curve]
-    rates = [rate for _, rate in found]
+    rates = [tokens_per_s_with(profile, shape, config, *each) for each in enumerate(sorted(ratios, reverse=True))]
     assert all(rate > 0 for rate in rates)
     if device == "auto" and misses in ("mixed", "cpu"):
         return  # a slow card with a fast processor beside it gains by a miss: both work at once
@@ -174,8 +170,8 @@ def test_fewer_misses_are_never_slower_where_they_are_waited_for(
 
 def test_what_is_no_ratio_is_refused() -> None:
     with pytest.raises(ValueError, match=r"1\.5"):
-        tokens_per_s_by_slots(
-            read_machine("gcp-l4"), read_model("mixtral-8x7b"), EngineConfig("m", precision="int8"), [(3, 1.5)]
+        tokens_per_s_with(
+            read_machine("gcp-l4"), read_model("mixtral-8x7b"), EngineConfig("m", precision="int8"), 3, 1.5
         )
 
 

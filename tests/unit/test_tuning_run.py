@@ -13,8 +13,7 @@ from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
 from engine.protocol import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.measuring import _good_enough
-from engine.tuning.report import report_text
-from engine.tuning.result import TuningResult
+from engine.tuning.result import TuningResult, report_text
 from engine.tuning.run import TuningEvent, tune
 from engine.tuning.saved_results import (
     apply_tuning,

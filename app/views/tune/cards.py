@@ -40,8 +40,7 @@ from engine.planner.plan_parts import Plan
 from engine.planner.plan_words import Change
 from engine.protocol import Measured, TuningNumber
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.result import busy_note
-from engine.tuning.saved_results import day
+from engine.tuning.result import busy_note, day
 
 MACHINE, MEASURE, PLAN, TIMED = range(4)
 

@@ -24,8 +24,7 @@ from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
 from engine.planner.plan_parts import Plan, TierBytes, total_held
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.report import report_text
-from engine.tuning.result import TuningResult
+from engine.tuning.result import TuningResult, report_text
 
 LOOK_AGAIN_MS = 10_000
 

@@ -10,7 +10,7 @@ from app.widgets.quantities import arithmetic, figures, memory, number, rate, ro
 from engine.planner.plan_parts import Plan, Speed
 from engine.protocol import Measured, TuningNumber, TuningProgress
 from engine.tuning.machine_state import MachineLook
-from engine.tuning.saved_results import day
+from engine.tuning.result import day
 
 translate = QCoreApplication.translate
 

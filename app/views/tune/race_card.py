@@ -31,9 +31,7 @@ from app.widgets.scaffold import (
     warning_label,
 )
 from app.widgets.text_table import show_whole_rows
-from engine.tuning.report import verdict
-from engine.tuning.result import TuningResult
-from engine.tuning.saved_results import day
+from engine.tuning.result import TuningResult, day, verdict
 
 _PAD = 8.0
 _BAR_PX = 12.0

@@ -230,7 +230,6 @@ def profile(device: str, model: str) -> Figures:
 
 
 def per_token(calls: Mapping[str, int], tokens: int) -> Figures:
-    """Calls of CUDA's or HIP's runtime by kind, for each token."""
     kinds = {
         "launches a token": ("LaunchKernel",),
         "graphs a token": ("GraphLaunch",),

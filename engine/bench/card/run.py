@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.devices.device import Device
-    from engine.kernels.cuda.launcher import Launcher
+    from engine.kernels.cuda.driver import Launcher
     from engine.kernels.gpu.stored import CardKernels
 
 Figures = dict[str, Any]
@@ -45,7 +45,6 @@ def number_of(device: str) -> int:
 
 
 def median_seconds(work: Callable[[], object]) -> float:
-    """Of several calls."""
     spans = []
     for _ in range(REPEATS):
         begun_s = clock.now()
@@ -56,8 +55,6 @@ def median_seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer."""
-
     hidden: int
     heads: int
     kv_heads: int
@@ -173,12 +170,11 @@ def works(
     import torch
 
     from engine.formats.int4 import INT4
-    from engine.kernels.cuda.norm import CudaNorm
-    from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
-    from engine.kernels.cuda.router import CudaRouter, Routing
-    from engine.kernels.gpu.joined import JoinedLinears
-    from engine.kernels.gpu.linear import CardLinear
-    from engine.kernels.quantise import quantise
+    from engine.kernels.gpu.linear import CardLinear, JoinedLinears
+    from engine.kernels.gpu.norms import CudaNorm
+    from engine.kernels.gpu.rotations import CudaRotary, HeadNorms, RotaryForm
+    from engine.kernels.gpu.routers import CudaRouter, Routing
+    from engine.kernels.repack import quantise
 
     generator = torch.Generator().manual_seed(1)
 
@@ -299,9 +295,6 @@ def bench_card(
 
     Returns:
         What was written.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` if the folder cannot be written to.
     """
     run = run or _run
     begun = datetime.now(UTC)

@@ -29,9 +29,9 @@ from engine.checkpoint.headers import MAX_HEADER
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.files import private_folder, write_private
 from engine.common.http import HEADERS
-from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line
+from engine.common.settings import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.untrusted import DEEPEST, parse_json, read_untrusted
 
 _VARIABLE = "SWITCHYARD_HUB_TOKENS"

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from engine.common.choice import clearly_least
 from engine.common.clock import read
-from engine.experts.cache.policies import CANDIDATES, Key, Policy, make_policy
-from engine.experts.cache.pool import Pool
+from engine.experts.cache.policies import CANDIDATES, Key, Policy, Pool, make_policy
 
 SAMPLED_LAYERS = 4
 """At most, and one in `LAYERS_PER_SAMPLE`, but always one."""
@@ -73,9 +72,6 @@ class PolicySelector:
         half_life: accesses after which a hit counts half in the choice.
         margin: by how much a candidate's hit rate, less what its copies cost, must be higher to be adopted.
         adopted: the initial policy; the first candidate if None.
-
-    Attributes:
-        copy_price: hits that pay for a copy.
     """
 
     def __init__(

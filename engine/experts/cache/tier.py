@@ -15,8 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.experts.cache.policies import CANDIDATES, Key, Policy, make_policy
-from engine.experts.cache.pool import Pool, Slot
+from engine.experts.cache.policies import CANDIDATES, Key, Policy, Pool, Slot, make_policy
 from engine.experts.cache.selection import PolicySampler
 from engine.telemetry import lanes
 
@@ -47,14 +46,13 @@ class Copier(Protocol[Source, Handle]):
 
 @dataclass(slots=True, eq=False)
 class Copy(Generic[Handle]):
-    """A copy into a reserved slot; `cancelled` before it started."""
+    """A copy into a reserved slot."""
 
     key: Key
     pool: Pool
     slot: Slot
     purpose: Purpose
     handle: Handle
-    cancelled: bool = False
 
 
 @dataclass
@@ -69,7 +67,7 @@ class TierCounters:
         kept, post_fetches: completed copies of experts needed at once, and of misses copied for later use.
         prefetched: copies started on a prediction, or ahead of a prompt's next layer; prefetches_used,
             prefetches_wasted: those whose expert was then needed, and those that failed or were evicted before.
-        failures, cancelled: copies that ended this way.
+        failures: copies that ended this way.
         kept_bytes, post_fetched_bytes, prefetched_bytes: bytes copied, by purpose.
     """
 
@@ -83,7 +81,6 @@ class TierCounters:
     prefetches_used: int = 0
     prefetches_wasted: int = 0
     failures: int = 0
-    cancelled: int = 0
     kept_bytes: int = 0
     post_fetched_bytes: int = 0
     prefetched_bytes: int = 0
@@ -295,8 +292,7 @@ class Tier(Generic[Source, Handle]):
             copy.pool.abandon(copy.key)
             if copy.key in self.predicted:
                 self._count_wasted(copy.key)
-            counters.cancelled += copy.cancelled
-            counters.failures += not copy.cancelled
+            counters.failures += 1
             return
         copy.pool.arrived(copy.key)
         self.moved[copy.key] = copy.slot

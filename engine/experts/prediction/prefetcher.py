@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.common.clock import read
-from engine.experts.prediction.aging import Aging
-from engine.experts.prediction.learning import Learning
+from engine.experts.prediction.mlp import Learning
 from engine.experts.prediction.predictors import Correlation, Gate, NextGate, Predictor, PreviousToken, Ranked
-from engine.experts.prediction.score import Adoption, Distance, PredictionReport, Score, Worth, bucket_of
-from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
+from engine.experts.prediction.score import Distance, PredictionReport, Score, Worth, adopt, bucket_of
+from engine.experts.prediction.target import Aging, PrefetchTarget, PrefetchTimes
 
 _EVALUATED_STEPS = 16
 _WIDEST = 8
@@ -61,7 +60,8 @@ class Prefetcher:
         self._layers, self._per_token = layers, per_token
         self._experts = [experts] * layers if isinstance(experts, int) else list(experts)
         self._scores = [Score(predictor, per_token) for predictor in predictors]
-        self._adoption = Adoption(None if choice == "auto" else choice)
+        self._choice = None if choice == "auto" else choice
+        self._adopted: Score | None = None
         self._aging = Aging(pools if pools is not None else [0] * layers, max(self._experts, default=0))
         self._distance = Distance(layers)
         self._steps = 0
@@ -83,8 +83,7 @@ class Prefetcher:
     @property
     def adopted(self) -> str | None:
         """Name of the predictor in use."""
-        adopted = self._adoption.adopted
-        return adopted.predictor.name if adopted is not None else None
+        return self._adopted.predictor.name if self._adopted is not None else None
 
     @property
     def ahead(self) -> int:
@@ -110,7 +109,7 @@ class Prefetcher:
             self._learning.routes.note(layer, experts)
         self._settle(layer, experts)
         self._learn(layer, experts, hidden)
-        adopted = self._adoption.adopted
+        adopted = self._adopted
         if adopted is not None:
             self._aging.use(layer, experts, self._steps)
         coming = layer + self._distance.layers
@@ -168,7 +167,7 @@ class Prefetcher:
             self._evaluate()
             if self._learning is not None and (trained := self._learning.finished()) is not None:
                 self.replace(trained)
-        step, adopted = self._steps, self._adoption.adopted
+        step, adopted = self._steps, self._adopted
         early = step <= _FIRST_STEPS
         self._watched = [score for score in self._scores if early or step % score.interval == 0]
         self._observing = [
@@ -237,7 +236,7 @@ class Prefetcher:
         self._predicted[layer] = {expert for expert, _ in ranked}
         accepts = adopted.accepts
         worthy = [expert for expert, probability in ranked if accepts[bucket_of(probability)]]
-        if not (worthy or self._adoption.is_free):
+        if not worthy and self._choice is not None:
             worthy = [expert for expert, _ in ranked[: self._per_token]]
         if worthy and (absent := self._target.absent(layer, worthy)):
             self._prefetch(layer, absent[: self._room()])
@@ -246,7 +245,7 @@ class Prefetcher:
     def _room(self) -> int:
         """How many prefetches started now would still save time."""
         room = self._worth.times.room(self._distance.lead_s, self._target.backlog_bytes)
-        return room if self._adoption.is_free else max(room, 1)
+        return room if self._choice is None else max(room, 1)
 
     def _prefetch(self, layer: int, experts: list[int]) -> None:
         if not experts:
@@ -262,20 +261,23 @@ class Prefetcher:
 
     def _evaluate(self) -> None:
         missing = max((score.missing for score in self._scores), default=0.0)
-        now = self._worth.now(missing, self._distance.layer_s, self._layers, self._aging)
+        self._worth.evaluate(missing, self._distance.layer_s, self._aging)
         for score in self._scores:
-            score.evaluate(now)
+            score.evaluate(self._worth, self._layers)
         self._adopt()
         if self._distance.choose(self._worth.times, missing):
             for claims in (self._claims, self._predicted, self._brought):
                 claims.clear()
-            self._worth.changed()
+            self._worth.saved_s = []
             for score in self._scores:
                 score.forget()
 
     def _adopt(self) -> None:
-        adopted = self._adoption.decide(self._scores, self._distance.layer_s * self._layers)
-        if adopted is None:  # without prefetching, recency is not tracked
+        if self._choice is None:
+            self._adopted = adopt(self._scores, self._adopted, self._distance.layer_s * self._layers)
+        else:
+            self._adopted = next((one for one in self._scores if one.predictor.name == self._choice), None)
+        if self._adopted is None:  # without prefetching, recency is not tracked
             self._aging.clear()
             self._aging.decay()
             self._worth.decay()

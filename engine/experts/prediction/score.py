@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from engine.common.choice import clearly_least
 from engine.common.model_info import PredictorRate
-from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.predictors import Predictor, Ranked
-from engine.experts.prediction.target import PrefetchTimes
+from engine.experts.prediction.target import Aging, PrefetchTimes
 
 _EWMA_WEIGHT = 0.02
 """Weight of one layer in the moving averages of layer times and of what a prefetch saves and costs."""
@@ -64,47 +63,35 @@ class PredictionReport:
     note: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What the value of a prefetch depends on, other than the predictor.
+class Worth:
+    """Tracks what prefetches save and cost.
+
+    Args:
+        measure: returns what they take and save with an empty backlog.
+        places: maximum prefetches per layer.
 
     Attributes:
         saved_s: recent average of what the first, second... prefetch for a layer saves if its expert is needed.
         waste_s: cost of a wasted prefetch: urgent copies that it delays, and a later miss on the expert it evicts.
         call_s: time to call the target, per layer.
-        placed: share of the requested prefetches that got a slot.
-        layers: per step.
     """
 
-    saved_s: tuple[float, ...]
-    waste_s: float
-    call_s: float
-    placed: float
-    layers: int
-
-
-class Worth:
-    """Tracks what prefetches save and cost.
-
-    Args:
-        times: returns what they take and save with an empty backlog.
-        places: maximum prefetches per layer.
-    """
-
-    def __init__(self, times: Callable[[], PrefetchTimes], places: int) -> None:
-        self._measure = times
-        self.times = times()
-        self._saved_s: list[float] | None = None
-        self._places = places
-        self._call_s = _ASSUMED_CALL_S
+    def __init__(self, measure: Callable[[], PrefetchTimes], places: int) -> None:
+        self._measure, self.times, self._places = measure, measure(), places
+        self.saved_s: list[float] = []
+        self.waste_s, self.call_s = 0.0, _ASSUMED_CALL_S
         self._asked = self._begun = 1.0
+
+    @property
+    def placed(self) -> float:
+        """Share of the requested prefetches that got a slot."""
+        return self._begun / self._asked
 
     def look(self, lead_s: float, backlog_bytes: int) -> None:
         """Records the backlog `lead_s` before a layer."""
         saved_s = [self.times.saved_s(place, lead_s, backlog_bytes) for place in range(self._places)]
-        if self._saved_s is None:
-            self._saved_s = saved_s
-        self._saved_s = [old + _EWMA_WEIGHT * (new - old) for old, new in zip(self._saved_s, saved_s, strict=True)]
+        before_s = self.saved_s or saved_s
+        self.saved_s = [old + _EWMA_WEIGHT * (new - old) for old, new in zip(before_s, saved_s, strict=True)]
 
     def asked(self, asked: int, begun: int) -> None:
         """Records how many of the requested prefetches were started."""
@@ -115,35 +102,24 @@ class Worth:
 
     def called(self, took_s: float) -> None:
         """Records the time that a layer's prefetches took on the decoding thread."""
-        self._call_s += _EWMA_WEIGHT * (min(took_s, 4 * self._call_s) - self._call_s)
+        self.call_s += _EWMA_WEIGHT * (min(took_s, 4 * self.call_s) - self.call_s)
 
     def decay(self) -> None:
         """Decays the share of placed prefetches while there are none, because slots may be free again."""
         self._asked, self._begun = (1 + _DECAY * (count - 1) for count in (self._asked, self._begun))
 
-    def changed(self) -> None:
-        """Discards averages after a change of distance."""
-        self._saved_s = None
-
-    def now(self, missing: float, layer_s: float, layers: int, aging: Aging) -> Conditions:
-        """The current conditions.
+    def evaluate(self, missing: float, layer_s: float, aging: Aging) -> None:
+        """Updates `times` and `waste_s`.
 
         Args:
             missing: average number of experts per layer that are needed and absent.
             layer_s: time of one layer.
-            layers: per step.
             aging: gives the cost of evictions.
         """
         times = self.times = self._measure()
         # An urgent copy waits for a wasted one on the link, with the probability that the link has urgent copies.
         busy = min(1.0, missing * times.urgent_share * times.arrival_s / layer_s) if layer_s else 0.0
-        return Conditions(
-            saved_s=tuple(self._saved_s or [0.0] * self._places),
-            waste_s=max(busy, _CONTENTION) * times.arrival_s + aging.regret * times.miss_s,
-            call_s=self._call_s,
-            placed=self._begun / self._asked,
-            layers=layers,
-        )
+        self.waste_s = max(busy, _CONTENTION) * times.arrival_s + aging.regret * times.miss_s
 
 
 class Score:
@@ -212,23 +188,24 @@ class Score:
         # Clamped, because preemption is not the predictor's cost.
         self.cost_s += 0.05 * (min(took_s, 4 * self.cost_s) - self.cost_s)
 
-    def evaluate(self, now: Conditions) -> None:
-        """Updates `accepts` and `gain_s`."""
+    def evaluate(self, worth: Worth, layers: int) -> None:
+        """Updates `accepts` and `gain_s`, for steps of so many layers."""
         if not self._recent:
             return
         rates = [offered / self._recent for offered in self._offered]
         precisions = [used / (offered + _PRIOR_WRONG) for used, offered in zip(self._used, self._offered, strict=True)]
-        self.accepts = [p * now.saved_s[0] > (1 - p) * now.waste_s for p in precisions]
+        first_s, waste_s = (worth.saved_s or [0.0])[0], worth.waste_s
+        self.accepts = [p * first_s > (1 - p) * waste_s for p in precisions]
         count = sum(rate for rate, accepted in zip(rates, self.accepts, strict=True) if accepted)
         # Prefetches queued behind others arrive later, and save less or nothing.
-        places = now.saved_s[: max(1, round(count))]
-        saved_s = sum(places) / len(places)
+        places = worth.saved_s[: max(1, round(count))]
+        saved_s = sum(places) / len(places) if places else 0.0
         gain_s = sum(
-            rate * now.placed * (p * saved_s - (1 - p) * now.waste_s)
+            rate * worth.placed * (p * saved_s - (1 - p) * waste_s)
             for rate, p, accepted in zip(rates, precisions, self.accepts, strict=True)
             if accepted
         )
-        self.gain_s = now.layers * (gain_s - self.cost_s - now.call_s)
+        self.gain_s = layers * (gain_s - self.cost_s - worth.call_s)
 
     def report(self, layers: int) -> PredictorRate:
         """The report, for steps of so many layers."""
@@ -247,40 +224,20 @@ def bucket_of(probability: float) -> int:
     return min(int(probability * BUCKETS), BUCKETS - 1)
 
 
-class Adoption:
-    """Keeps the adopted predictor until another is clearly better, or it no longer gains.
+def adopt(scores: Sequence[Score], adopted: Score | None, step_s: float) -> Score | None:
+    """The predictor to use from now on: the adopted one until another is clearly better, or it no longer gains.
 
     Args:
-        choice: name of the predictor to use regardless of its gain; None to choose by gain.
+        scores: evaluated just now.
+        step_s: how long a step takes.
     """
-
-    def __init__(self, choice: str | None) -> None:
-        self._choice = choice
-        self.adopted: Score | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the predictor is chosen by gain rather than by name."""
-        return self._choice is None
-
-    def decide(self, scores: Sequence[Score], step_s: float) -> Score | None:
-        """The predictor to use from now on.
-
-        Args:
-            scores: evaluated just now.
-            step_s: how long a step takes.
-        """
-        if self._choice is not None:
-            self.adopted = next((score for score in scores if score.predictor.name == self._choice), None)
-            return self.adopted
-        if self.adopted is not None and (self.adopted not in scores or self.adopted.gain_s <= 0):
-            self.adopted = None
-        known = [score for score in scores if score.layers >= _EVIDENCE_LAYERS or score is self.adopted]
-        costs: dict[Score | None, float] = {score: -score.gain_s for score in known}
-        if self.adopted is None:
-            costs[None] = 0.0
-        self.adopted = clearly_least(costs, self.adopted, 1 - _BETTER, _LEAST_GAIN * step_s)
-        return self.adopted
+    if adopted is not None and (adopted not in scores or adopted.gain_s <= 0):
+        adopted = None
+    known = [score for score in scores if score.layers >= _EVIDENCE_LAYERS or score is adopted]
+    costs: dict[Score | None, float] = {score: -score.gain_s for score in known}
+    if adopted is None:
+        costs[None] = 0.0
+    return clearly_least(costs, adopted, 1 - _BETTER, _LEAST_GAIN * step_s)
 
 
 class Distance:

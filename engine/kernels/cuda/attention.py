@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
-from engine.kernels.cuda.norm import STATES
+from engine.kernels.cuda.compiled import STATES, Kernel
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.cuda.products import pointer
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType
@@ -52,8 +51,6 @@ _TYPES = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.INT8: "KvInt8", K
 
 
 class AttentionArguments(ctypes.Structure):
-    """`AttentionArguments` in attention.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "out", "held", "table", "sinks")),
         *((name, ctypes.c_void_p) for name in ("parts", "arrived")),

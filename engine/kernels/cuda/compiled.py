@@ -1,4 +1,7 @@
-"""Machine code of the kernels, kept on disk by what it was made from: sources, options, compiler, card and driver."""
+"""Machine code of the kernels, kept on disk by what it was made from: sources, options, compiler, card and driver.
+
+Structures of arguments are called as in their sources, beside these in `src`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from engine.common.files import write_whole
 from engine.common.paths import cache_dir
 from engine.formats.ggml import GRIDS
 from engine.kernels.cuda.nvrtc import Machine, Nvrtc, architecture_for, find_nvrtc
 
+STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""As `state_at` in states.h has them."""
 SOURCES = Path(__file__).resolve().parent / "src"
 _MARK = b"switchyard cubin 1\n"
 _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
@@ -59,11 +66,7 @@ def sources_of(kernel: Kernel) -> tuple[str, dict[str, str], list[str]]:
 
 
 def compile_kernel(kernel: Kernel, architecture: int, nvrtc: Nvrtc) -> Machine:
-    """Machine code for cards of compute capability `architecture` (as 89).
-
-    Raises:
-        CompileError: the compiler refuses it.
-    """
+    """Machine code for cards of compute capability `architecture` (as 89)."""
     source, headers, defines = sources_of(kernel)
     return nvrtc.compile(source, kernel.source, headers, (*_OPTIONS, f"-arch=sm_{architecture}", *defines))
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import SharingLauncher
+from engine.kernels.cuda.driver import NvidiaCard
 from engine.kernels.cuda.products import pointer
 from engine.kernels.native.exchange import NativeExchange
 
@@ -27,8 +27,6 @@ _ENTRIES = 16 * _THREADS
 
 
 class ExchangeArguments(ctypes.Structure):
-    """`ExchangeArguments` in exchange.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("shared", "own", "slot_of", "ids", "shares", "x", "outputs", "out")),
         *((name, ctypes.c_int64) for name in ("limit_ns", "rows_at", "answer_at", "records_at")),
@@ -61,7 +59,7 @@ class CudaExchange:
     """
 
     def __init__(
-        self, card: SharingLauncher, exchange: NativeExchange, place: torch.device, limit_ns: int = LIMIT_NS
+        self, card: NvidiaCard, exchange: NativeExchange, place: torch.device, limit_ns: int = LIMIT_NS
     ) -> None:
         self._card = card
         shape, layout = exchange.shape, exchange.layout()

@@ -10,9 +10,8 @@ import torch
 from engine.formats import FORMATS
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.cuda.attention import Splits
-from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
-from engine.kernels.cuda.norm import STATES
+from engine.kernels.cuda.compiled import STATES, Kernel
+from engine.kernels.cuda.driver import Launcher
 from engine.kernels.cuda.products import PLAIN, TILED, pointer
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
@@ -35,8 +34,6 @@ class _Tiles(ctypes.Structure):
 
 
 class LatentQueries(ctypes.Structure):
-    """`LatentQueries` in latent_queries.cu."""
-
     _fields_ = (
         ("matrix", _Tiles),
         *((name, ctypes.c_void_p) for name in ("queries", "latents", "norm", "cosines", "sines", "out")),
@@ -50,8 +47,6 @@ class LatentQueries(ctypes.Structure):
 
 
 class LatentAttention(ctypes.Structure):
-    """`LatentAttention` in latent_attention.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "out", "held", "table", "parts", "arrived")),
         *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
@@ -61,8 +56,6 @@ class LatentAttention(ctypes.Structure):
 
 
 class LatentValues(ctypes.Structure):
-    """`LatentValues` in latent_values.cu."""
-
     _fields_ = (
         ("matrix", _Tiles),
         *((name, ctypes.c_void_p) for name in ("mixed", "out")),

@@ -42,14 +42,7 @@ class Machine:
 
 
 class RunTimeCompiler:
-    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's.
-
-    Attributes:
-        version: major and minor.
-
-    Raises:
-        OSError: the library cannot be loaded.
-    """
+    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's."""
 
     name: ClassVar[str]
     _prefix: ClassVar[str]
@@ -71,9 +64,6 @@ class RunTimeCompiler:
             name: of the source, for messages.
             headers: texts of the headers that it includes, by name.
             options: must name a real architecture (`-arch=sm_89`, `--offload-arch=gfx1100`).
-
-        Raises:
-            CompileError: the source or an option is refused.
         """
         program = ctypes.c_void_p()
         texts, names = [text.encode() for text in headers.values()], [each.encode() for each in headers]
@@ -200,11 +190,7 @@ class Usage:
 
 
 def usage_in(log: str) -> Usage:
-    """Reads the log of a source with one kernel, compiled with `--ptxas-options=-v`.
-
-    Raises:
-        ValueError: it is not there.
-    """
+    """Reads the log of a source with one kernel, compiled with `--ptxas-options=-v`."""
     registers = re.search(r"Used (\d+) registers", log)
     if registers is None:
         raise ValueError(f"no registers in {log!r}")

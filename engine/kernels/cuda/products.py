@@ -10,10 +10,12 @@ import torch
 
 from engine.formats import TiledFormat, WeightFormat
 from engine.formats.ggml import BlockType
-from engine.kernels.activation import Activation
+from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.launcher import Launcher
-from engine.kernels.gpu.stored import RecordTable, StoredMatrix
+from engine.kernels.cuda.driver import Launcher, OnCard
+from engine.kernels.gpu.stored import ExpertGroups, RecordTable, StoredMatrix
+from engine.kernels.interface import Activation
+from engine.kernels.repack import Blocks
 
 MOST_VISITS = 1024
 """As in products.cu."""
@@ -52,8 +54,6 @@ class ActivationArguments(ctypes.Structure):
 
 
 class ProductArguments(ctypes.Structure):
-    """`ProductArguments` in products.cu."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out", "ids", "slot_of", "records", "base", "shares")),
         *((name, ctypes.c_void_p) for name in ("parts", "arrived", "absent")),
@@ -194,3 +194,169 @@ def _rows_at_once(visits: int, tokens: int | None, experts: int) -> int:
     """Few visits share an expert (a token's experts differ), all share a linear layer (`None`)."""
     wanted = visits if tokens is None else min(tokens, max(2, -(-visits // experts)))
     return next((rows for rows in _ROWS if rows >= wanted), _ROWS[-1])
+
+
+_TILES = 4
+_ALIGNMENT = 16
+_RUN = 32
+"""Columns of a row of blocks that a thread unpacks."""
+
+
+class UnpackArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "table", "out")),
+        *((name, ctypes.c_int) for name in ("columns", "rows", "pairing")),
+    )
+
+
+def unpack_kernel(of_weights: WeightFormat) -> Kernel:
+    """The kernel for tiles or blocks."""
+    is_tiled = of_weights.name in TILED
+    define = ("SWITCHYARD_FORMAT", TILED[of_weights.name]) if is_tiled else ("SWITCHYARD_BLOCKS", of_weights.name)
+    return Kernel("unpack.cu", "unpack_kernel", _THREADS, (define,))
+
+
+class CudaUnpacker(OnCard):
+    """Unpacks on one card."""
+
+    def __call__(self, matrix: TiledMatrix | Blocks) -> torch.Tensor:
+        """The weights, bf16 [rows, columns]: the same bits as `dequantise` and `BlockType.dequantise` give."""
+        if isinstance(matrix, Blocks):
+            return self._of_blocks(matrix)
+        shape = matrix.shape
+        if any(not part.is_contiguous() or part.data_ptr() % _ALIGNMENT for part in matrix.parts.values()):
+            return dequantise(matrix)
+        out = torch.empty(shape.rows, shape.columns, dtype=torch.bfloat16, device=matrix.weights.device)
+        arguments = UnpackArguments(
+            *(pointer(part) for part in (matrix.weights, matrix.scales, matrix.zeros, matrix.table, out)),
+            *(shape.columns, shape.rows, int(shape.pairing)),
+        )
+        self._card.launch(unpack_kernel(shape.format), (-(-shape.groups // _TILES), shape.blocks, 1), arguments)
+        return out
+
+    def _of_blocks(self, blocks: Blocks) -> torch.Tensor:
+        assert blocks.order is None
+        out = torch.empty(blocks.rows, blocks.columns, dtype=torch.bfloat16, device=blocks.raw.device)
+        arguments = UnpackArguments(
+            blocks.raw.data_ptr(), None, None, None, out.data_ptr(), blocks.columns, blocks.rows, 0
+        )
+        if blocks.rows:
+            grid = (-(-blocks.rows * blocks.columns // _RUN // _THREADS), 1, 1)
+            self._card.launch(unpack_kernel(blocks.kind), grid, arguments)
+        return out
+
+
+_WARPS = 4
+_NEIGHBOURS = 8
+"""Visits that matrix units take at a time."""
+_BLOCKS = (16, 64)
+"""Visits of a block, as kernels are compiled."""
+
+
+class GroupsArguments(ctypes.Structure):
+    """`Groups` in groups.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("order", "ends", "block_expert", "block_begin")),
+        ("experts", ctypes.c_int),
+    )
+
+
+class RoundedRows(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales"))
+
+
+class RoundArguments(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("groups", GroupsArguments),
+        ("to", RoundedRows),
+        *((name, ctypes.c_int) for name in ("columns", "width", "tiles")),
+    )
+
+
+class GroupProductArguments(ctypes.Structure):
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("groups", GroupsArguments),
+        ("x", RoundedRows),
+        *((name, ctypes.c_void_p) for name in ("records", "base")),
+        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at", "up_at")),
+        *((name, ctypes.c_int) for name in ("columns", "rows", "pairing")),
+        ("activation", ActivationArguments),
+    )
+
+
+ROUND_KERNEL = Kernel("round_rows.cu", "round_rows_kernel", _THREADS)
+
+
+def group_kernel(of_format: str, block: int) -> Kernel:
+    """The kernel for tiles or blocks (`engine.kernels.cuda.products.struct_of`) and so many visits of a block."""
+    defines = [("SWITCHYARD_FORMAT", of_format), ("SWITCHYARD_TILES", str(block // _NEIGHBOURS))]
+    if of_format.startswith("Blocks<"):
+        defines.append(("SWITCHYARD_RESIDENT", "2"))
+    return Kernel("group_products.cu", "group_product_kernel", _THREADS, tuple(defines))
+
+
+def group_kernels(of_format: str) -> list[Kernel]:
+    """All that may be asked for to multiply with matrices of a format."""
+    return [group_kernel(of_format, block) for block in _BLOCKS]
+
+
+class CudaGroups:
+    """Multiplies visits sorted by expert, in blocks, on one card: bound by computing.
+
+    x is rounded to 8 bits per 32 columns, as the CPU's kernels do.  Matrices of plain numbers are left to others.
+    """
+
+    def __init__(self, card: Launcher) -> None:
+        self.card = card
+
+    def takes(self, matrix: StoredMatrix) -> bool:
+        """Whether there is a kernel for matrices like this."""
+        return matrix.format is not None
+
+    def multiply_groups(
+        self,
+        matrix: StoredMatrix,
+        table: RecordTable,
+        x: torch.Tensor,
+        visits: int,
+        groups: ExpertGroups,
+        block: int,
+        width: int,
+        activation: Activation | None = None,
+    ) -> torch.Tensor:
+        """Multiplies `block` visits of an expert at a time.
+
+        Args:
+            x: bf16 [T, columns], contiguous; visit v is its row v // width.
+            block: 16 or 64; what `groups` was made for.
+            activation: applied to the product, if any.
+
+        Returns:
+            [visits, outputs], in the original order of visits; unwritten for visits without an expert.
+        """
+        assert matrix.format is not None
+        x = x if x.data_ptr() % 16 == 0 else x.clone()
+        blocks, tiles, columns = len(groups.block_expert), block // _NEIGHBOURS, -(-matrix.columns // 32)
+        sorted_visits = GroupsArguments(
+            groups.order.data_ptr(), groups.ends.data_ptr(), groups.block_expert.data_ptr(),
+            groups.block_begin.data_ptr(), len(table),
+        )  # fmt: skip
+        codes = x.new_empty(blocks * columns * block * 8, dtype=torch.int32)
+        scales = x.new_empty(blocks * columns * block * 2, dtype=torch.float32)
+        rounded = RoundedRows(codes.data_ptr(), scales.data_ptr())
+        rounding = RoundArguments(x.data_ptr(), sorted_visits, rounded, matrix.columns, width, tiles)
+        self.card.launch(ROUND_KERNEL, (blocks, tiles, 1), rounding)
+        out = x.new_empty(visits, matrix.outputs)
+        arguments = GroupProductArguments(
+            out.data_ptr(), sorted_visits, rounded, table.offsets.data_ptr(), table.base.data_ptr(), matrix.weights_at,
+            matrix.scales_at, matrix.zeros_at, matrix.bias_at, matrix.table_at, matrix.up_at, matrix.columns,
+            matrix.rows, int(matrix.pairing), ActivationArguments.of(activation),
+        )  # fmt: skip
+        row_blocks = -(-matrix.rows // 32)
+        self.card.launch(
+            group_kernel(struct_of(matrix.format, matrix.up), block), (blocks, -(-row_blocks // _WARPS), 1), arguments
+        )
+        return out

@@ -2,15 +2,74 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import logging
 from typing import Any
 
 import torch
 
-from engine.kernels.cuda.angles import CudaAngles
-from engine.kernels.cuda.driver import card_of
-from engine.kernels.cuda.norm import STATES
+from engine.kernels.cuda.compiled import STATES, Kernel
+from engine.kernels.cuda.driver import OnCard, on_card
+from engine.kernels.gpu.norms import is_alike
+
+ANGLES_KERNEL = Kernel("angles.cu", "angles_kernel", 128)
+
+
+class AngleArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("positions", "frequencies", "cosines", "sines")),
+        *((name, ctypes.c_int) for name in ("pairs", "times", "step", "states")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class CudaAngles(OnCard):
+    """Angles on one card."""
+
+    def __call__(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype, times: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, times `scale`, of each position by each frequency.
+
+        Args:
+            positions: int64 [rows], contiguous.
+            frequencies: float32 [pairs], contiguous.
+            dtype: of the results, one in `STATES`.
+            times: how often a row's angles are repeated.
+
+        Returns:
+            Both [rows, times x pairs], contiguous.
+        """
+        shape = len(positions), times * len(frequencies)
+        cosines, sines = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
+        self._launch(positions, frequencies, cosines, sines, scale, times=times, step=1)
+        return cosines, sines
+
+    def turned(self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
+        """The same as complex numbers, complex64 [rows, pairs]."""
+        both = torch.empty(len(positions), len(frequencies), 2, dtype=torch.float32, device=positions.device)
+        self._launch(positions, frequencies, both, both.flatten()[1:], scale, times=1, step=2)
+        return torch.view_as_complex(both)
+
+    def _launch(
+        self,
+        positions: torch.Tensor,
+        frequencies: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        scale: float,
+        *,
+        times: int,
+        step: int,
+    ) -> None:
+        arguments = AngleArguments(
+            positions=positions.data_ptr(), frequencies=frequencies.data_ptr(), cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(), pairs=len(frequencies), times=times, step=step, states=STATES[cosines.dtype],
+            scale=scale,
+        )  # fmt: skip
+        self._card.launch(ANGLES_KERNEL, (len(positions), 1, 1), arguments)
+
 
 _log = logging.getLogger(__name__)
 
@@ -21,23 +80,10 @@ _CHANGING = ("dynamic", "longrope")
 _COMPLEX = 0
 _TIMES = (2, 1, _COMPLEX)
 """How often the angles of a token are given: for both halves of a head, or once; or as complex numbers."""
-_LIKE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 1e-6, torch.complex64: 1e-6}
-_SAME = 0.95
-"""Of all numbers have the same bits, if rounded."""
-
-
-def angles_of(device: torch.device) -> CudaAngles | None:
-    """The kernel of a card, if it runs any."""
-    card = card_of(device)
-    return CudaAngles(card) if card is not None else None
 
 
 class CardAngles:
-    """The `forward` of the module that makes cosines and sines of positions.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-    """
+    """The `forward` of the module that makes cosines and sines of positions."""
 
     def __init__(self, module: Any, kernel: CudaAngles, times: int) -> None:
         self.in_library = module.forward
@@ -79,7 +125,7 @@ def speed_up_angles(module: Any, dtype: torch.dtype) -> bool:
         or dtype not in STATES
     ):
         return False
-    kernel = angles_of(frequencies.device)
+    kernel = on_card(frequencies.device, CudaAngles)
     made = _made(module, kernel, frequencies, dtype) if kernel is not None else None
     if made is not None:
         module.forward = made
@@ -94,20 +140,18 @@ def _made(module: Any, kernel: CudaAngles, frequencies: torch.Tensor, dtype: tor
         wanted = module.forward(x, positions)
         for times in _TIMES:
             made = CardAngles(module, kernel, times)
-            if _is_alike(made(x, positions), wanted):
+            if _are_alike(made(x, positions), wanted):
                 return made
     except Exception:  # any compiler or driver error, or whatever a module wants to be given: operators do it
         _log.info("angles are not computed by a kernel on %s", frequencies.device, exc_info=True)
     return None
 
 
-def _is_alike(found: Any, wanted: Any) -> bool:
-    pairs = [(found, wanted)] if isinstance(wanted, torch.Tensor) else list(zip(found, wanted, strict=True))
-    for mine, its in pairs:
-        if not isinstance(mine, torch.Tensor) or mine.dtype != its.dtype or mine.shape != its.shape:
-            return False
-        if (mine - its).abs().max() > _LIKE[its.dtype] * its.abs().max():
-            return False
-        if its.dtype in (torch.bfloat16, torch.float16) and (mine == its).float().mean() < _SAME:
-            return False
-    return True
+def _are_alike(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, torch.Tensor):
+        return isinstance(found, torch.Tensor) and is_alike(*map(_as_real, (found, wanted)))
+    return all(map(_are_alike, found, wanted))
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

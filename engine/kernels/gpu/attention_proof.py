@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
-from typing import Protocol
 
 import torch
 
 from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.cuda.driver import card_of
-from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.driver import Launcher, card_of
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
@@ -31,28 +29,10 @@ _PROVEN_HELD = (0, 45, 300)
 _WINDOW = 70
 
 
-class Attention(Protocol):
-    """See `engine.kernels.cuda.attention.CudaAttention`."""
-
-    @staticmethod
-    def takes(shape: KvShape) -> bool: ...
-    def attend(
-        self,
-        table: PageTable,
-        terms: AttentionTerms,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        held: torch.Tensor,
-        *,
-        are_stored: bool = False,
-    ) -> torch.Tensor: ...
-
-
 class ProvenAttention:
     """Attention over pages of one card that is known to compute what the definition says."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: CudaAttention) -> None:
         self._attention = attention
         self._right: dict[tuple[KvShape, KvType, torch.dtype], bool] = {}
 
@@ -93,7 +73,7 @@ def _of_card(card: Launcher) -> ProvenAttention:
 
 
 def prove_attention(
-    device: torch.device, attention: Attention, shape: KvShape, kv_type: KvType, states: torch.dtype
+    device: torch.device, attention: CudaAttention, shape: KvShape, kv_type: KvType, states: torch.dtype
 ) -> bool:
     """Whether the card computes attention of this shape as the definition does.  Raises nothing."""
     if not attention.takes(shape):
@@ -115,7 +95,7 @@ def prove_attention(
 
 def _is_right(
     device: torch.device,
-    attention: Attention,
+    attention: CudaAttention,
     shape: KvShape,
     kv_type: KvType,
     states: torch.dtype,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.formats.tiles import Pairing
-from engine.kernels.cuda.groups import CudaGroups
+from engine.kernels.cuda.products import CudaGroups
 from engine.kernels.gpu.stored import (
     ALIGNMENT,
     CardKernels,

@@ -17,9 +17,9 @@ import torch
 
 from engine.families.library import code_of
 from engine.formats.tiles import TiledMatrix
-from engine.kernels.cuda.driver import card_of
+from engine.kernels.cuda.compiled import STATES
+from engine.kernels.cuda.driver import on_card
 from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
-from engine.kernels.cuda.norm import STATES
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.norms import CardNorm
 from engine.kernels.gpu.pages import PageTable
@@ -67,18 +67,8 @@ class LatentContext:
     window: int
 
 
-def latents_of(device: torch.device) -> CudaLatents | None:
-    """The kernels of a card, if it runs any."""
-    card = card_of(device)
-    return CudaLatents(card) if card is not None else None
-
-
 class CardLatents:
-    """The `forward` of one attention module.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-    """
+    """The `forward` of one attention module."""
 
     def __init__(self, module: Any, kernel: CudaLatents, norm: CardNorm, form: LatentForm) -> None:
         self.in_library = module.forward
@@ -162,9 +152,6 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
 
     Args:
         angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
-
-    Returns:
-        How many.
     """
     kernels: dict[torch.device, CudaLatents | None] = {}
     count = 0
@@ -174,7 +161,7 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
             continue
         place = norm.weight.device
         if place not in kernels:
-            kernels[place] = latents_of(place)
+            kernels[place] = on_card(place, CudaLatents)
         kernel = kernels[place]
         made = _made(module, kernel, norm, angles) if kernel is not None else None
         if made is not None:
@@ -203,11 +190,7 @@ def _norm_of(module: Any) -> CardNorm | None:
 
 
 class _TriedCache:
-    """In the place of the library's cache: latents and rotated keys of some tokens, to which one more is added.
-
-    Attributes:
-        own: what was added.
-    """
+    """In the place of the library's cache: latents and rotated keys of some tokens, to which one more is added."""
 
     def __init__(self, latents: torch.Tensor, keys: torch.Tensor) -> None:
         self._before = latents, keys

@@ -29,9 +29,6 @@ class CardLayer:
 
     Args:
         following: norm of what it returns, if any.
-
-    Attributes:
-        in_library: the one that it takes the place of.
     """
 
     def __init__(self, layer: Any, following: CardNorm | None) -> None:
@@ -73,9 +70,6 @@ def speed_up_layers(layers: Sequence[Any], last_norm: Any) -> int:
     Args:
         layers: of a model, in order.
         last_norm: module behind them, or `None`.
-
-    Returns:
-        How many.
     """
     count = 0
     norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]] + [last_norm]

@@ -12,16 +12,21 @@ import torch
 from engine.formats import BF16, FORMATS, TiledFormat, WeightFormat
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.tiles import Pairing, TiledMatrix, dequantise
-from engine.kernels.activation import Activation, ActivationKind
-from engine.kernels.cuda.driver import open_card
-from engine.kernels.cuda.groups import ROUND_KERNEL, CudaGroups, group_kernels
-from engine.kernels.cuda.launcher import DriverError
+from engine.kernels.cuda.driver import DriverError, open_card
 from engine.kernels.cuda.nvrtc import CompileError
-from engine.kernels.cuda.products import CudaProducts, product_kernels, struct_of
-from engine.kernels.cuda.unpack import CudaUnpacker, unpack_kernel
+from engine.kernels.cuda.products import (
+    ROUND_KERNEL,
+    CudaGroups,
+    CudaProducts,
+    CudaUnpacker,
+    group_kernels,
+    product_kernels,
+    struct_of,
+    unpack_kernel,
+)
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, group, matrix_in, store
-from engine.kernels.quantise import quantise
-from engine.kernels.repack import Blocks, Unpack, unpacked
+from engine.kernels.interface import Activation, ActivationKind
+from engine.kernels.repack import Blocks, Unpack, quantise, unpacked
 
 _log = logging.getLogger(__name__)
 

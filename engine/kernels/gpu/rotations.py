@@ -7,18 +7,127 @@ done is done with the rotation.  Every module is tried: what it gives its attent
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from engine.families.library import code_of
-from engine.kernels.cuda.driver import card_of
-from engine.kernels.cuda.norm import STATES
-from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
-from engine.kernels.gpu.norms import CardNorm
+from engine.kernels.cuda.compiled import STATES, Kernel
+from engine.kernels.cuda.driver import OnCard, on_card
+from engine.kernels.gpu.norms import CardNorm, is_alike
+
+ROTARY_KERNEL = Kernel("rotary.cu", "rotary_kernel", 128)
+_HEADS_OF_BLOCK = 4
+
+
+class HeadsOf(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "weights")),
+        *((name, ctypes.c_int64) for name in ("row_step", "head_step")),
+        ("heads", ctypes.c_int),
+    )
+
+
+class RotaryArguments(ctypes.Structure):
+    _fields_ = (
+        ("queries", HeadsOf),
+        ("keys", HeadsOf),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
+        ("angle_row_step", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("dim", "rotated", "angle_step", "is_interleaved", "rounds_once")),
+        *((name, ctypes.c_int) for name in ("norms_all_heads", "norm_rounds_once")),
+        *((name, ctypes.c_int) for name in ("states", "weight_states", "angle_states")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of queries and keys before they are rotated.
+
+    Attributes:
+        query_weight, key_weight: contiguous, of one type in `STATES`: [dim], or [heads x dim] if `all_heads`.
+        epsilon: added to the mean square.
+        offset: added to weights.
+        rounds_once: whether the weight multiplies before rounding, not after.
+        all_heads: whether the mean is over all heads together.
+    """
+
+    query_weight: torch.Tensor
+    key_weight: torch.Tensor
+    epsilon: float
+    offset: float
+    rounds_once: bool
+    all_heads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryForm:
+    """What a family means by a rotation.
+
+    Attributes:
+        is_interleaved: pairs are neighbouring elements, not half of the rotated ones apart.
+        angle_step: from a pair's angle to the next one's.
+        angles_of_pair: how often the angle of each pair is there.
+        rounds_once: whether only the result is rounded to the states' type, not each product.
+    """
+
+    is_interleaved: bool
+    angle_step: int
+    angles_of_pair: int
+    rounds_once: bool
+
+
+class CudaRotary(OnCard):
+    """Rotations on one card."""
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        form: RotaryForm,
+        norms: HeadNorms | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norms and rotates one token's heads, or several tokens'.
+
+        Args:
+            queries: [rows, heads, dim] of a type in `STATES`, elements of a head contiguous.
+            keys: [rows, kv_heads, dim] of the same type.
+            cosines, sines: [rows or 1, angles] with the same strides; those of each row, or of all.
+            norms: applied before.
+        """
+        dim = queries.shape[2]
+        outs = [x.new_empty(x.shape) for x in (queries, keys)]
+        weights = (norms.query_weight, norms.key_weight) if norms is not None else (None, None)
+        described = [
+            HeadsOf(
+                x=x.data_ptr(), out=out.data_ptr(), weights=weight.data_ptr() if weight is not None else None,
+                row_step=x.stride(0), head_step=x.stride(1), heads=x.shape[1],
+            )
+            for x, out, weight in zip((queries, keys), outs, weights, strict=True)
+        ]  # fmt: skip
+        arguments = RotaryArguments(
+            queries=described[0], keys=described[1], cosines=cosines.data_ptr(), sines=sines.data_ptr(),
+            angle_row_step=cosines.stride(0) if len(cosines) > 1 else 0, dim=dim,
+            rotated=2 * (cosines.shape[1] // form.angles_of_pair), angle_step=form.angle_step,
+            is_interleaved=form.is_interleaved, rounds_once=form.rounds_once, states=STATES[queries.dtype],
+            angle_states=STATES[cosines.dtype],
+        )  # fmt: skip
+        if norms is not None:
+            arguments.norms_all_heads, arguments.norm_rounds_once = norms.all_heads, norms.rounds_once
+            arguments.weight_states = STATES[norms.query_weight.dtype]
+            arguments.epsilon, arguments.offset = norms.epsilon, norms.offset
+        heads = queries.shape[1] + keys.shape[1]
+        self._card.launch(ROTARY_KERNEL, (-(-heads // _HEADS_OF_BLOCK), len(queries), 1), arguments)
+        return outs[0], outs[1]
+
 
 _log = logging.getLogger(__name__)
 
@@ -29,10 +138,6 @@ _ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 _FEW_ROWS = 16
 TRIED_POSITIONS = (3, 77, 1003)
 _TRIED_HEADS = (4, 2)
-_SAME = 0.95
-"""Of all numbers have the same bits: sums in another order rarely change what is rounded."""
-_UNLIKE = {torch.bfloat16: 0.02, torch.float16: 0.004, torch.float32: 1e-5}
-"""Of the largest number."""
 _FORMS = tuple(
     RotaryForm(is_interleaved, step, times, once)
     for once in (False, True)
@@ -41,18 +146,8 @@ _FORMS = tuple(
 """Half of a head apart with angles for both halves or one; neighbours with angles by halves or in pairs."""
 
 
-def rotary_of(device: torch.device) -> CudaRotary | None:
-    """The kernel of a card, if it runs any."""
-    card = card_of(device)
-    return CudaRotary(card) if card is not None else None
-
-
 class Rotation:
-    """`apply_rotary_pos_emb` of one attention module.
-
-    Attributes:
-        in_library: the one that it takes the place of.
-    """
+    """`apply_rotary_pos_emb` of one attention module."""
 
     def __init__(self, in_library: Callable[..., Any], kernel: CudaRotary, form: RotaryForm) -> None:
         self.in_library = in_library
@@ -165,9 +260,6 @@ def speed_up_rotations(model: Any, angles: Callable[[torch.Tensor], Any]) -> int
 
     Args:
         angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
-
-    Returns:
-        How many.
     """
     kernels: dict[torch.device, CudaRotary | None] = {}
     forms: dict[tuple[object, torch.dtype], RotaryForm | None] = {}
@@ -180,7 +272,7 @@ def speed_up_rotations(model: Any, angles: Callable[[torch.Tensor], Any]) -> int
         if weight is None or weight.dtype not in STATES:
             continue
         if weight.device not in kernels:
-            kernels[weight.device] = rotary_of(weight.device)
+            kernels[weight.device] = on_card(weight.device, CudaRotary)
         kernel = kernels[weight.device]
         if kernel is not None:
             count += _speed_up(module, library, kernel, angles, weight, forms)
@@ -223,7 +315,7 @@ def _speed_up(
                 for norm, later in zip(norms, rotation.norm_later((alike[0], alike[1])), strict=True):
                     norm.forward = later
             found = _attended(module, rotation, hidden, embeddings)
-            if all(_is_alike(mine, its) for mine, its in zip(found, wanted, strict=True)):
+            if all(is_alike(mine, its) for mine, its in zip(found, wanted, strict=True)):
                 module.forward = forward_with(module, {_NAME: rotation})
                 return True
             _undo(norms, forwards)
@@ -266,11 +358,7 @@ def _hidden(module: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _SeenError(Exception):
-    """An attention function was called.
-
-    Attributes:
-        states: queries and keys that it was given.
-    """
+    """An attention function was called."""
 
     def __init__(self, states: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
@@ -302,13 +390,6 @@ def _attended(
     raise LookupError("it does not call the library's attention functions")
 
 
-def _is_alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    limit = _UNLIKE[wanted.dtype] * wanted.float().abs().max()
-    is_near = bool((found.float() - wanted.float()).abs().max() <= limit)
-    same = (found == wanted).float().mean().item()
-    return found.dtype == wanted.dtype and is_near and (wanted.dtype == torch.float32 or same >= _SAME)
-
-
 def _form_of(
     library: Callable[..., Any], kernel: CudaRotary, embeddings: Any, weight: torch.Tensor
 ) -> RotaryForm | None:
@@ -329,7 +410,7 @@ def _form_of(
         for form in _FORMS:
             rotation = Rotation(library, kernel, form)
             if rotation.takes(*parts, cos, sin) and all(
-                _is_alike(mine, its) for mine, its in zip(rotation(*parts, cos, sin), wanted, strict=True)
+                is_alike(mine, its) for mine, its in zip(rotation(*parts, cos, sin), wanted, strict=True)
             ):
                 return form
     return None

@@ -19,8 +19,7 @@ from engine.kernels.repack import Blocks, Unpack, unpacked
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
     from engine.formats.ggml import BlockType
-    from engine.kernels.cuda.groups import CudaGroups
-    from engine.kernels.cuda.products import CudaProducts
+    from engine.kernels.cuda.products import CudaGroups, CudaProducts
     from engine.kernels.interface import LayerRecords, Upload
 
 

@@ -259,11 +259,7 @@ def outdated_libraries() -> list[Path]:
 
 
 def build() -> Path:
-    """Compiles the library unless it exists.
-
-    Raises:
-        BuildError: no compiler, or a compile error.
-    """
+    """Compiles the library unless it exists."""
     target = library_path()
     if target.exists():
         return target
@@ -291,9 +287,6 @@ def compile_sources(
 
     Args:
         machine: target as named by `platform.machine()`, for cross compilers; `None`: this machine.
-
-    Raises:
-        BuildError: a compile error.
     """
     kind = architecture(machine)
     sources = [

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.library import NativeKernels, out_of_memory
 from engine.kernels.native.structs import ExchangeLayoutStruct, ExchangeShapeStruct, ExpertsStruct
 
 MOST_CHOSEN = 32
@@ -54,9 +54,6 @@ class NativeExchange:
         most: experts that a row chooses in a layer, up to `MOST_CHOSEN`.
         rows: most of a token; all of them choose up to `MOST_VISITS`.
         allocate: makes what the card and the host share, uint8 on the CPU and page-aligned; it is used until `close`.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
     """
 
     def __init__(
@@ -68,26 +65,27 @@ class NativeExchange:
         rows: int,
         allocate: Callable[[int], torch.Tensor],
     ) -> None:
-        self._calls, self._layers = kernels.exchange, list(layers)
+        self._kernels, self._layers = kernels, list(layers)
         self.shape = ExchangeShapeStruct(len(layers), experts, layers[0].hidden, most, rows, _DEPTH)
-        self.memory = allocate(int(self._calls.bytes(ctypes.byref(self.shape))))
+        self.memory = allocate(int(self._kernels.exchange_bytes(ctypes.byref(self.shape))))
         addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
-        made = self._calls.create(ctypes.byref(self.shape), self.memory.data_ptr(), kernels.pool, addresses, _LIMIT_NS)
+        memory = self.memory.data_ptr()
+        made = kernels.exchange_create(ctypes.byref(self.shape), memory, kernels.pool, addresses, _LIMIT_NS)
         if not made:
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left for tokens on the card.")
         self.address: int = made
 
     def compute_in_turn(self) -> None:
         """From the next token on the card computes its experts before it asks for others: each takes its own time."""
-        self._calls.in_turn(self.address)
+        self._kernels.exchange_in_turn(self.address)
 
     def change(self, layer: int, expert: int, slot: int | None) -> None:
         """From the next token on an expert is in this slot, or in none."""
-        self._calls.change(self.address, layer, expert, -1 if slot is None else slot)
+        self._kernels.exchange_change(self.address, layer, expert, -1 if slot is None else slot)
 
     def start(self) -> int:
         """Begins a token, which the caller's kernels compute: its number."""
-        return int(self._calls.start(self.address))
+        return int(self._kernels.exchange_start(self.address))
 
     def end(self) -> None:
         """Ends it.
@@ -96,7 +94,7 @@ class NativeExchange:
             OverdueError: missed experts were not computed in time.
             EngineError: they could not be computed, or the token was cancelled.
         """
-        _check(self._calls.end(self.address))
+        _check(self._kernels.exchange_end(self.address))
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end of a token that a real card computes; false if that took longer than `timeout_s`.
@@ -104,7 +102,7 @@ class NativeExchange:
         Raises:
             OverdueError, EngineError: as `end`.
         """
-        result = self._calls.wait(self.address, int(timeout_s * 1e9))
+        result = self._kernels.exchange_wait(self.address, int(timeout_s * 1e9))
         if result == _RUNS:
             return False
         _check(result)
@@ -113,29 +111,29 @@ class NativeExchange:
     def layout(self) -> ExchangeLayoutStruct:
         """Where everything lies in `memory`."""
         found = ExchangeLayoutStruct()
-        self._calls.layout(self.address, ctypes.byref(found))
+        self._kernels.exchange_layout(self.address, ctypes.byref(found))
         return found
 
     def cancel(self) -> None:
         """The token under way waits for nothing any more, and `end` raises.  On any thread."""
-        self._calls.cancel(self.address)
+        self._kernels.exchange_cancel(self.address)
 
     def records(self) -> NDArray[np.void]:
         """[layers] of `CARD_LAYER`: the last token's, which has ended."""
-        begin = self._calls.records(self.address)
+        begin = self._kernels.exchange_records(self.address)
         rows = ctypes.string_at(begin, len(self._layers) * CARD_LAYER.itemsize)
         return np.frombuffer(rows, CARD_LAYER)
 
     def close(self) -> None:
         """Ends the thread.  No token may be under way; idempotent."""
         if self.address:
-            self._calls.destroy(self.address)
+            self._kernels.exchange_destroy(self.address)
             self.address = 0
 
 
 def _check(result: int) -> None:
     if result == _FAILED:
-        raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer's experts.")
+        raise out_of_memory()
     if result == _OVERDUE:
         raise OverdueError(ErrorCode.INTERNAL, "A token on the card waited too long for experts that the CPU computes.")
     if result == _CANCELLED:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16
 from engine.formats.tiles import Pairing
 from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords, are_even
-from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.library import NativeKernels, out_of_memory
 from engine.kernels.native.structs import IN_BLOCKS, ExpertsStruct, RecordPartStruct
 
 MAX_TOKENS = 8
@@ -75,7 +74,7 @@ class NativeExperts:
         out = torch.empty_like(hidden_states)
         pointers = (tensor.data_ptr() for tensor in (hidden_states, index, weights, out))
         if self._kernels.experts(self._kernels.pool, self._address, *index.shape, *pointers):
-            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer's experts.")
+            raise out_of_memory()
         return out
 
 

@@ -18,11 +18,83 @@ from contextlib import suppress
 from enum import IntEnum
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
 from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
-from engine.kernels.native.stamps import NativeStamps
+from engine.kernels.native.structs import StampCountsStruct
+from engine.telemetry.layer_log import STAMP, Stamped
+
+_AT_ONCE = 2**12
+_MOST_CHOSEN = 2**16
+"""Experts that one call takes: more than any step chooses."""
+
+
+class NativeStamps:
+    """Where native code stamps its steps: one ring for all of the process."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.switchyard_stamps.restype = ctypes.POINTER(StampCountsStruct)
+        library.switchyard_take_stamps.restype = ctypes.c_int64
+        library.switchyard_take_stamps.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._library = library
+        self._counts = StampCountsStruct()
+        # Kept: to map and unmap as much memory several times a second would halt the threads that compute.
+        self._some, self._ids = np.empty(_AT_ONCE, STAMP), np.empty(_MOST_CHOSEN, np.int32)
+
+    def switch(self, on: bool) -> None:
+        """Steps are stamped from now on, or no more; without memory for them, none are."""
+        counts = self._library.switchyard_stamps(int(on))
+        if counts:
+            self._counts = counts.contents
+
+    @property
+    def written(self) -> int:
+        """Stamps so far."""
+        return int(self._counts.written)
+
+    @property
+    def dropped(self) -> int:
+        """Those that were not taken in time."""
+        return int(self._counts.dropped)
+
+    @property
+    def chosen(self) -> int:
+        """Experts that all steps have chosen."""
+        return int(self._counts.chosen)
+
+    @property
+    def ended_ns(self) -> int:
+        """End of the last step."""
+        return int(self._counts.ended_ns)
+
+    @property
+    def taken(self) -> int:
+        """Stamps that have been taken."""
+        return int(self._counts.taken)
+
+    def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
+        """The oldest stamps, at most `most`, and the experts that they chose, one after the other.
+
+        One caller at a time.
+        """
+        stamps, chosen = [np.empty(0, STAMP)], [np.empty(0, np.int32)]
+        some, ids = self._some, self._ids
+        while most > 0:
+            wanted = min(most, _AT_ONCE)
+            taken = self._library.switchyard_take_stamps(wanted, some.ctypes.data, len(ids), ids.ctypes.data)
+            stamps.append(some[:taken].copy())
+            chosen.append(ids[: int(some["count"][:taken].sum())].copy())
+            most -= taken
+            if not taken:
+                break
+        return np.concatenate(stamps), np.concatenate(chosen)
+
 
 _ABI = 27
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
@@ -43,92 +115,66 @@ class Isa(IntEnum):
     NEON_I8MM = 18
 
 
-class ExchangeCalls:
-    """The calls of switchyard_exchange.h."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        for name, arguments, result in (
-            ("bytes", [pointer], i64),
-            ("create", [pointer, pointer, pointer, pointer, i64], pointer),
-            ("destroy", [pointer], None),
-            ("in_turn", [pointer], None),
-            ("change", [pointer, i32, i32, i32], None),
-            ("start", [pointer], ctypes.c_uint64),
-            ("end", [pointer], i32),
-            ("layout", [pointer, pointer], None),
-            ("wait", [pointer, i64], i32),
-            ("cancel", [pointer], None),
-            ("records", [pointer], pointer),
-        ):
-            call = getattr(library, f"switchyard_exchange_{name}")
-            call.argtypes, call.restype = arguments, result
-        self.bytes = library.switchyard_exchange_bytes
-        self.create = library.switchyard_exchange_create
-        self.destroy = library.switchyard_exchange_destroy
-        self.in_turn = library.switchyard_exchange_in_turn
-        self.change = library.switchyard_exchange_change
-        self.start = library.switchyard_exchange_start
-        self.end = library.switchyard_exchange_end
-        self.layout = library.switchyard_exchange_layout
-        self.wait = library.switchyard_exchange_wait
-        self.cancel = library.switchyard_exchange_cancel
-        self.records = library.switchyard_exchange_records
+_POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_MULTIPLY = [_POINTER, _POINTER, _I32, _POINTER, _POINTER, _I32, _POINTER]
+_ATTEND = [*[_POINTER] * 4, _I32, *[_POINTER] * 3, _I32, _I64, _POINTER]
+_CALLS: dict[str, tuple[list[Any], Any]] = {
+    "use_isa_for": ([_I32] * 3, None),
+    "pool_create": ([_I32], _POINTER),
+    "pool_destroy": ([_POINTER], None),
+    "experts": ([_POINTER, _POINTER, _I32, _I32, *[_POINTER] * 4], _I32),
+    "linear": (_MULTIPLY, _I32),
+    "linear_rows": (_MULTIPLY, _I32),
+    "sparse_step": ([_POINTER, _POINTER, _I32, *[_POINTER] * 4], _I32),
+    "attention_step": (_ATTEND, _I32),
+    "latent_step": (_ATTEND, _I32),
+    "delta_step": ([*[_POINTER] * 4, _I32, _POINTER, _POINTER], _I32),
+    "delta_rows": ([_POINTER] * 6, _I32),
+    "model_step": ([_POINTER, _POINTER, _I32, _I32, *[_POINTER] * 3], _I32),
+    "quantise": ([_POINTER, _POINTER, _POINTER, _I32], _I32),
+    "dequantise": ([_POINTER, _POINTER, _I64, _I64, _POINTER], _I32),
+    "repack": ([_POINTER, _POINTER, _I64, _I32], _I32),
+    "unpack": ([_POINTER, _POINTER, _I64, _I64, _I32, _POINTER], _I32),
+    "paged_attention": ([_POINTER, _POINTER, _POINTER, _I32, *[_POINTER] * 4], _I32),
+    "attention_rows": ([*[_POINTER] * 4, _I32, _POINTER, _POINTER, _POINTER, _I64, _POINTER], _I32),
+    "prompt_attention": ([_POINTER] * 3, _I32),
+    "read_memory": ([_POINTER, _POINTER, _I64], ctypes.c_uint64),
+    "route_rows": ([_POINTER, _POINTER, _I32, *[_POINTER] * 4], _I32),
+    "exchange_bytes": ([_POINTER], _I64),
+    "exchange_create": ([*[_POINTER] * 4, _I64], _POINTER),
+    "exchange_destroy": ([_POINTER], None),
+    "exchange_in_turn": ([_POINTER], None),
+    "exchange_change": ([_POINTER, _I32, _I32, _I32], None),
+    "exchange_start": ([_POINTER], ctypes.c_uint64),
+    "exchange_end": ([_POINTER], _I32),
+    "exchange_layout": ([_POINTER, _POINTER], None),
+    "exchange_wait": ([_POINTER, _I64], _I32),
+    "exchange_cancel": ([_POINTER], None),
+    "exchange_records": ([_POINTER], _POINTER),
+}
+"""Of switchyard_kernels.h and switchyard_exchange.h, without `switchyard_`: what they take and return."""
 
 
 class NativeKernels:
-    """The loaded library and one pool of threads."""
+    """The loaded library and one pool of threads; the calls of `_CALLS` are attributes."""
 
     def __init__(self, library: ctypes.CDLL, isa: Isa, threads: int) -> None:
         self.isa = isa
         self.threads = threads
-        library.switchyard_use_isa_for.argtypes = [ctypes.c_int32] * 3
-        library.switchyard_use_isa_for.restype = None
+        for name, (arguments, result) in _CALLS.items():
+            call = getattr(library, f"switchyard_{name}")
+            call.argtypes, call.restype = arguments, result
         library.switchyard_use_isa(int(isa))
-        library.switchyard_pool_create.restype = ctypes.c_void_p
-        library.switchyard_pool_destroy.argtypes = [ctypes.c_void_p]
-        pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        library.switchyard_experts.argtypes = [pointer, pointer, i32, i32, pointer, pointer, pointer, pointer]
-        library.switchyard_linear.argtypes = [pointer, pointer, i32, pointer, pointer, i32, pointer]
-        library.switchyard_sparse_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
-        for step in (library.switchyard_attention_step, library.switchyard_latent_step):
-            step.argtypes = [*[pointer] * 4, i32, *[pointer] * 3, i32, i64, pointer]
-        library.switchyard_delta_step.argtypes = [*[pointer] * 4, i32, pointer, pointer]
-        library.switchyard_delta_rows.argtypes = [pointer] * 6
-        library.switchyard_model_step.argtypes = [pointer, pointer, i32, i32, *[pointer] * 3]
-        library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
-        library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
-        library.switchyard_repack.argtypes = [pointer, pointer, i64, i32]
-        library.switchyard_unpack.argtypes = [pointer, pointer, i64, i64, i32, pointer]
-        library.switchyard_paged_attention.argtypes = [pointer, pointer, pointer, i32, *[pointer] * 4]
-        library.switchyard_attention_rows.argtypes = [*[pointer] * 4, i32, pointer, pointer, pointer, i64, pointer]
-        library.switchyard_linear_rows.argtypes = [pointer, pointer, i32, pointer, pointer, i32, pointer]
-        library.switchyard_prompt_attention.argtypes = [pointer, pointer, pointer]
-        library.switchyard_read_memory.argtypes = [pointer, pointer, i64]
-        library.switchyard_read_memory.restype = ctypes.c_uint64
-        library.switchyard_route_rows.argtypes = [pointer, pointer, i32, *[pointer] * 4]
         self._library = library
         self.pool: int = library.switchyard_pool_create(threads)
-        self.experts = library.switchyard_experts
-        self.linear = library.switchyard_linear
-        self.sparse_step = library.switchyard_sparse_step
-        self.attention_step = library.switchyard_attention_step
-        self.latent_step = library.switchyard_latent_step
-        self.delta_step = library.switchyard_delta_step
-        self.delta_rows = library.switchyard_delta_rows
-        self.model_step = library.switchyard_model_step
-        self.quantise = library.switchyard_quantise
-        self.dequantise = library.switchyard_dequantise
-        self.repack = library.switchyard_repack
-        self.unpack = library.switchyard_unpack
-        self.paged_attention = library.switchyard_paged_attention
-        self.attention_rows = library.switchyard_attention_rows
-        self.linear_rows = library.switchyard_linear_rows
-        self.prompt_attention = library.switchyard_prompt_attention
-        self.read_memory = library.switchyard_read_memory
-        self.route_rows = library.switchyard_route_rows
         self.stamps = NativeStamps(library)
-        self.exchange = ExchangeCalls(library)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _CALLS:
+            raise AttributeError(name)
+        call = getattr(self._library, f"switchyard_{name}")
+        setattr(self, name, call)
+        return call
 
     def use(self, isa: Isa) -> None:
         """All later calls, of any pool, use this instruction set."""
@@ -143,6 +189,11 @@ class NativeKernels:
         if self.pool:
             self._library.switchyard_pool_destroy(self.pool)
             self.pool = 0
+
+
+def out_of_memory() -> EngineError:
+    """What to raise when a kernel had no memory for its buffers."""
+    return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer.")
 
 
 def load_kernels(threads: int) -> NativeKernels | None:
@@ -175,9 +226,6 @@ def watch_file(address: int, nbytes: int, sentence: str) -> Callable[[], None]:
     """Where the file mapped there loses data while it is read, the process ends with this sentence and exit code 2.
 
     Without the kernels, or on Windows, it ends as the system has it.
-
-    Returns:
-        What ends that.
     """
     path = library_path()
     with suppress(OSError, AttributeError):

@@ -10,12 +10,19 @@ from typing import TypeGuard
 
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16, SMALLEST, TiledFormat, head_format, is_router, tiled_format
 from engine.formats.ggml import BlockType
 from engine.formats.tiles import TiledMatrix
-from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.native.structs import IN_BLOCKS, MatrixStruct, matrix_struct, plain_struct
+from engine.kernels.native.library import Isa, NativeKernels, out_of_memory
+from engine.kernels.native.paged_attention import PagedLayerStruct, Pieces
+from engine.kernels.native.structs import (
+    IN_BLOCKS,
+    AttentionStruct,
+    MatrixStruct,
+    SparseBlockStruct,
+    matrix_struct,
+    plain_struct,
+)
 from engine.kernels.repack import Blocks, unpack_into
 
 _FEW_TOKENS = 8
@@ -162,11 +169,6 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def out_of_memory() -> EngineError:
-    """What to raise when a kernel had no memory for its buffers."""
-    return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer.")
-
-
 def keeps_rows_apart(module: object) -> bool:
     """Whether a layer's results for up to 8 rows are those of each row alone, bit by bit."""
     return isinstance(getattr(module, "__dict__", {}).get("forward"), QuantisedLinear | _PlainLinear)
@@ -182,6 +184,17 @@ def _is_large(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 def _is_plain(module: torch.nn.Module) -> bool:
     return _is_large(module) and module.weight.device.type == "cpu" and module.weight.is_contiguous()
+
+
+def _multiply(
+    kernels: NativeKernels, address: int, tokens: int, rows: torch.Tensor, bias: int | None, out: torch.Tensor
+) -> torch.Tensor:
+    """Fills `out`, of bf16 or float32, with so many rows' products."""
+    multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
+    is_float = int(out.dtype == torch.float32)
+    if multiply(kernels.pool, address, tokens, rows.data_ptr(), bias, is_float, out.data_ptr()):
+        raise out_of_memory()
+    return out
 
 
 class _PlainLinear:
@@ -202,11 +215,7 @@ class _PlainLinear:
         if not 0 < tokens <= self._most_tokens or input.dtype != torch.bfloat16:
             return torch.nn.functional.linear(input, self._weight, self._bias)
         out = input.new_empty((*input.shape[:-1], self._rows))
-        kernels, input = self._kernels, input.contiguous()
-        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        if multiply(kernels.pool, self._address, tokens, input.data_ptr(), self._bias_address, 0, out.data_ptr()):
-            raise out_of_memory()
-        return out
+        return _multiply(self._kernels, self._address, tokens, input.contiguous(), self._bias_address, out)
 
 
 class QuantisedLinear:
@@ -234,12 +243,9 @@ class QuantisedLinear:
         rows = input.reshape(-1, self._columns)
         if input.dtype != torch.bfloat16:
             rows = rows.bfloat16()
-        rows, tokens, kernels = rows.contiguous(), rows.shape[0], self._kernels
+        rows, tokens = rows.contiguous(), rows.shape[0]
         out = rows.new_empty(tokens, self._rows, dtype=torch.float32 if self._is_head else torch.bfloat16)
-        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        pointers = (rows.data_ptr(), self._bias_address, int(self._is_head), out.data_ptr())
-        if multiply(kernels.pool, self._address, tokens, *pointers):
-            raise out_of_memory()
+        _multiply(self._kernels, self._address, tokens, rows, self._bias_address, out)
         out = out.view(*input.shape[:-1], self._rows)
         return out if self._is_head else out.to(input.dtype)
 
@@ -250,9 +256,6 @@ class TurnedLinear:
     Args:
         stored: of the layer as it is stored.
         order: which stored column each of the layer's is.
-
-    Attributes:
-        stored, order: as given.
     """
 
     def __init__(self, stored: QuantisedLinear, order: torch.Tensor) -> None:
@@ -271,9 +274,6 @@ class LatentHeads:
     Args:
         keys: [heads * rank, width of a key].
         values: [heads * width of a value, rank].
-
-    Attributes:
-        structs: both, for native kernels.
     """
 
     def __init__(self, module: torch.nn.Linear, keys: Blocks, values: Blocks, kernels: NativeKernels) -> None:
@@ -288,13 +288,10 @@ class LatentHeads:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, self._rank).bfloat16().contiguous()
-        tokens, kernels = rows.shape[0], self._kernels
-        values = rows.new_empty(tokens, self._values.rows)
-        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        if multiply(kernels.pool, self._address, tokens, rows.data_ptr(), None, 0, values.data_ptr()):
-            raise out_of_memory()
+        tokens = rows.shape[0]
+        values = _multiply(self._kernels, self._address, tokens, rows, None, rows.new_empty(tokens, self._values.rows))
         weights = torch.empty(self._keys.rows, self._keys.columns, dtype=torch.bfloat16)
-        unpack_into(self._keys, weights, kernels)
+        unpack_into(self._keys, weights, self._kernels)
         keys = torch.matmul(rows, weights.view(self._heads, self._rank, -1)).transpose(0, 1)
         both = torch.cat([keys, values.view(tokens, self._heads, -1)], dim=-1)
         return both.reshape(*input.shape[:-1], -1).to(input.dtype)
@@ -305,9 +302,6 @@ class BlockEmbedding:
 
     Args:
         table: [vocabulary, hidden], which an output layer may share.
-
-    Attributes:
-        dtype: of what it gives.
     """
 
     def __init__(self, module: torch.nn.Embedding, table: Blocks, kernels: NativeKernels) -> None:
@@ -336,3 +330,82 @@ def looks_rows_up(module: object) -> TypeGuard[torch.nn.Embedding]:
 def scale_of_rows(module: torch.nn.Embedding) -> float:
     """What it multiplies rows by, rounded as they are."""
     return float(torch.tensor(getattr(module, "scalar_embed_scale", 1.0), dtype=module.weight.dtype))
+
+
+def attention_rows(
+    kernels: NativeKernels,
+    layer: AttentionStruct,
+    paged: PagedLayerStruct,
+    pieces: Pieces,
+    hidden: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Hidden states [T, H] plus the attention of a layer: norm, projections, rotation, pages and output.
+
+    Args:
+        layer: its weights; `paged` its pages.
+        pieces: the sequences of these tokens.
+        hidden: float32 or bf16.
+        cos, sin: [T, angles], at least one per pair of dimensions.
+    """
+    hidden, cos, sin = (each.float().contiguous() for each in (hidden, cos, sin))
+    out = torch.empty_like(hidden)
+    failed = kernels.attention_rows(
+        kernels.pool,
+        ctypes.addressof(layer),
+        ctypes.addressof(paged),
+        pieces.address_for(paged.held),
+        len(pieces.pieces),
+        hidden.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[-1],
+        out.data_ptr(),
+    )
+    if failed:
+        raise out_of_memory()
+    return out
+
+
+def route_rows(
+    kernels: NativeKernels, block: SparseBlockStruct, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs of a sparse block's experts: normed hidden states, bf16 [T, H], ids [T, k] and float weights [T, k].
+
+    Args:
+        block: its norm and its router; `hidden` is float32, contiguous.
+    """
+    tokens, width = hidden.shape[0], block.router.top_k
+    normed = torch.empty_like(hidden, dtype=torch.bfloat16)
+    chosen, shares = torch.empty(tokens, width, dtype=torch.int64), torch.empty(tokens, width)
+    pointers = (tensor.data_ptr() for tensor in (hidden, normed, chosen, shares))
+    if kernels.route_rows(kernels.pool, ctypes.addressof(block), tokens, *pointers):
+        raise out_of_memory()
+    return normed, chosen, shares
+
+
+class RowsLinear:
+    """The `forward` of a linear layer for many rows, while a batch is computed."""
+
+    def __init__(self, module: torch.nn.Linear, kernels: NativeKernels) -> None:
+        struct = linear_struct(module)
+        assert struct is not None
+        self._kernels, self._struct, self._library_forward = kernels, struct, module.forward
+        self._bias_address = address_of(module.bias)
+
+    @staticmethod
+    def can(module: torch.nn.Module) -> bool:
+        """Whether this is a linear layer with weights and bias that the kernels support."""
+        return type(module) is torch.nn.Linear and is_readable(module)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """[.., columns] -> [.., rows] in bf16; other types use the original forward."""
+        if input.dtype != torch.bfloat16:
+            return self._library_forward(input)
+        rows = input.reshape(-1, self._struct.columns).contiguous()
+        out = rows.new_empty(rows.shape[0], self._struct.rows)
+        pointers = (rows.data_ptr(), self._bias_address, 0, out.data_ptr())
+        if self._kernels.linear_rows(self._kernels.pool, ctypes.addressof(self._struct), len(rows), *pointers):
+            raise out_of_memory()
+        return out.view(*input.shape[:-1], -1)

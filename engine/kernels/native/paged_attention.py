@@ -6,15 +6,14 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
 from engine.common.footprint import PAGE_TOKENS as PAGE_TOKENS
-from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.library import Isa, NativeKernels, out_of_memory
 from engine.kernels.native.structs import PagesStruct, PieceStruct
 
 
@@ -33,8 +32,6 @@ class KvType(IntEnum):
 
 
 class PagedLayerStruct(ctypes.Structure):
-    """`SwitchyardPagedLayer`."""
-
     _fields_ = (
         ("held", PagesStruct),
         ("sinks", ctypes.c_void_p),
@@ -44,8 +41,6 @@ class PagedLayerStruct(ctypes.Structure):
 
 
 class StatesStruct(ctypes.Structure):
-    """`SwitchyardStates`."""
-
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("token_step", ctypes.c_int64),
@@ -166,7 +161,7 @@ class PagedLayer:
         for part in (self.keys, self.values, self.key_scales, self.value_scales, self.index):
             if part is not None and part.numel() and part.device.type == "cpu":
                 for own in part.unbind(1) if self.by_head else [part]:
-                    _discard(own, pages)
+                    discard(own, pages)
 
     def held(self, window: int = 0, kept: int = 0) -> PagesStruct:
         """The struct of the pages themselves; it points into them."""
@@ -221,6 +216,7 @@ class CompressedPages:
         key_dim: width of keys and entries; `index_dim`: of what the index looks up, 0 without one.
         raw, index_raw: width of what compressors make of a token.
         windows: pages of what is recent; 0 if these are the same.
+        place: see `PagedLayer`.
     """
 
     def __init__(
@@ -236,6 +232,7 @@ class CompressedPages:
         overlaps: bool = False,
         windows: int = 0,
         by_head: bool = False,
+        place: torch.device | None = None,
     ) -> None:
         self.rate, self.key_dim, self.index_dim = rate, key_dim, index_dim
         self.reach = 2 * rate if overlaps else rate
@@ -244,15 +241,13 @@ class CompressedPages:
         def width(dim: int) -> int:
             return -(-self.of_page * dim // PAGE_TOKENS)
 
-        self.recent = PagedLayer(
-            KvShape(1, 1, key_dim, raw), kv_type, windows or pages, by_head=by_head, index_dim=index_raw
-        )
-        self.entries = PagedLayer(
-            KvShape(1, 1, width(key_dim), 0), kv_type, pages, by_head=by_head, index_dim=width(index_dim)
-        )
+        def layer(shape: KvShape, pages: int, index_dim: int) -> PagedLayer:
+            return PagedLayer(shape, kv_type, pages, by_head=by_head, index_dim=index_dim, place=place)
+
+        self.recent = layer(KvShape(1, 1, key_dim, raw), windows or pages, index_raw)
+        self.entries = layer(KvShape(1, 1, width(key_dim), 0), pages, width(index_dim))
 
     def held(self, window: int) -> PagesStruct:
-        """See `PagedLayer.held`."""
         struct, entries = self.recent.held(window), self.entries
         struct.entries, struct.entry_step = entries.keys.data_ptr(), entries.keys.stride(0)
         if entries.index is not None:
@@ -274,12 +269,10 @@ class CompressedPages:
         return self.recent.page_bytes + self.entries.page_bytes
 
     def resize(self, pages: int) -> None:
-        """See `PagedLayer.resize`."""
         self.recent.resize(pages)
         self.entries.resize(pages)
 
     def discard(self, pages: Sequence[int]) -> None:
-        """See `PagedLayer.discard`."""
         self.recent.discard(pages)
         self.entries.discard(pages)
 
@@ -331,10 +324,9 @@ class StatePages:
         return self.recent is not before[0] or self.states is not before[1]
 
     def discard(self, pages: Sequence[int]) -> None:
-        """See `PagedLayer.discard`."""
         for part in (self.recent, self.states):
             if part.numel() and part.device.type == "cpu":
-                _discard(part, pages)
+                discard(part, pages)
 
     def held(self) -> PagesStruct:
         """The struct of the pages; it points into them."""
@@ -354,26 +346,26 @@ def _resized(part: torch.Tensor, pages: int, place: torch.device | None) -> torc
     return resized
 
 
-def _discard(part: torch.Tensor, pages: Sequence[int]) -> None:
-    runs, step = list[tuple[int, int]](), part.stride(0) * part.element_size()
-    for page in sorted(pages):
-        if runs and runs[-1][1] == page:
-            runs[-1] = runs[-1][0], page + 1
-        else:
-            runs.append((page, page + 1))
-    for begin, end in runs:
-        _release_pages(part.data_ptr() + begin * step, (end - begin) * step)
+_GIVE_BACK: int | None = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
+CAN_DISCARD = _GIVE_BACK is not None
+"""Whether single pages can be returned to the system.  Otherwise memory is freed only as a whole."""
 
 
-def _release_pages(address: int, nbytes: int) -> None:
-    """Returns whole pages of anonymous memory to the system, which lose their content; only Linux takes them back."""
-    if sys.platform != "linux":
+def discard(part: torch.Tensor, rows: Iterable[int]) -> None:
+    """Returns whole pages of these rows of anonymous memory to the system; what they held is lost."""
+    if _GIVE_BACK is None or sys.platform == "win32":
         return
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > begin:
-        # What the system refuses stays where it is.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+    runs, step = list[tuple[int, int]](), part.stride(0) * part.element_size()
+    for row in sorted(rows):
+        if runs and runs[-1][1] == row:
+            runs[-1] = runs[-1][0], row + 1
+        else:
+            runs.append((row, row + 1))
+    for first, last in runs:
+        begin = -(-(part.data_ptr() + first * step) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (part.data_ptr() + last * step) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:  # what the system refuses stays where it is
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _GIVE_BACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,9 +444,6 @@ def attend(
 
     Returns:
         [T, heads, value_dim], of the same type, contiguous.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`.
     """
     states = [_states(tensor) for tensor in (queries, keys, values)]
     out = queries.new_empty(queries.shape[0], layer.heads, layer.value_dim)
@@ -468,10 +457,77 @@ def attend(
         out.data_ptr(),
     )
     if failed:
-        raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute attention.")
+        raise out_of_memory()
     return out
 
 
 def _states(tensor: torch.Tensor) -> StatesStruct:
     assert tensor.stride(2) == 1
     return StatesStruct(tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.dtype == torch.float32)
+
+
+FEWEST_TOKENS = 16
+"""Fewer tokens do not fill the blocks of queries that the kernel multiplies at once."""
+
+_NO_RANGE = 2
+
+
+class PromptStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_head", "value_token", "value_head")),
+        ("sees", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("sees_token", "tokens", "held")),
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "key_dim", "value_dim")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def is_faster(kernels: NativeKernels) -> bool:
+    """Whether these kernels beat torch's operators at a prompt's attention."""
+    return kernels.isa is not Isa.PORTABLE
+
+
+def attend_prompt(
+    kernels: NativeKernels,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sees: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """[T, heads, value_dim] bf16, contiguous; `None` if a token sees nothing, or no single range of keys.
+
+    Shares are rounded to bf16 before they are multiplied with values.
+
+    Args:
+        queries: bf16 [heads, T, key_dim] of the last T tokens.
+        keys, values: bf16 [kv_heads, held, key_dim] and [kv_heads, held, value_dim].
+        scale: of scores; positive.
+        sees: bool [T, held], whether a token sees a key; `None`: all before it, and itself.
+    """
+    queries, values = _with_whole_heads(queries), _with_whole_heads(values)
+    if keys.stride(2) != 1 or keys.stride(1) != keys.shape[2]:
+        keys = keys.contiguous()
+    if sees is not None and sees.stride(1) != 1:
+        sees = sees.contiguous()
+    heads, tokens, key_dim = queries.shape
+    struct = PromptStruct(
+        *(tensor.data_ptr() for tensor in (queries, keys, values)),
+        *(queries.stride(1), queries.stride(0), keys.stride(0), values.stride(1), values.stride(0)),
+        sees.data_ptr() if sees is not None else None,
+        sees.stride(0) if sees is not None else 0,
+        *(tokens, keys.shape[1], heads, keys.shape[0], key_dim, values.shape[2]),
+        scale,
+    )
+    out = queries.new_empty(tokens, heads, values.shape[2])
+    failed = kernels.prompt_attention(kernels.pool, ctypes.addressof(struct), out.data_ptr())
+    if failed == _NO_RANGE:
+        return None
+    if failed:
+        raise out_of_memory()
+    return out
+
+
+def _with_whole_heads(states: torch.Tensor) -> torch.Tensor:
+    return states if states.stride(2) == 1 else states.contiguous()

@@ -1,4 +1,4 @@
-"""The structs of switchyard_kernels.h."""
+"""The structs of switchyard_kernels.h: `SwitchyardPiece` is a `PieceStruct`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ IN_BLOCKS = 4
 
 
 class MatrixStruct(ctypes.Structure):
-    """`SwitchyardMatrix`."""
-
     _fields_ = (
         ("weights", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -37,8 +35,6 @@ class MatrixStruct(ctypes.Structure):
 
 
 class RecordPartStruct(ctypes.Structure):
-    """`SwitchyardRecordPart`."""
-
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("weights", "second", "scales", "zeros", "table", "bias")),
         *((name, ctypes.c_int64) for name in ("step", "second_step", "bias_step")),
@@ -47,8 +43,6 @@ class RecordPartStruct(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    """`SwitchyardExperts`."""
-
     _fields_ = (
         ("records", ctypes.c_void_p),
         ("first", RecordPartStruct),
@@ -61,8 +55,6 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class RouterStruct(ctypes.Structure):
-    """`SwitchyardRouter`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "correction")),
         *((name, ctypes.c_int32) for name in ("top_k", "scoring", "groups", "kept_groups")),
@@ -75,20 +67,14 @@ class RouterStruct(ctypes.Structure):
 
 
 class CardExpertsStruct(ctypes.Structure):
-    """`SwitchyardCardExperts`."""
-
     _fields_ = (("exchange", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("layer", ctypes.c_int32))
 
 
 class ExchangeShapeStruct(ctypes.Structure):
-    """`SwitchyardExchangeShape`."""
-
     _fields_ = tuple((name, ctypes.c_int32) for name in ("layers", "experts", "hidden", "most", "rows", "depth"))
 
 
 class ExchangeLayoutStruct(ctypes.Structure):
-    """`SwitchyardExchangeLayout`."""
-
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "answer", "records")),
         ("tables", ctypes.c_int64 * 2),
@@ -96,8 +82,6 @@ class ExchangeLayoutStruct(ctypes.Structure):
 
 
 class SparseBlockStruct(ctypes.Structure):
-    """`SwitchyardSparseBlock`."""
-
     _fields_ = (
         ("norm", ctypes.c_void_p),
         ("router", RouterStruct),
@@ -113,8 +97,6 @@ class SparseBlockStruct(ctypes.Structure):
 
 
 class AttentionStruct(ctypes.Structure):
-    """`SwitchyardAttention`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "q_norm", "k_norm")),
         *((name, ctypes.c_void_p) for name in ("q_bias", "k_bias", "v_bias", "o_bias", "sinks", "after_norm")),
@@ -132,8 +114,6 @@ class AttentionStruct(ctypes.Structure):
 
 
 class BlockIndexStruct(ctypes.Structure):
-    """`SwitchyardBlockIndex`."""
-
     _fields_ = (
         *((name, MatrixStruct) for name in ("q", "k")),
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
@@ -142,8 +122,6 @@ class BlockIndexStruct(ctypes.Structure):
 
 
 class LatentAttentionStruct(ctypes.Structure):
-    """`SwitchyardLatentAttention`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "q_a_norm", "kv_norm", "q_a_bias", "kv_a_bias", "o_bias")),
         *((name, MatrixStruct) for name in ("q_a", "q", "kv_a", "kv_b", "k_b", "v_b", "o")),
@@ -154,8 +132,6 @@ class LatentAttentionStruct(ctypes.Structure):
 
 
 class IndexStruct(ctypes.Structure):
-    """`SwitchyardIndex`."""
-
     _fields_ = (
         *((name, MatrixStruct) for name in ("q", "k", "weights")),
         *((name, ctypes.c_void_p) for name in ("k_norm", "k_bias", "chosen")),
@@ -165,8 +141,6 @@ class IndexStruct(ctypes.Structure):
 
 
 class DeltaStruct(ctypes.Structure):
-    """`SwitchyardDelta`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "taps", "rate", "rate_bias", "out_norm")),
         *((name, MatrixStruct) for name in ("mixed", "k", "v", "z", "b", "a", "o")),
@@ -181,8 +155,6 @@ class DeltaStruct(ctypes.Structure):
 
 
 class CompressorStruct(ctypes.Structure):
-    """`SwitchyardCompressor`."""
-
     _fields_ = (
         *((name, MatrixStruct) for name in ("kv", "gate")),
         *((name, ctypes.c_void_p) for name in ("bias", "norm")),
@@ -191,8 +163,6 @@ class CompressorStruct(ctypes.Structure):
 
 
 class CompressedAttentionStruct(ctypes.Structure):
-    """`SwitchyardCompressedAttention`."""
-
     _fields_ = (
         *((name, MatrixStruct) for name in ("q_a", "q_b", "kv", "o_a", "o_b", "index_q", "index_weights")),
         *((name, ctypes.c_void_p) for name in ("norm", "q_a_norm", "kv_norm", "sinks", "frequencies")),
@@ -204,8 +174,6 @@ class CompressedAttentionStruct(ctypes.Structure):
 
 
 class StreamsStruct(ctypes.Structure):
-    """`SwitchyardStreams`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("mix", "base")),
         ("scale", ctypes.c_float * 3),
@@ -215,8 +183,6 @@ class StreamsStruct(ctypes.Structure):
 
 
 class PagesStruct(ctypes.Structure):
-    """`SwitchyardPages`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("page_tokens", ctypes.c_int64),
@@ -227,8 +193,6 @@ class PagesStruct(ctypes.Structure):
 
 
 class PieceStruct(ctypes.Structure):
-    """`SwitchyardPiece`."""
-
     _fields_ = (
         ("pages", ctypes.c_void_p),
         ("held", ctypes.c_int64),
@@ -238,8 +202,6 @@ class PieceStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`SwitchyardLayer`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("attention", "latent", "delta", "block")),
         ("held", PagesStruct),
@@ -251,8 +213,6 @@ class LayerStruct(ctypes.Structure):
 
 
 class AnglesStruct(ctypes.Structure):
-    """`SwitchyardAngles`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("cos", "sin")),
         ("angle_step", ctypes.c_int32),
@@ -261,8 +221,6 @@ class AnglesStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
-    """`SwitchyardModel`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "norm", "bias")),
         ("head", MatrixStruct),
@@ -274,8 +232,6 @@ class ModelStruct(ctypes.Structure):
 
 
 class CodesStruct(ctypes.Structure):
-    """`SwitchyardCodes`."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "added")),
         *((name, ctypes.c_int64) for name in ("stride", "group")),
@@ -284,8 +240,6 @@ class CodesStruct(ctypes.Structure):
 
 
 class BlocksStruct(ctypes.Structure):
-    """`SwitchyardBlocks`."""
-
     _fields_ = (
         ("blocks", ctypes.c_void_p),
         ("order", ctypes.c_void_p),
@@ -295,8 +249,6 @@ class BlocksStruct(ctypes.Structure):
 
 
 class StampCountsStruct(ctypes.Structure):
-    """`SwitchyardStampCounts`."""
-
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("written", "dropped", "chosen")),
         ("ended_ns", ctypes.c_int64),
@@ -305,8 +257,6 @@ class StampCountsStruct(ctypes.Structure):
 
 
 class RepackStruct(ctypes.Structure):
-    """`SwitchyardRepack`."""
-
     _fields_ = (("target", MatrixStruct), ("first", BlocksStruct), ("second", BlocksStruct))
 
 

@@ -14,10 +14,9 @@ from typing import Any
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs
-from engine.planner.memory import card_memory, expert_slots, indexes
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.papers.fiddler import REFERENCE_CODE
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import Workload, card_memory, expert_slots, indexes
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import (
     COLLABORATIVE,
@@ -86,7 +85,6 @@ _MODELS = {
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for name, published in _MODELS.items():
         yield from _of_model(_Model(name), published, given=name == "mixtral-8x7b")
 

@@ -11,9 +11,8 @@ from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.formats import format_of
 from engine.hardware.machine import read_machine
 from engine.planner.costs import EFFICIENCY, Costs
-from engine.planner.memory import RUNTIME_BYTES
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import RUNTIME_BYTES, Workload
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, Strategy
 
@@ -37,7 +36,6 @@ ALL_RIGHT, ONE_RIGHT = (statistics.fmean(column) for column in zip(*_BOTH_RIGHT.
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for name, title in _MODELS.items():
         yield from _peaks(name, title)
     latency = 1e3 * _PREDICTOR_OPERATORS * EFFICIENCY.operator_s

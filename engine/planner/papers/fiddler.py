@@ -12,9 +12,8 @@ import numpy as np
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs
-from engine.planner.memory import card_memory, expert_slots
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import Workload, card_memory, expert_slots
 from engine.planner.simulator.request import Outcome
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import FIDDLER, ON_DEMAND, STATIC_SPLIT, WHOLE_LAYER, Strategy
@@ -66,7 +65,6 @@ def hit_rate_bounds(popularity: Sequence[float], slots: int) -> HitRateBounds:
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     was = {1: (25.2, 18.7, 21.9), 2: (53.0, 44.6, 48.8)}
     for environment, machine in _MACHINES.items():
         costs = Costs(read_machine(machine), read_model("mixtral-8x7b"))

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field, replace
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs
-from engine.planner.memory import RUNTIME_BYTES, USABLE_SHARE, usual_rule
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import RUNTIME_BYTES, USABLE_SHARE, Workload, usual_rule
 from engine.planner.policy_search import PerformanceModel
 from engine.planner.schedules import HOT_ONLY_ON_CARD, KLOTSKI_ON_CARD, MULTI_BATCH_ON_CARD, Schedule
-from engine.planner.simulator.batch import BatchSystem, pass_seconds, run_batch
-from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
-from engine.planner.simulator.sweeps import Timeline
+from engine.planner.simulator.plans import BatchSystem, pass_seconds, run_batch
+from engine.planner.simulator.sweeps import OffloadPolicy, PassCosts, Timeline
 
 PAPER = "Klotski"
 USED, HOT_RIGHT, ALONE_RIGHT = 100.0, 58.89, 42.24
@@ -94,7 +92,6 @@ _TABLE_3 = (
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for column in _TABLE_3:
         yield from _throughputs(column)
     yield from _one_block()

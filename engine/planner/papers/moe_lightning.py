@@ -12,8 +12,8 @@ from engine.planner.costs import Costs, Efficiency
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.plan_parts import Workload
 from engine.planner.policy_search import search_policy
-from engine.planner.simulator.batch import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, run_batch, system_of
-from engine.planner.simulator.batch_costs import OffloadPolicy
+from engine.planner.simulator.plans import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, run_batch, system_of
+from engine.planner.simulator.sweeps import OffloadPolicy
 
 PAPER = "MoE-Lightning"
 _MODEL = "mixtral-8x7b"
@@ -44,7 +44,6 @@ _THEORY = Efficiency(arithmetic=1, card_memory=1, host_memory=1, operator_s=0)
 
 
 def rows() -> Iterator[PublishedCell]:
-    """All figures of this paper."""
     for (task, card), cells in _TABLE_4.items():
         prompt, generated = _TASKS[task]
         costs = _costs(card)

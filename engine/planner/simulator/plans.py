@@ -3,13 +3,226 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from engine.planner.memory import card_memory
-from engine.planner.simulator.batch import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, KLOTSKI, run_batches
-from engine.planner.simulator.request import Outcome
+from engine.planner import schedules
+from engine.planner.costs import Costs
+from engine.planner.plan_parts import CHUNKS_TOGETHER, Workload, card_memory, share_on_disk, usual_rule, with_all_visits
+from engine.planner.policy_search import PAGE, PerformanceModel, best_of, block_times, fewest_batches, policies
+from engine.planner.schedules import Schedule
+from engine.planner.simulator.request import Outcome, utilisation
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import IDEAL_PREFETCH, OWN, PUBLISHED, Residency, Strategy
+from engine.planner.simulator.sweeps import OffloadPolicy, PassCosts, SimulatedCard, Timeline
+
+DEEPSPEED, FLEXGEN_S4, FLEXGEN_S3 = "DeepSpeed", "FlexGen (S4)", "FlexGen, CPU attention (S3)"
+CGOPIPE, KLOTSKI = "MoE-Lightning (CGOPipe)", "Klotski"
+_CPU_ATTENTION = (FLEXGEN_S3, CGOPIPE)
+_MOST_KLOTSKI_BATCHES = 15
+"""Where Klotski's inequalities need fewer, as many batches as its authors used are tried too."""
+_DRAWN_LAYERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSystem:
+    """How a system runs batches.
+
+    Attributes:
+        prefill, decode: its schedules.
+        expanded_attention, pinned, page_tokens, dense_stays: see `PassCosts`.
+    """
+
+    prefill: Schedule
+    decode: Schedule
+    expanded_attention: bool = False
+    pinned: bool = True
+    page_tokens: int = 1
+    dense_stays: bool = False
+
+
+def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
+    """The outcome of a workload under one schedule, for each policy that fits and is worth trying."""
+    costs, work = setting.costs, setting.workload
+    machine, model = costs.machine, costs.model
+    if machine.gpu is None:
+        return
+    rule = setting.rule or usual_rule(machine)
+    if name == KLOTSKI:
+        rule = with_all_visits(rule, model)
+    performance = PerformanceModel(costs, work, rule)
+    for policy in policies_to_try(name, performance, setting):
+        kv = performance.kv_bytes() * policy.sequences
+        in_ram = kv * (1 - policy.cached)
+        if in_ram > rule.ram:
+            continue
+        on_card = performance.working_bytes(policy) + kv * policy.cached
+        yield run_batch(
+            name,
+            system_of(name, policy, own=rule.record is not None),
+            costs,
+            work,
+            policy,
+            chunk=rule.chunk,
+            disk_share=share_on_disk(machine, model, costs.precision, kv_bytes=in_ram, rule=rule),
+            vram_bytes=rule.card - performance.card_room(policy.resident) + on_card,
+            record=record,
+        )
+
+
+def system_of(name: str, policy: OffloadPolicy, *, own: bool = False) -> BatchSystem:
+    """The system that runs a policy; the simulator and the executor use the same schedules.
+
+    Args:
+        own: by this engine, which moves whole pages of keys and values, and of the weights only experts.
+    """
+    if own:
+        return replace(system_of(name, policy), page_tokens=PAGE, dense_stays=True)
+    if name == FLEXGEN_S3:
+        return BatchSystem(schedules.S4, schedules.S3, expanded_attention=True)
+    if name == KLOTSKI:
+        return BatchSystem(schedules.KLOTSKI_ON_CARD, schedules.KLOTSKI_ON_CARD)
+    if name == CGOPIPE and policy.cpu_experts:
+        order = schedules.CPU_EXPERTS if policy.cpu_attention else schedules.CPU_EXPERTS_ON_CARD
+        return BatchSystem(schedules.S4, order)
+    return BatchSystem(schedules.S4, schedules.CGOPIPE if policy.cpu_attention else schedules.S4)
+
+
+def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) -> list[OffloadPolicy]:
+    """Policies without duplicates; none if not even one sequence fits on the card."""
+    tried = [] if setting.even_only else list(_searched(name, performance))
+    for share in sorted({0.0, *(policy.resident for policy in tried)}):
+        tried += _grid(name, performance, setting, share)
+    return list(dict.fromkeys(tried))
+
+
+def _searched(name: str, performance: PerformanceModel) -> Iterator[OffloadPolicy]:
+    """The best policy by eqs. 12 to 14, for each placement of attention and experts that the schedule supports."""
+    if name == DEEPSPEED:
+        return
+    places = [(name in _CPU_ATTENTION, False)]
+    if name == CGOPIPE:
+        places = [(True, False), (False, False), (True, True), (False, True)]
+    for cpu_attention, cpu_experts in places:
+        found = best_of(list(policies(performance, cpu_attention, cpu_experts)))
+        if found is not None:
+            yield found.policy
+
+
+def _grid(name: str, performance: PerformanceModel, setting: Setting, share: float) -> Iterator[OffloadPolicy]:
+    """The largest micro-batch, with several numbers of micro-batches."""
+    work = performance.workload
+    # DeepSpeed keeps its cache on the card.
+    kept = performance.kv_bytes() if name == DEEPSPEED else 0.0
+    per_sequence = performance.micro_batch_bytes() + kept
+    largest = int(max(performance.card_room(share), 0.0) // per_sequence)
+    if largest < 1:
+        return
+    sizes = [min(largest, work.sequences)]
+    if performance.rule.record is not None and name != DEEPSPEED:
+        sizes = performance.micro_batches(sizes[0])
+    for micro_batch in sizes:
+        for count in _counts(name, setting, micro_batch, share):
+            yield OffloadPolicy(
+                min(micro_batch * count, work.sequences),
+                micro_batch,
+                share,
+                cpu_attention=name in _CPU_ATTENTION,
+                cached=1.0 if name == DEEPSPEED else 0.0,
+            )
+
+
+def _counts(name: str, setting: Setting, micro_batch: int, share: float) -> list[int]:
+    most = -(-setting.workload.sequences // micro_batch)
+    if name == DEEPSPEED:
+        return [1]
+    if name == KLOTSKI:
+        hiding = fewest_batches(block_times(setting.costs, setting.workload, micro_batch, share))
+        return sorted({1, min(most, hiding or most), min(most, _MOST_KLOTSKI_BATCHES)})
+    return sorted({1, min(most, 4), min(most, 15), most})
+
+
+def run_batch(
+    name: str,
+    system: BatchSystem,
+    costs: Costs,
+    workload: Workload,
+    policy: OffloadPolicy,
+    *,
+    chunk: int = 0,
+    disk_share: float = 0.0,
+    vram_bytes: float = 0.0,
+    record: bool = False,
+) -> Outcome:
+    """Simulates a workload of equal sequences, in as many batches as needed.
+
+    All layers of a pass repeat, so a few are simulated and the rest follow from the last two.  Decode steps grow
+    linearly with the context, so the mean step stands for all.
+
+    Args:
+        chunk: prompt tokens that a micro-batch reads at most, `CHUNKS_TOGETHER` of which share a pass; 0: all prompts
+            are read in one.
+        disk_share: share of the weights that is read from disk in every pass.
+        vram_bytes: card memory of the policy, copied to the outcome.
+    """
+    prompt = workload.prompt_tokens
+    width = policy.micro_batch * workload.beams
+    kernels = (disk_share, system.expanded_attention, system.pinned, system.page_tokens, system.dense_stays)
+    at_once = min(chunk or policy.micro_batch * prompt, policy.micro_batch * prompt)
+    swept = min(policy.sequences * prompt, CHUNKS_TOGETHER * at_once) if chunk else policy.sequences * prompt
+    reading = OffloadPolicy(-(-swept // at_once), 1, policy.resident, cached=policy.cached) if chunk else policy
+    rows = swept / reading.micro_batches if chunk else width * prompt / workload.beams
+    prefill = PassCosts(costs, rows, max(1.0, rows / prompt) if chunk else width, prompt, True, *kernels)
+    decode = PassCosts(costs, width, width, workload.mean_context, False, *kernels)
+    timeline = Timeline(record=record)
+    passes = policy.sequences * prompt / swept
+    first = passes * pass_seconds(timeline, system.prefill, prefill, reading, start_up=True)
+    first += costs.gpu_head(policy.sequences)
+    decoding = Timeline(record=record)
+    step = pass_seconds(decoding, system.decode, decode, policy) + costs.gpu_head(policy.sequences * workload.beams)
+    rounds = workload.sequences / policy.sequences
+    seconds = rounds * (first + step * max(workload.generated_tokens - 1, 0))
+    timeline.mark("prefill", 0.0, timeline.end, count=policy.sequences * prompt)
+    decoding.mark("batch step", 0.0, decoding.end, step=0, count=policy.sequences * workload.beams)
+    later = [replace(s, start=s.start + first, end=s.end + first, ready=s.ready + first) for s in decoding.spans]
+    kept = costs.model.kv_bytes_per_token() * policy.sequences * (prompt + workload.generated_tokens)
+    weights = costs.model.all_expert_bytes(costs.precision) + costs.model.non_expert_bytes()
+    return Outcome(
+        policy=name,
+        seconds=seconds,
+        ttft_s=first,
+        tpot_s=step,
+        tokens_out=workload.tokens_out,
+        vram_bytes=vram_bytes,
+        ram_bytes=weights + kept * workload.beams,
+        utilisation=utilisation(decoding),
+        spans=(*timeline.spans, *later),
+        batch=policy,
+    )
+
+
+def pass_seconds(
+    timeline: Timeline, schedule: Schedule, work: PassCosts, policy: OffloadPolicy, *, start_up: bool = False
+) -> float:
+    """One pass over all layers.
+
+    Args:
+        start_up: the pass is the first one and its first layers wait for an empty pipeline to fill; else it is in the
+            steady state that consecutive passes reach.
+    """
+    layers = work.costs.model.layers
+    drawn = min(layers, _DRAWN_LAYERS)
+    card = SimulatedCard(timeline)
+    times = work.times(policy)
+    card.put(0, times)
+    card.sweep(schedule, times, drawn)
+    ends = card.ends
+    if drawn < 2:
+        return layers * ends[-1]
+    # The last simulated layer has no successor whose micro-batches could start meanwhile.
+    first, last = (1, drawn - 2) if drawn > 3 else (0, drawn - 1)
+    period = (ends[last] - ends[first]) / (last - first)
+    return ends[-1] + (layers - drawn) * period if start_up else layers * period
+
 
 SWITCHYARD = "Switchyard"
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from engine.common.footprint import LAYERS_AT_ONCE
 from engine.planner.costs import Cards, Costs
-from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.simulator.strategy import Miss, Prefetch, Residency, SimulatedResidents, Strategy
-from engine.planner.simulator.sweeps import LANES, Span, Timeline
+from engine.planner.simulator.sweeps import LANES, OffloadPolicy, Span, Timeline
 from engine.planner.step_time import StepTime, costs_of_step, ways_of_step
 
 
@@ -264,7 +263,6 @@ class RequestSimulation:
         )
 
     def _card(self, expert: int) -> int:
-        """That has this expert, or brings it."""
         return expert * self._cards // self._costs.model.experts
 
     # Before the router has run

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.planner.costs import Costs
-from engine.planner.memory import MemoryRule, card_memory, expert_slots, share_on_disk, usual_rule
-from engine.planner.plan_parts import Workload
+from engine.planner.plan_parts import MemoryRule, Workload, card_memory, expert_slots, share_on_disk, usual_rule
 from engine.planner.simulator.request import Load, Outcome, RequestSimulation, loads_of, utilisation
 from engine.planner.simulator.strategy import (
     PUBLISHED_STATISTICS,

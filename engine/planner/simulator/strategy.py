@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.planner.memory import indexes
+from engine.planner.plan_parts import indexes
 
 
 class Residency(StrEnum):

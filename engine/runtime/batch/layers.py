@@ -22,8 +22,8 @@ from engine.experts.dispatch import experts_forward
 from engine.experts.whole_layer import STANDS_IN
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.paged_attention import Pieces, StatePages
-from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.structs import PagesStruct, SparseBlockStruct
 from engine.runtime.batch.latent_rows import LatentRows, short_pieces, some_pieces
 from engine.runtime.batch.packed_attention import PagedStates

@@ -154,6 +154,8 @@ class PackedModel:
         """Sweeps in a row by `_last`, which is not the planned schedule."""
         self._micro_batch_tokens = policy.micro_batch_tokens
         """As many as there has been memory for."""
+        self._budgets: Sequence[int] = ()
+        """Of devices, when that was found out."""
         self._read: Cache | None = None
         """The library's cache after a token."""
         if not in_sessions:
@@ -235,6 +237,11 @@ class PackedModel:
             except LookupError as error:
                 self.apart = str(error)
         return self.are_packed
+
+    @property
+    def places_of_states(self) -> int:
+        """Another one whenever a card's states get other memory, where a sweep under way would not find them."""
+        return self.caches.state_generation if self.caches is not None else 0
 
     @property
     def are_packed(self) -> bool:
@@ -361,10 +368,9 @@ class PackedModel:
         devices = self._loaded.devices
         if devices is None:
             return
-        if devices.have_news(monotonic()):
-            devices.heed()
-            self._micro_batch_tokens = self._policy.micro_batch_tokens
-        while any(device.memory.excess for device in devices.devices):  # whoever has heeded the news
+        if (budgets := devices.heed(monotonic())) != self._budgets:
+            self._budgets, self._micro_batch_tokens = budgets, self._policy.micro_batch_tokens
+        while any(device.memory.excess for device in devices.devices):
             if not (fit() or devices.experts.make_room() or self.lighten() or fit(forgets=True)):
                 break
 

@@ -13,8 +13,7 @@ from engine.devices.host_memory import available_ram
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import BATCH_ROWS, SWEEP_TOKENS
-from engine.planner.memory import CHUNKS_TOGETHER
-from engine.planner.plan_parts import BatchPlan
+from engine.planner.plan_parts import CHUNKS_TOGETHER, BatchPlan
 from engine.planner.schedules import SCHEDULES, Schedule
 from engine.runtime.kv.reuse import kinds_by_length
 from engine.runtime.kv.window_masks import window_of_cache_alone

@@ -75,8 +75,6 @@ class RowMixers(DecoderLayers):
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
-        if not may_have_pages and loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
-            raise LookupError("this model's layers are on several devices")
         self._loaded = loaded
         self._caches: PagedCaches | None = None
         self._step = StepModel(loaded.model, loaded.context_tokens)
@@ -93,6 +91,8 @@ class RowMixers(DecoderLayers):
             self._compare()
         self._kv_type = kv_type
         pages = PagedCaches.like(self._read, kv_type, 1, 1) if may_have_pages else None
+        if pages is None and loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
+            raise LookupError("this model's layers are on several devices")
         self.has_pages = pages is not None
         """Whether rows' caches are pages."""
         self.attends_over_pages = pages is not None and bool(states.shapes) and states.attend_over(pages)

@@ -30,13 +30,14 @@ from engine.devices.device import Capture, Device, Graph
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import bound_kernel, compute_experts, interrupted_by_experts
-from engine.experts.recording import LAYER_NUMBER
+from engine.experts.executor import LAYER_NUMBER
 from engine.kernels.interface import captured_state, is_capturable
 from engine.kernels.native.exchange import OverdueError
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
+from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.tabled import GATHERED_PAGES, RowPlaces, RowsCache
 from engine.telemetry.lanes import DENSE, GRAPH, HEAD
@@ -220,7 +221,7 @@ class GraphedSteps:
         context_tokens: of the longest sequence.
         attention: over pages.
         one_by_one: computes the same tokens in the ordinary way: logits [q, V] of ids, positions and sequences.
-        takes_rows: whether layers take several tokens at once.
+        takes_rows: whether layers take tokens of several sequences as one; else each is a sequence of its own to them.
         tokens: those that the device runs by itself, experts and all: such a step is one graph.
 
     Attributes:
@@ -242,12 +243,13 @@ class GraphedSteps:
     ) -> None:
         self._model, self._device, self._attention, self._tokens = model, device, attention, tokens
         self._caches, self._one_by_one, self._context_tokens = caches, one_by_one, context_tokens
-        self._keeps_latents = keeps_latents(model.model)
+        self._keeps_latents, self._takes_rows = keeps_latents(model.model), takes_rows and not caches.have_states
+        self._layers = decoder_layers(model.model)
         self._memory = device.memory.reserve(0, MemoryCategory.ACTIVATIONS)
         self._places: RowPlaces | None = None
         self._kinds: dict[int, _Kind] = {}
         self._gathers = False
-        self._most = MAX_TOKENS if takes_rows and not caches.have_states else 1
+        self._most = MAX_TOKENS
         self.counters = GraphCounters()
         self.was_repeated = False
         """Whether the last step was: others take longer than such steps do."""
@@ -260,6 +262,11 @@ class GraphedSteps:
         """Tokens of a step."""
         return self._most if self.refused is None and not self._gathers else 1
 
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether a sequence may have several of them."""
+        return self._takes_rows
+
     def step(self, ids: Sequence[int], positions: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor | None:
         """Computes tokens of sequences, a position for each; logits [q, V].
 
@@ -271,7 +278,8 @@ class GraphedSteps:
         """
         places, rows, replays = self._opened(), len(ids), self.counters.replays
         self.was_repeated = False
-        if places is None or rows > self.most or not all(piece.held for piece in pieces):
+        is_able = rows <= self.most and (self._takes_rows or rows == len(pieces))
+        if places is None or not is_able or not all(piece.held for piece in pieces):
             self.counters.eager += 1
             return None
         pages = places.set(ids, positions, pieces)
@@ -348,7 +356,9 @@ class GraphedSteps:
     def _forward(self, cache: RowsCache) -> torch.Tensor:
         assert self._places is not None
         positions, ids = self._places.positions[:, : cache.rows], self._places.ids[:, : cache.rows]
-        with self._attention.over(cache), cache.advancing():
+        if not self._takes_rows:
+            positions, ids = positions.T, ids.T
+        with self._attention.over(cache), cache.advancing(self._layers):
             return self._model.rows_at(positions, ids, cache)
 
     def _captured_forward(self, cache: RowsCache) -> torch.Tensor:
@@ -411,8 +421,7 @@ class GraphedSteps:
         if rows > 1:
             self._most = 1
             _log.info("steps of several tokens are not repeated on %s: %s", self._device.name, why)
-            return
-        if self._attention.kernels:
+        elif self._attention.kernels:
             _log.info("PyTorch's operators compute attention on %s: %s", self._device.name, why)
             self._attention.kernels = {}
         elif self._keeps_latents and not self._gathers:
@@ -420,9 +429,8 @@ class GraphedSteps:
         else:
             self._refuse(why)
             return
-        for kind in self._kinds.values():
-            self._forget_step(kind)
-        self._kinds = {}
+        for number in [number for number in self._kinds if rows == 1 or number > 1]:
+            self._forget_step(self._kinds.pop(number))
 
     def _refuse(self, why: str) -> None:
         self.refused = why

@@ -28,7 +28,7 @@ from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.runtime.kv.layers import StateLayer, library_cache
-from engine.runtime.kv.paged_cache import PagedCaches, compresses, has_compressing, index_of
+from engine.runtime.kv.paged_cache import PagedCaches, compresses, index_of
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
@@ -62,9 +62,12 @@ def has_pages(loaded: LoadedModel) -> bool:
         and loaded.device.type != "mps"  # which shares the memory of the CPU, and has no kernel that attends over pages
         and not getattr(loaded.model.config, "is_encoder_decoder", False)
         and exact_tokens(loaded.model) >= loaded.context_tokens
-        # Pages of what is compressed lie in RAM only.
-        and (loaded.devices is None or not has_compressing(loaded.model))
     )
+
+
+def attends_there(loaded: LoadedModel) -> bool:
+    """Whether the cards of a model attend for rows of jobs, too, over pages there: no schedule orders their layers."""
+    return has_pages(loaded) and not (packs_mixers(loaded) and loaded.caches)
 
 
 class PagedSteps:
@@ -103,7 +106,8 @@ class PagedSteps:
                 takes_rows=family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows,
                 tokens=loaded.devices.experts.tokens,
             )
-        self._head = draft_head_of(loaded.model) if loaded.speculates else None
+            self.guesses = loaded.speculates and self.graphs.takes_guesses
+        self._head = draft_head_of(loaded.model) if self.guesses else None
 
     @staticmethod
     def are_likely(loaded: LoadedModel) -> bool:

@@ -18,8 +18,7 @@ from engine.families.replies.thinking import takes_tools, template_text, thinkin
 from engine.runtime.load.tokenizer import knows_chatml
 from engine.runtime.pictures import Sight
 from engine.untrusted_text.process import UNTRUSTED_TEXT, Rendered, TooManyTokensError, UntrustedTextError
-from engine.untrusted_text.provenance import Spans, is_control, own_bytes
-from engine.untrusted_text.templates import TemplateRefusedError
+from engine.untrusted_text.templates import Spans, TemplateRefusedError, is_control, own_bytes
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

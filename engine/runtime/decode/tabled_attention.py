@@ -78,7 +78,7 @@ class TabledAttention:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """[1, heads, rows, dim] -> [1, rows, heads, value_dim].
+        """[B, heads, T, dim] -> [B, T, heads, value_dim]: one sequence, or one token of each.
 
         Raises:
             LookupError: this module's attention is of a kind that is not known here.
@@ -92,17 +92,18 @@ class TabledAttention:
         layer = self._cache.offered.take(keys)
         if layer.window and terms.window not in (0, layer.window):
             raise LookupError("its window is not its cache's")
-        queries, keys, values = (each[0].transpose(0, 1) for each in (queries, keys, values))
+        shape = queries.shape[0], queries.shape[2], queries.shape[1], -1
+        queries, keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (queries, keys, values))
         kernel = self.kernels.get(queries.device)
         if kernel is None:
             layer.store(keys, values)
             seen = self._seen_of(self._cache.pages * PAGE_TOKENS, layer.held, terms.window)
-            return _attended(layer, self._cache.pages, terms, queries, *seen)[None]
+            return _attended(layer, self._cache.pages, terms, queries, *seen).view(shape)
         are_stored = layer.rows > 1  # tokens of one sequence see each other
         if are_stored:
             layer.store(keys, values)
         found = kernel.attend(layer.table, terms, queries, keys, values, layer.held, are_stored=are_stored)
-        return found[None]
+        return found.view(shape)
 
     def _over_all(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: AttentionTerms

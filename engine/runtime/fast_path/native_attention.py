@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from engine.families import fast_path_of
-from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import out_of_memory
+from engine.kernels.native.library import NativeKernels, out_of_memory
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct, PieceStruct
 from engine.runtime.fast_path.angles import Angles

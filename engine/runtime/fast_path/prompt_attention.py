@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.prompt_attention import FEWEST_TOKENS, attend_prompt, is_faster
+from engine.kernels.native.paged_attention import FEWEST_TOKENS, attend_prompt, is_faster
 
 _REPLACED = "sdpa"
 """The name stays: some families of the library look at it, and leave a mask out under any other."""

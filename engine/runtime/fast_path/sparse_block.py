@@ -17,18 +17,10 @@ from engine.experts.dispatcher import HybridExperts
 from engine.families import fast_path_of
 from engine.families.family import FastPath, Router
 from engine.formats.tiles import Pairing
-from engine.kernels.activation import Activation, ActivationKind, activation_of_mlp
+from engine.kernels.interface import Activation, ActivationKind, activation_of_mlp
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
-from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import (
-    address_of,
-    halves_of,
-    is_plain,
-    is_readable,
-    linear_struct,
-    out_of_memory,
-    read_alike,
-)
+from engine.kernels.native.library import NativeKernels, out_of_memory
+from engine.kernels.native.linear import address_of, halves_of, is_plain, is_readable, linear_struct, read_alike
 from engine.kernels.native.structs import (
     CardExpertsStruct,
     ExpertsStruct,

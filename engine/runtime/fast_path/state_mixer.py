@@ -15,16 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.families import fast_path_of
-from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import (
-    TurnedLinear,
-    address_of,
-    is_plain,
-    is_readable,
-    linear_struct,
-    out_of_memory,
-    reads_together,
-)
+from engine.kernels.native.library import NativeKernels, out_of_memory
+from engine.kernels.native.linear import TurnedLinear, address_of, is_plain, is_readable, linear_struct, reads_together
 from engine.kernels.native.paged_attention import KvType, Piece, Pieces, StatePages
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct, PagesStruct
 from engine.runtime.fast_path.angles import Angles

@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.formats import BF16
-from engine.kernels.native.linear import (
-    address_of,
-    is_plain,
-    is_readable,
-    keeps_rows_apart,
-    linear_struct,
-    out_of_memory,
-)
+from engine.kernels.native.library import out_of_memory
+from engine.kernels.native.linear import address_of, is_plain, is_readable, keeps_rows_apart, linear_struct
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import (
     AnglesStruct,

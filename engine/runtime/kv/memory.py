@@ -8,21 +8,22 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from engine.common.footprint import PAGE_TOKENS, window_pages
+from engine.kernels.native.paged_attention import KvType
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.narrow import NarrowLayer
+from engine.runtime.kv.paged_cache import PagedCaches, compresses
+from engine.runtime.kv.pages import PageSizes
 
 _OURS = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
-
-_BUFFERED_TOKENS = 128
-"""Layers that compress what lies behind keep the tokens of a group beside until it is full: DeepSeek-V4's longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
     """Bytes of a model's cache: `fixed`, and `per_token` of context.
 
-    What is fixed is the state of recurrent layers, and what is kept of tokens that are still to be compressed.
+    What is fixed is the state of recurrent layers, and the window behind which layers compress.
     """
 
     per_token: int = 0
@@ -45,11 +46,22 @@ def measure_kv(model: Any, device: torch.device) -> KvCost:
     cache = getattr(first, "cache", None)
     if cache is None:
         return KvCost()
-    kept, all_kept = _kept_bytes(cache), cache_bytes(_of_decoder(cache))
+    if any(map(compresses, getattr(cache, "layers", ()))):
+        return _in_pages(cache)
+    kept = cache_bytes(_of_decoder(cache))
     grown = model(**{**inputs, "cache": cache}).cache
-    per_token = max(0, _kept_bytes(grown) - kept)
-    growth = max(per_token, cache_bytes(_of_decoder(grown)) - all_kept)
-    return KvCost(per_token, max(0, all_kept - growth) + _BUFFERED_TOKENS * (growth - per_token))
+    per_token = max(0, cache_bytes(_of_decoder(grown)) - kept)
+    return KvCost(per_token, max(0, kept - per_token))
+
+
+def _in_pages(cache: Any) -> KvCost:
+    """What pages take, of a cache that has read a token; the library's own takes no more of a long context."""
+    kv_type = next(each for each in KvType if each.dtype == cache.layers[0].keys.dtype)
+    pages = PagedCaches.like(cache, kv_type, 1, 0, 1)
+    assert pages is not None
+    sizes = PageSizes.of(pages.bytes_by_window(), slides=True)
+    windows = sizes.window * window_pages(sizes.window_tokens)
+    return KvCost(-(-sizes.page * sizes.unit // PAGE_TOKENS), windows * sizes.unit)
 
 
 def _harmless_token(model: Any) -> int:
@@ -64,15 +76,6 @@ def _harmless_token(model: Any) -> int:
 def _of_decoder(cache: Any) -> Any:
     """What is kept of the encoder does not grow with the answer."""
     return getattr(cache, "self_attention_cache", cache)
-
-
-def _kept_bytes(cache: Any) -> int:
-    """Bytes of keys, values and states, without what a layer keeps beside them for a while."""
-    total = 0
-    for layer in getattr(_of_decoder(cache), "layers", ()):
-        tensors = {id(value): value for value in vars(layer).values() if isinstance(value, torch.Tensor)}
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    return total
 
 
 def cache_bytes(cache: Cache | None) -> int:

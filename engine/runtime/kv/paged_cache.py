@@ -223,7 +223,8 @@ class PagedCompressedLayer(PagedCacheLayer):
         entries = self._compressed.entries
         part = entries.keys if name == _COMPRESSOR else entries.index
         assert part is not None
-        places, rows = self._compressed.place_of(torch.arange(begun + compressed.shape[1]))
+        numbers = torch.arange(begun + compressed.shape[1], device=self._entry_pages.device)
+        places, rows = self._compressed.place_of(numbers)
         where, kept = (self._entry_pages[places], rows), self._compressed.rows_of(part, dim)
         kept[where[0][begun:], where[1][begun:]] = compressed[0].to(part.dtype)
         return kept[where][None].to(compressed.dtype)
@@ -235,7 +236,7 @@ class PagedCompressedLayer(PagedCacheLayer):
         return raw
 
     def _write(self, part: torch.Tensor, first: int, states: torch.Tensor) -> None:
-        numbers = torch.arange(first, first + len(states))
+        numbers = torch.arange(first, first + len(states), device=self._pages.device)
         part[self._pages[numbers // PAGE_TOKENS], 0, numbers % PAGE_TOKENS] = states.to(part.dtype)
 
 
@@ -337,7 +338,7 @@ class PagedCaches:
             elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
                 made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
-            elif compresses(layer) and layer.keys.device.type == "cpu":
+            elif compresses(layer):
                 made.append(_compressed_like(layer, pages, windows, by_head=by_head))
             else:
                 return None
@@ -505,12 +506,6 @@ def compresses(layer: Any) -> bool:
     return type(layer).__name__ in COMPRESSING
 
 
-def has_compressing(model: Any) -> bool:
-    """Whether some of a model's layers compress what lies behind a window."""
-    cache = library_cache(model)
-    return cache is not None and any(map(compresses, cache.layers))
-
-
 def has_index(model: Any) -> bool:
     """Whether an index chooses what some of a model's tokens attend to."""
     cache = library_cache(model)
@@ -537,17 +532,19 @@ def _pages_like(layer: Any, kv_type: KvType, pages: int, *, by_head: bool, index
 def _compressed_like(layer: Any, pages: int, windows: int, *, by_head: bool) -> CompressedPages:
     raw = {name: 2 * int(of_tokens.shape[-1]) for name, of_tokens in layer.buffer_kv.items()}
     own = {name: int(entries.shape[-1]) for name, entries in layer.compressed_kv.items()}
+    in_ram = layer.keys.device.type == "cpu"
     return CompressedPages(
         KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32,
         layer.compress_rate,
         own[_COMPRESSOR],
         raw[_COMPRESSOR],
-        pages,
+        pages if in_ram else 0,
         index_dim=own.get(_INDEXER, 0),
         index_raw=raw.get(_INDEXER, 0),
         overlaps=hasattr(layer, "overlap_kv"),
-        windows=windows,
-        by_head=by_head,
+        windows=windows if in_ram else 0,
+        by_head=by_head and in_ram,
+        place=None if in_ram else layer.keys.device,
     )
 
 

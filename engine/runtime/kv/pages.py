@@ -290,16 +290,16 @@ class PagePool:
         return page
 
     def fit(self, *, if_many: bool = False, forgets: bool = False) -> bool:
-        """Gives up the memory of the last of each kind that hold nothing, or only if these are half of all; whether
-        there was any.
+        """Gives up the memory of the last of each kind that hold nothing of use, or only if these are half of all;
+        whether there was any.
 
         Args:
             forgets: the prefix cache goes first.
         """
         if self.room is None:
             return False
-        if forgets:
-            self.give_back(self.spare)
+        idle = 0 if forgets else sum(len(kind.idle) * kind.weight for kind in self._kinds)
+        self.give_back(self.spare - idle)  # what holds nothing goes first
         there = self._there(self.room)
         used = {kind: max(kind.touched, default=-1) + 1 for kind in self._kinds}
         least = {kind: count if 2 * count < there[kind] or not if_many else there[kind] for kind, count in used.items()}

@@ -1,14 +1,14 @@
 """The next tokens of a few sequences over pages, for steps of a card that are repeated as graphs.
 
 Where tokens go is read from memory that stays: neither the length of a context nor where its pages lie is part of such
-a graph.  A sequence may have several tokens in a step, which are tried together; where layers sum up what they read, a
-step has a single one.
+a graph.  Where layers take all tokens as one sequence, one of a step's may have several, which are tried together; else
+each has one, and is a sequence of its own to layers, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -90,39 +90,36 @@ class _Places:
 
 
 class RowStateLayer(StateLayer):
-    """What one layer sums up, for a single token: modules write over it, and wherever it lies, to them it is here.
+    """What one layer sums up of some sequences, for a token of each: modules write over it, and wherever it lies, to
+    them it is here.
 
     Args:
-        where: int64 [2] on the layer's device: the page to go on from, and the one for what becomes of it.
+        where: int64 [2, rows] on the layer's device: pages to go on from, and those for what becomes of them.
+        held: memory for "recent" and "states", while the layer is computed.
     """
 
-    def __init__(self, paged: StatePages, where: torch.Tensor) -> None:
+    def __init__(self, paged: StatePages, where: torch.Tensor, held: Mapping[str, torch.Tensor]) -> None:
         super().__init__(1)
-        self._paged, self._where = paged, where
-        self._held = dict[str, torch.Tensor]()
-        if paged.recent.shape[1:].numel():
-            self._held["recent"] = self.conv_states[0] = paged.recent.new_empty(1, *paged.recent.shape[1:])
-            self.conv_kernel_size[0] = paged.recent.shape[-1]
+        self._paged, self._where, self._held = paged, where, held
+        if "recent" in held:
+            self.conv_states[0] = held["recent"]
+            self.conv_kernel_size[0] = held["recent"].shape[-1]
             self.is_conv_states_initialized[0] = True
-        if paged.states.shape[1:].numel():
-            self._held["states"] = self.recurrent_states[0] = paged.states.new_empty(1, *paged.states.shape[1:])
+        if "states" in held:
+            self.recurrent_states[0] = held["states"]
             self.is_recurrent_states_initialized[0] = True
         self.has_previous_state[0] = True
-        self.device, self.dtype = where.device, next(iter(self._held.values())).dtype
+        self.device, self.dtype = where.device, next(iter(held.values())).dtype
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._held.values())
-
-    def fetch(self) -> None:
-        """Before a step."""
+    def fetch(self, *_: Any) -> None:
+        """Before the layer."""
         for name, part in self._held.items():
-            torch.index_select(getattr(self._paged, name), 0, self._where[:1], out=part)
+            torch.index_select(getattr(self._paged, name), 0, self._where[0], out=part)
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """After it."""
         for name, part in self._held.items():
-            getattr(self._paged, name).index_copy_(0, self._where[1:], part)
+            getattr(self._paged, name).index_copy_(0, self._where[1], part)
 
 
 class RowPlaces:
@@ -155,21 +152,34 @@ class RowPlaces:
             self._of_layer.update({number: (places, at) for at, number in enumerate(numbers)})
         self.most_pages = pages
         """Of a sequence."""
+        self._most = most
         self._states = dict[torch.device, torch.Tensor]()
         """Pages of states, see `RowStateLayer`."""
-        self.state_layers = dict[int, RowStateLayer]()
-        """By the numbers of the layers that have states."""
-        for number, paged in enumerate(caches.layers):
+        self._held = dict[tuple[object, ...], torch.Tensor]()
+        """Memory for states, which layers that are alike have one after the other."""
+        for paged in caches.layers:
             if isinstance(paged, StatePages) and paged.page_bytes:
-                there = next(part.device for part in (paged.recent, paged.states) if part.shape[1:].numel())
-                where = self._states.setdefault(there, torch.zeros(2, dtype=torch.int64, device=there))
-                self.state_layers[number] = RowStateLayer(paged, where)
+                self.states_of(paged, most)
 
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        states = sum(layer.nbytes for layer in self.state_layers.values())
+        states = sum(part.nbytes for part in self._held.values())
         return states + sum(places.nbytes for places in self._places)
+
+    def states_of(self, paged: StatePages, rows: int) -> RowStateLayer:
+        """What one layer has summed up of so many sequences."""
+        held = dict[str, torch.Tensor]()
+        for name, part in (("recent", paged.recent), ("states", paged.states)):
+            if part.shape[1:].numel():
+                key = name, part.device, part.dtype, part.shape[1:]
+                if key not in self._held:
+                    self._held[key] = part.new_empty(self._most, *part.shape[1:])
+                held[name] = self._held[key][:rows]
+        there = next(iter(held.values())).device
+        if there not in self._states:
+            self._states[there] = torch.zeros(2, self._most, dtype=torch.int64, device=there)
+        return RowStateLayer(paged, self._states[there][:, :rows], held)
 
     def set(self, ids: Sequence[int], positions: Sequence[int], pieces: Sequence[Piece]) -> int:
         """The next step has these tokens, `positions` of each.
@@ -184,7 +194,8 @@ class RowPlaces:
         for places in self._places:
             places.set(pieces)
         for place, where in self._states.items():
-            where.copy_(upload(torch.tensor([pieces[0].state, pieces[0].next_state]), place))
+            pages = torch.tensor([[piece.state for piece in pieces], [piece.next_state for piece in pieces]])
+            where[:, : len(pieces)].copy_(upload(pages, place))
         self._both[:, 0, : len(ids)].copy_(upload(torch.tensor([list(ids), list(positions)]), self._both.device))
         return max(piece.held + piece.tokens - 1 for piece in pieces) // PAGE_TOKENS + 1
 
@@ -233,8 +244,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hands on the states of the tokens, [1, H, rows, D]; or of a single one all that it may see, what is not there
-        yet as zeros."""
+        """Hands on the states of the tokens, [1, H, rows, D] or [rows, H, 1, D]; or of a single one all that it may
+        see, what is not there yet as zeros."""
         if not self.gathered:
             self._offered.put(key_states, self)
             return key_states, value_states
@@ -312,8 +323,8 @@ class RowsCache(Cache):  # type: ignore[misc]
                 layers.append(RowsLayer(paged, window, where, rows, gathered, self.offered))
             elif isinstance(paged, StatePages) and not paged.page_bytes:
                 layers.append(DummyLayer())
-            elif isinstance(paged, StatePages) and rows == 1:
-                layers.append(places.state_layers[number])
+            elif isinstance(paged, StatePages):
+                layers.append(places.states_of(paged, rows))
             else:
                 raise LookupError("its layers keep more than keys and values")
         super().__init__(layers=layers)
@@ -321,20 +332,19 @@ class RowsCache(Cache):  # type: ignore[misc]
         if not of_tokens:
             raise LookupError("its layers keep nothing of each token")
         self.first = of_tokens[0]
-        self._states = [layer for layer in layers if isinstance(layer, RowStateLayer)]
-        if any(layer.device != places.ids.device for layer in self._states):
-            raise LookupError("states are fetched on the first card alone")
         self.window_of: Callable[[torch.Tensor | None], int] | None = None
         """A mask's, while a step attends over this cache."""
 
     @contextmanager
-    def advancing(self) -> Iterator[None]:
-        """Within it a step is computed: what layers have summed up is there, and goes where it belongs."""
-        for layer in self._states:
-            layer.fetch()
-        yield
-        for layer in self._states:
-            layer.leave()
+    def advancing(self, layers: Sequence[Any]) -> Iterator[None]:
+        """Within it a step is computed: what each of a model's layers has summed up is there while it runs, on its own
+        card, and goes where it belongs."""
+        with ExitStack() as hooks:
+            for layer, held in zip(layers, self.layers, strict=False):
+                if isinstance(held, RowStateLayer):
+                    hooks.callback(layer.register_forward_pre_hook(held.fetch).remove)
+                    hooks.callback(layer.register_forward_hook(held.leave).remove)
+            yield
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:  # noqa: ARG002 - the library's signature
         """Tokens before the first one."""

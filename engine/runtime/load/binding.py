@@ -12,7 +12,6 @@ import torch
 
 from engine.common.config import CacheSettings, Misses
 from engine.common.footprint import KV_TOKENS
-from engine.devices.between import Between
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
@@ -21,10 +20,9 @@ from engine.experts.card_tokens import CardTokens, choice_for, tried_tokens
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor
-from engine.experts.latency import LatencyModel, load_latency, save_latency
-from engine.experts.latency_measurement import measure
+from engine.experts.latency import LatencyModel, load_latency, measure, save_latency
 from engine.experts.misses import MIXED, OnCpu
-from engine.experts.prediction.learning import Learning
+from engine.experts.prediction.mlp import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import (
     Place,
@@ -36,7 +34,7 @@ from engine.experts.prediction.target import (
 )
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import PartOfRecords, RecordSource
-from engine.experts.shared import Part, SharedExperts, SharedPrefetch, Ways
+from engine.experts.shared import Between, Part, SharedExperts, SharedPrefetch, Ways
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache

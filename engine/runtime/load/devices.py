@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -162,7 +164,7 @@ class ModelDevices:
         self._heeded = self._budgets()
 
     def have_news(self, now_s: float) -> bool:
-        """Whether other programs have taken memory of the devices, or left it, and `heed` is to be called.
+        """Whether other programs have taken memory of the devices, or left it, since that was heeded last.
 
         Args:
             now_s: of a clock that never goes back.
@@ -201,11 +203,17 @@ class ModelDevices:
         notes = [device.watch.note for device in self.devices if device.watch is not None]
         return next(filter(None, notes), "")
 
-    def heed(self) -> None:
-        """Between steps: caches grow where there is memory again; by themselves they shrink, before their next step."""
-        before, self._heeded = self._heeded, self._budgets()
-        if any(now > then for now, then in zip(self._heeded, before, strict=True)):
-            self.experts.take_back()
+    def heed(self, now_s: float) -> Sequence[int]:
+        """Between steps: caches grow where there is memory again; by themselves they shrink, before their next step.
+
+        Returns:
+            Bytes that the devices may use now: others than before are news to whoever asks.
+        """
+        if self.have_news(now_s):
+            before, self._heeded = self._heeded, self._budgets()
+            if any(now > then for now, then in zip(self._heeded, before, strict=True)):
+                self.experts.take_back()
+        return self._heeded
 
     def _budgets(self) -> list[int]:
         return [device.memory.total for device in self.devices]
@@ -399,3 +407,30 @@ class PageRoom:
         for reservation in self._reservations:
             reservation.release()
         self._devices.experts.take_back()
+
+
+_LEFT_TO_CPU = re.compile(r"operator '([\w:.]+)' is not currently supported on the MPS")
+
+
+@contextlib.contextmanager
+def left_to_cpu() -> Iterator[list[str]]:
+    """Collects the operators that torch computes on the CPU because these graphics cannot; each once."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            yield found
+        finally:
+            told = [(str(each.message), each) for each in said]
+            names = [match[1] for text, _ in told if (match := _LEFT_TO_CPU.search(text))]
+            found += dict.fromkeys(names)
+    for text, each in told:
+        if not _LEFT_TO_CPU.search(text):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def left_note(operators: list[str]) -> str:
+    """A sentence for the user on operators from `left_to_cpu`; empty without any."""
+    if not operators:
+        return ""
+    return f"PyTorch computes a part on the CPU, which is slower, as these graphics cannot: {', '.join(operators)}."

@@ -17,11 +17,11 @@ from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, c
 from engine.formats.ggml import GGML
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix
-from engine.kernels.activation import activation_of
-from engine.kernels.dense import is_held_quantised, quantised_sizes
+from engine.kernels.gpu.linear import is_held_quantised, quantised_sizes
+from engine.kernels.interface import activation_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import formats_of_linears, large_linears
-from engine.kernels.quantise import quantise_into
+from engine.kernels.repack import quantise_into
 from engine.planner.placement import Made
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.in_place import MatricesOnCards, matrices_in_place, site_in_place, types_in_place

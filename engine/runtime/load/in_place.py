@@ -23,11 +23,9 @@ from engine.formats import BF16, STORED, is_router
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.layouts import PartSpec, RecordLayout
 from engine.formats.tiles import Pairing
-from engine.kernels.activation import activation_of
-from engine.kernels.dense import quantised_sizes
-from engine.kernels.gpu.linear import CardEmbedding, CardLinear
+from engine.kernels.gpu.linear import CardEmbedding, CardLinear, quantised_sizes
 from engine.kernels.gpu.proof import kernels_of
-from engine.kernels.interface import LayerRecords
+from engine.kernels.interface import LayerRecords, activation_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,

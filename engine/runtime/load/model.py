@@ -24,7 +24,6 @@ from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
 from engine.devices.failures import is_fault_of_device, is_out_of_memory
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.devices.mps import left_note, left_to_cpu
 from engine.devices.opening import open_automatic, open_devices
 from engine.experts.container import UnusableContainerError, reopen
 from engine.experts.sites import verify
@@ -48,7 +47,7 @@ from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.load.binding import bind_dense, bind_experts, speed_up_on_cards
 from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
 from engine.runtime.load.conversion import made_again
-from engine.runtime.load.devices import ModelDevices
+from engine.runtime.load.devices import ModelDevices, left_note, left_to_cpu
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.forms import stored_note
 from engine.runtime.load.library_models import first_line, quiet_library

@@ -177,7 +177,7 @@ def sizes_of(config: EngineConfig, machine: Machine, file: OpenedCheckpoint, typ
         layers=of_layer,
         elsewhere=elsewhere,
         kv_per_token=file.profile.kv.numbers * width,
-        state_bytes=file.profile.kv.state_bytes,
+        fixed_kv=file.profile.kv.fixed_bytes(width),
         activations_per_token=activation_token_bytes(file.profile.hidden, file.profile.experts_per_token, width),
         context_tokens=file.context_tokens(config.context_tokens),
         experts_per_token=file.profile.experts_per_token,

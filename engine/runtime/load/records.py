@@ -25,8 +25,7 @@ from engine.formats.layouts import PartSpec, RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.interface import LayerRecords
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.quantise import quantise_record
-from engine.kernels.repack import repack
+from engine.kernels.repack import quantise_record, repack
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, PartRows, PartSources
 from engine.runtime.load.tensor_reader import DTYPES, Range, Stored, TensorReader, stored_of
 

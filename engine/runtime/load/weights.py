@@ -23,7 +23,7 @@ from engine.experts.whole_layer import LayerStream
 from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix, TiledShape
 from engine.kernels import choose_kernel
-from engine.kernels.dense import quantise_on_cards
+from engine.kernels.gpu.linear import quantise_on_cards
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import hold_linears
 from engine.planner.placement import InRam, Streamed

@@ -129,7 +129,7 @@ class ContinuousBatch:
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
             kind = self._kind_of(model, window=sizes.window_tokens)
-            if exact or model.sessions is not None:
+            if exact or model.sessions is not None or policy.on_device:
                 longest = PagePool(0, model.pages_beside, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             if most_pages:
@@ -163,6 +163,8 @@ class ContinuousBatch:
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
         self._work: list[Work] = []
+        self._places = 0
+        """Where states were when it began, see `PackedModel.places_of_states`."""
         self._request = self._of_all = 0
         """Numbers of the recorded requests: that of the sweep under way, and that of rows that share sweeps."""
         self._round: Iterator[list[Work]] = iter(())
@@ -311,6 +313,8 @@ class ContinuousBatch:
 
     def _is_sweeping(self) -> bool:
         """Whether a sweep is under way; begins one if there are rows."""
+        if self._sweep is not None and self._places != self._model.places_of_states:
+            self._end_sweep()
         if self._sweep is None:
             self._sweep_s = 0.0
             self._model.heed(self.pool.fit)
@@ -322,7 +326,7 @@ class ContinuousBatch:
                 aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
             self._work = work + self._riders(work)
             self._record(work)
-            self._sweep = self._model.sweep(self._work)
+            self._sweep, self._places = self._model.sweep(self._work), self._model.places_of_states
             self.turns += 1
         return True
 
@@ -461,12 +465,12 @@ class ContinuousBatch:
             or self._gives_pages(2)
         ):
             pass
-        elif len(work) > 1 or self._has_others(work):
-            self._most_rows = max(1, len(self.rows) // 2)
+        elif len(work) == 1 and work[0].tokens > PAGE_TOKENS and not work[0].is_exact:
+            self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
+        elif work and (count := len({*self.rows, *(each.row for each in work)})) > 1:  # the newest wait
+            self._most_rows = max(1, count // 2)
             while len(self.rows) > self._most_rows:
                 self.give_way()
-        elif work and work[0].tokens > PAGE_TOKENS and not work[0].is_exact:
-            self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
         elif work and self.is_short():
             return False
         elif work:
@@ -474,11 +478,6 @@ class ContinuousBatch:
             said = error if isinstance(error, EngineError) else self._no_memory(row)
             self._leave(row).on_row(row.answer(error=said))
         return bool(work)
-
-    def _has_others(self, work: list[Work]) -> bool:
-        """Whether other rows hold memory beside one that was by itself, over its session."""
-        is_single = bool(work) and self._model.sessions is not None and work[0].is_exact
-        return is_single and any(row is not work[0].row for row in self.rows)
 
     def _gives_pages(self, level: int) -> bool:
         """Gives up memory of pages, with a level of 2 the prefix cache too: once, as the next try may take it again."""
@@ -543,14 +542,16 @@ class ContinuousBatch:
     def _admit(self) -> None:
         """Admits rows while there are pages: first those that stepped aside, then new ones."""
         able = [source for source in self.sources if not source.rests]
-        while sum(not self._source_of[row].rests for row in self.rows) < self._most_at_once:
-            if self._aside:
-                if not self._reserve(self._aside[0]):
-                    if self.rows or not self._has_outgrown(self._aside[0]):
-                        return
-                    continue
-                self.rows.append(self._aside.popleft())
+        while (active := sum(not self._source_of[row].rests for row in self.rows)) < self._most_at_once:
+            aside = next((row for row in self._aside if not self._source_of[row].rests), None)
+            if aside is not None and self._reserve(aside):
+                self._aside.remove(aside)
+                self.rows.append(aside)
                 continue
+            if aside is not None and not self.rows and self._has_outgrown(aside):
+                continue
+            if aside is not None and active:  # it is next; rows that rest may keep their pages for long
+                return
             if not able:
                 return
             source = min(able, key=lambda source: len(source.rows))

@@ -16,7 +16,7 @@ from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
-from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.decode.paged_steps import PagedSteps, attends_there
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
@@ -31,8 +31,12 @@ def lane_for(
     Args:
         above: whose pages they share, if they can.
     """
+    asked, is_alike = policy, not policy.window and policy.kv_type is loaded.kv_type
+    if loaded.devices is not None and is_alike and attends_there(loaded):
+        policy = replace(policy, on_device=True, schedule=HYBRID)
+    if loaded.devices is not None and above is not None and not (policy.on_device and above.model.room is not None):
+        above = None  # what they hold lies elsewhere
     try:
-        is_alike = not policy.window and policy.kv_type is loaded.kv_type
         if above is not None and above.model.sessions is None:
             model = above.model if is_alike else PackedModel(loaded, policy)
             return ContinuousBatch(model, policy, above=above, kept=loaded.kept), ""
@@ -43,7 +47,7 @@ def lane_for(
         return ContinuousBatch(model, policy, kept=loaded.kept), ""
     except LookupError as error:
         why = str(error)
-    policy = replace(policy, rows=1)
+    policy = replace(asked, rows=1)
     model = PackedModel(loaded, policy, in_sessions=True)
     return ContinuousBatch(model, policy, exact=True), f"Rows are answered one by one: {why}."
 

@@ -234,11 +234,10 @@ class Scheduler:
         """Whether other programs have taken memory of the devices, or left it."""
         return self.loaded.devices is not None and self.loaded.devices.have_news(monotonic())
 
-    def _heed(self) -> None:
+    def _tell(self) -> None:
+        """Says what devices lack; sweeps follow the news themselves."""
         devices = self.loaded.devices
-        if self._has_news():
-            assert devices is not None
-            devices.heed()
+        self._has_news()
         note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
         if note != self._note:
             self._note = note
@@ -246,7 +245,7 @@ class Scheduler:
 
     @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _advance(self, until: Check) -> None:
-        self._heed()
+        self._tell()
         for lane in self._beside():
             lane.drop_piggybacked()
         self._admit()
@@ -352,11 +351,8 @@ class Scheduler:
         self._admitted[asked.number] = asked
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
-        """Where jobs are answered: over the pages of requests.
-
-        On a card each has its own: sweeps of both would be under way in the same memory at once.
-        """
-        lane, note = lane_for(self.loaded, policy, self._ready() if self.loaded.devices is None else None)
+        """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
+        lane, note = lane_for(self.loaded, policy, self._ready())
         if self._batch is not None and lane.model is self._batch.model:
             lane.piggybacked = self._piggybacked
         return lane, note

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from engine.experts.cache.policies import Key
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.executor import ExpertExecutor
-from engine.experts.recording import LAYER_NUMBER
+from engine.experts.executor import LAYER_NUMBER, ExpertExecutor
 from engine.experts.replay import RoutingTrace, hit_ratio_curve, stack_distances
 from engine.protocol import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap
 from engine.runtime.loaded_model import LoadedModel

@@ -266,7 +266,9 @@ class Between:
 
 
 class QueuedDense:
-    """See `engine.telemetry.recorder.QueuedWork`.  For the thread of the engine; never waits for a device.
+    """Marks in the queues of devices, where the caller's thread only queues dense work.
+
+    For the thread of the engine; never waits for a device.
 
     Args:
         devices: whose compute streams the caller's operators are queued on, in the order of the model's layers.

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from engine.verbs.models import find, fit, library, pull
+from engine.verbs.models import hub, library
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,9 +23,7 @@ def add_parser(subparsers: Any) -> None:
         return sub
 
     library.add_actions(action)
-    find.add_actions(action)
-    fit.add_actions(action)
-    pull.add_actions(action)
+    hub.add_actions(action)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parent
 def start(arguments: list[str]) -> int:
     """Where an update or the engine's part has other libraries, this goes on in a process of its own."""
     try:
-        from engine.common.consoles import tell
         from engine.common.errors import EngineError
         from engine.common.installed import before_start
+        from engine.common.plain_text import tell
     except ImportError:
         return damaged()
     try:

@@ -14,8 +14,7 @@ from app.services.chat_store.records import Attachment
 from app.services.tools import Tools
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
-from engine.batch_files.fingerprint import counted_rows
-from engine.batch_files.opening import InputForm, open_source
+from engine.batch_files.opening import InputForm, counted_rows, open_source
 from engine.common.chat import Tool
 from engine.common.config import BatchJob
 from engine.remote.endpoint import endpoint_at, save_endpoint

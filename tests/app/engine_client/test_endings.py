@@ -16,7 +16,7 @@ from app.services.engine_request import Request
 from engine.common import installed
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
-from engine.common.integrity import note_files
+from engine.common.installed import note_files
 from engine.common.model_info import ModelInfo
 from engine.common.paths import python_module
 from engine.protocol import (

@@ -1,4 +1,4 @@
-// Activations between an expert's two matrices; `engine/kernels/activation.py` defines and numbers them.
+// Activations between an expert's two matrices; `engine/kernels/interface.py` defines and numbers them.
 #pragma once
 #include "card.h"
 

@@ -22,8 +22,8 @@ from engine.devices.device import CopyRecord, Direction, Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import BANK_LAYER, compute_experts
 from engine.experts.dispatcher import HybridExperts
+from engine.experts.executor import PartialSums, Routing
 from engine.experts.misses import MIXED
-from engine.experts.partial_sums import PartialSums, Routing
 from engine.experts.prediction.predictors import BatchCorrelation
 from engine.experts.shared import parts_of
 from engine.experts.vram_cache import Lookup
