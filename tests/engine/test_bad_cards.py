@@ -6,8 +6,6 @@ take a card's memory (`test_memory_of_others`), a compiler that is missing or kn
 are half written or somebody else's (`test_cuda_compiled`).
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -1,8 +1,6 @@
 """A job answers every row once, whatever the order, the interruptions and the faults, replaces the files that it wrote
 itself and no other, and leaves the engine's thread to chats; no model is needed for that."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,8 +1,6 @@
 """The benches run on tiny models, on real devices and on machines whose time is modelled, and say what they measured;
 how fast is asserted nowhere but in modelled time."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

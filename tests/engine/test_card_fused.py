@@ -1,7 +1,5 @@
 """Sums, rotations, norms, angles and routers by kernels on an emulated card: as modules give, or left alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import MethodType
 from typing import Any

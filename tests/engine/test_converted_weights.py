@@ -4,8 +4,6 @@ Nor does a data folder that was copied from another machine: another processor, 
 version of a library.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

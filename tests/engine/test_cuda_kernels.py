@@ -1,7 +1,5 @@
 """The kernels in CUDA C on an emulated card: what they compute is what the weights mean, alone and in whole models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a real card's device does around torch, with torch's own calls replaced: no card is needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever is kept where and computed by whom: logits and tokens are those of transformers with the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

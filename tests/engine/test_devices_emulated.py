@@ -1,7 +1,5 @@
 """The emulated card: what it does, and when, by its clock."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Every byte of a budget is accounted for, whatever happens."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """From what a user writes to devices, threads, and the layers of each."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How much can be pinned is found out in a child process, whatever becomes of it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies from memory that is not pinned: their submitter does not wait, nothing overtakes them, all bytes arrive."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A model whose experts do not fit into RAM says what it says when they do."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator, Sequence

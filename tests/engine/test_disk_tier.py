@@ -1,7 +1,5 @@
 """Experts on disk and in RAM: every read ends, right or with an error that says why; what is held is that expert."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Experts on two processors at once against the plain definition: whatever is where, and whatever fails."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The trained predictor learns what is planted, is saved whole or not at all; a damaged file is told, not used."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Models in GGUF files, also those that llama.cpp quantised, say what transformers and llama.cpp say."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Decode steps over several cards: a graph for each card's layers, copies between them, the same tokens."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Who is computed where, and what strategies take: the best choice there is, from measurements fitted and kept."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Layers that come from disk for each pass: the same answers bit by bit, in no more RAM than planned."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """The engine starts without torch's compiler, its distributed tensors and sympy, and all works as with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rows of clients that come, watch and go: streamed, cancelled alone, and moved aside when pages run short."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

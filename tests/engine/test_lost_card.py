@@ -1,7 +1,5 @@
 """A card that stops responding while answers are written: they go on on the CPU, and it is said once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest

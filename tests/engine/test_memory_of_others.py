@@ -1,7 +1,5 @@
 """A second program takes a card's memory and leaves it: the budget follows, answers stay, and it is said once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

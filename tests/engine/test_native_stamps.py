@@ -1,7 +1,5 @@
 """The ring that native steps are stamped into: nothing is lost, mixed up or invented, whoever reads it and when."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

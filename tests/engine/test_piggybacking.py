@@ -1,7 +1,5 @@
 """Chats that take part in the sweeps of a batch: they get their own tokens, each once, and the batch gets its own."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Policies of batches, planned and by hand: the engine loads a model with their settings, and answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is learnt of routing, in a session and over sessions: kept, faded, and nothing claimed that cannot be known."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

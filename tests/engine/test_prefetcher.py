@@ -1,7 +1,5 @@
 """Prefetching: the predictor that gains, the fastest way to meet a miss, and answers that stay what they are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

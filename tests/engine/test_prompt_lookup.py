@@ -1,7 +1,5 @@
 """What is guessed from a text that repeats itself."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,8 +3,6 @@
 The card's time is modelled, and the processor's, too: every call of the card's driver keeps it from computing.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Timelines of devices that dense work is only queued on, as on a card: it is seen by marks in the queue."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import replace

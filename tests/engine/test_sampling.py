@@ -1,7 +1,5 @@
 """Our choice of tokens, beams and DRY against transformers' and their definitions, and where they must not reach."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests and rows where memory is short: somebody gives way, the longest request has room, and none is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text appears token by token, whole, and ends where it should: at stop strings and at tokens that end."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`switchyard serve` as a process: where it is, whom it trusts, and how it ends; mistakes are one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

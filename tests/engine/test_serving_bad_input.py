@@ -1,7 +1,5 @@
 """What is wrong with a request is said by each interface in its own form, with its own status, streamed or not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Experts of each layer shared among cards: the same sums and tokens as on one, each card its own part."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

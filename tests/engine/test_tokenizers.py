@@ -1,7 +1,5 @@
 """A checkpoint's tokenizer is loaded, or refused in one sentence, kept for later, and in the starter the original's."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

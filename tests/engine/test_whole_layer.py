@@ -1,7 +1,5 @@
 """Whole-layer prefetch: every layer in time and in its place, whatever is called when and whatever fails."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """When one PC stops being sensible: arithmetic, words, and `switchyard plan --rows`."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The papers' formulas: rooflines, policy search, Fiddler's and Klotski's decisions, memory."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
