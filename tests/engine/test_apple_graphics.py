@@ -150,3 +150,15 @@ def test_a_plan_has_all_experts_there_or_nothing() -> None:
     assert placed.notes[0].needed == 280
     usual = resolve(config, Budgets(10**12, None, (replace(tight, is_unified=False),)), sizes)
     assert 0 < usual.slots < 8
+
+
+def test_work_is_done_when_its_event_is() -> None:
+    fake = FakeApple()
+    with open_card(kind(fake)) as device:
+        event = device.compute_stream.submit(lambda: None)
+        assert event.done()
+        assert fake.synchronized == 1
+        source, there = torch.ones(3), torch.zeros(3)
+        device.h2d_stream.copy(there, source).wait()
+        assert there.tolist() == [1, 1, 1]
+        assert device.responds()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common import clock
+from engine.common.clock import OwnClock
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.cpu import open_cpu
 from engine.devices.device import CopyRecord, Device, Direction, Event
@@ -335,3 +336,52 @@ def test_many_threads_many_streams(device: Device) -> None:
     device.recover()
     device.synchronize()
     assert device.memory.use().by_category[MemoryCategory.STAGING] == 4 * 3000
+
+
+def test_real_time_passes_only_outside_the_card() -> None:
+    real = [0.0]
+    own = OwnClock(source=lambda: real[0])
+    real[0] = 1.0
+    assert own.now() == 1.0
+    with own.stopped():
+        real[0] = 2.0
+        with own.going_on():
+            real[0] = 2.5
+    assert own.now() == 1.5
+    with own.paced(0.5):
+        real[0] = 3.5
+        assert own.now() == 2.0
+    own.advance_to(1.0)
+    assert own.now() == 2.0
+    own.advance_to(7.0)
+    real[0] = 4.0
+    assert own.now() == 7.5
+    assert own.now_ns() == 7_500_000_000
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_bytes_are_there_when_the_copy_has_ended_and_not_before(device: Device, *, asks: bool) -> None:
+    there, here = big(device, 100_000)
+    there.fill_(1)
+    event = device.h2d_stream.copy(there, here)
+    assert not event.wait(1e-5)
+    assert (event.done(), bool(there.all())) == (False, True)
+    assert clock.own is not None
+    if asks:
+        event.wait()
+    else:
+        clock.own.advance(1.0)
+        assert event.done()
+    assert not there.any()
+
+
+def test_waiting_with_a_limit_waits_for_what_another_thread_does(device: Device) -> None:
+    has_begun, goes_on = threading.Event(), threading.Event()
+    event = device.compute_stream.submit(lambda: (has_begun.set(), goes_on.wait(30)))
+    other = in_thread(event.wait)
+    assert has_begun.wait(30)
+    later = threading.Timer(0.05, goes_on.set)
+    later.start()
+    assert event.wait(timeout_s=1e6)
+    other.join()
+    later.join()

@@ -81,3 +81,8 @@ def test_memory_that_a_card_shares_is_pinned_and_mapped_whole_or_refused(monkeyp
     pinned.popitem()  # what was refused
     memory.release(here)
     assert (pinned, memory.pinned_bytes) == ({}, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
+def test_nothing_can_be_pinned_without_a_card() -> None:
+    assert measure_pinnable(64 * MB) == 0

@@ -484,3 +484,16 @@ def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> No
     if choice == "correlation":
         assert report.used > report.wasted
         assert counters.prefetches_used > 0
+
+
+def test_a_closed_model_raises(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(monkeypatch, mixtral) as model:
+        module = next(m for m in model.model.modules() if getattr(m, BANK_LAYER, None) is not None)
+        kernel = tiers(model)[0]
+        model.close()
+        model.close()
+    hidden, index, weights = torch.zeros(1, 32), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)
+    for computes in (module, kernel):
+        with pytest.raises(EngineError) as caught:
+            computes(hidden, index, weights)
+        assert caught.value.code is ErrorCode.INTERNAL

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.direct_file import DirectFile
-from engine.experts.ram_tier import RamPressure, RamTier
-from engine.experts.record import RecordMemory, allocate_records
+from engine.experts.ram_tier import RamPressure, RamTier, share_slots
+from engine.experts.record import RecordMemory, RecordTable, allocate_records
 from engine.kernels.native.paged_attention import CAN_DISCARD
 from tests.engine.made_up_records import (
     CPU,
@@ -349,3 +349,18 @@ def test_what_is_left_to_others_ends_above_the_reserve(data: st.DataObject) -> N
             filled = allowed
             assert available() >= reserve * mib or allowed == 0
         assert pressure.advise(allowed * mib, filled * mib) is None  # asked again at once
+
+
+def test_shares_of_the_budget() -> None:
+    all_of_it = share_slots(RecordTable(CONTENTS.tensors), 10**12, 2)
+    assert all_of_it == {SMALL: 12, LARGE: 3}
+    least = 2 * (SMALL.nbytes + LARGE.nbytes)
+    assert share_slots(RecordTable(CONTENTS.tensors), least, 2) == {SMALL: 2, LARGE: 2}
+    for budget in range(least, CONTENTS.nbytes, 5000):
+        shares = share_slots(RecordTable(CONTENTS.tensors), budget, 2)
+        used = sum(layout.nbytes * count for layout, count in shares.items())
+        assert used <= budget
+        assert budget - used < LARGE.nbytes + SMALL.nbytes
+    with pytest.raises(EngineError) as caught:
+        share_slots(RecordTable(CONTENTS.tensors), least - 1, 2)
+    assert caught.value.code == ErrorCode.NOT_ENOUGH_MEMORY

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.devices.device import CaptureError
+from engine.devices.emulated import RecordedCapture
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
@@ -259,3 +261,33 @@ def test_a_device_without_room_for_graphs_does_without(checkpoints: Path, monkey
         graphs = graphs_of(session)
         assert graphs.refused is not None
         assert "memory" in graphs.refused
+
+
+class TestTheStandIn:
+    def test_repeats_on_the_same_memory(self) -> None:
+        x, state = torch.ones(4), torch.zeros(4)
+        factor = 3.0
+        capture = RecordedCapture()
+        capture.begin()
+        y = (x * factor).view(2, 2).t().contiguous()
+        state += x
+        graph = capture.end()
+        factor = 5.0  # what Python knew is part of the graph
+        x.fill_(2)
+        graph.replay()
+        assert y.tolist() == [[6.0, 6.0], [6.0, 6.0]]
+        assert state.tolist() == [3.0] * 4
+        assert capture.nbytes >= y.nbytes
+        capture.close()
+
+    @pytest.mark.parametrize(
+        "read",
+        [lambda x: x.tolist(), lambda x: x[0].item(), lambda x: bool(x.any()), torch.nonzero, lambda x: x.numpy()],
+    )
+    def test_reading_back_is_refused(self, read: Any) -> None:
+        capture = RecordedCapture()
+        capture.begin()
+        with pytest.raises(CaptureError):
+            read(torch.ones(3))
+        capture.abandon()
+        assert torch.ones(3).tolist() == [1.0] * 3

@@ -2,9 +2,10 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from benchmarks.strategies import StepCosts, StrategyModel
 from engine.bench.report import Report, median_interval, row
 from engine.common.costs import Cost
 from engine.devices.opening import open_devices
-from engine.experts.latency import LatencyModel, latency_file, load_latency, measure, save_latency
+from engine.experts import latency as latency_measurement
+from engine.experts.latency import LatencyModel, fit_knee, fit_line, latency_file, load_latency, measure, save_latency
 from engine.experts.shares import Estimate, split_among
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.torch_experts import TorchExperts
@@ -301,3 +303,73 @@ def test_constants_are_added_once(
     for misses in ("cpu", "fetch", "off", "mixed"):
         more = costly.seconds_per_token(misses, steps, 5) - free.seconds_per_token(misses, steps, 5)
         assert more == pytest.approx(rest_s + 5 * layer_s, abs=1e-9)
+
+
+class _Card:
+    """A device whose launches are queued: a captured one takes its own time, any other that of the host."""
+
+    compute_follows_caller = True
+    torch_device = torch.device("cpu")
+
+    def __init__(self, *, can_capture: bool) -> None:
+        self.compute_stream, self.closed, self.abandoned, self._can_capture = self, 0, 0, can_capture
+        self.now_s, self._capturing, self._experts = 0.0, False, 0
+
+    def kernel(self, _hidden: torch.Tensor, index: torch.Tensor, _weights: torch.Tensor) -> None:
+        self._experts = index.numel()
+        if not self._capturing:
+            self.now_s += 100e-6
+
+    def new_capture(self) -> "_Card":
+        return self
+
+    def begin(self) -> None:
+        self._capturing = True
+
+    def end(self) -> "_Card":
+        self._capturing = False
+        if not self._can_capture:
+            raise RuntimeError("a number was read back")
+        return self
+
+    def abandon(self) -> None:
+        self._capturing = False
+        self.abandoned += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def replay(self) -> None:
+        self.now_s += 6e-6 + 3e-6 * self._experts
+
+    def submit(self, work: Callable[[], object]) -> SimpleNamespace:
+        begun_s = self.now_s
+        work()
+        return SimpleNamespace(wait=lambda: None, started_s=begun_s, ended_s=self.now_s)
+
+
+def test_launches_are_timed_as_the_card_runs_them_not_as_the_host_queues_them() -> None:
+    card = _Card(can_capture=True)
+    times = latency_measurement._launch_times(card, card.kernel, 8, 16, torch.float32)  # type: ignore[arg-type]
+    assert [count for count, _ in times] == [1, 2, 4, 8]
+    assert fit_line(times) == (pytest.approx(6e-6), pytest.approx(3e-6))
+    assert (card.closed, card.abandoned) == (4, 0)
+
+
+def test_what_cannot_be_captured_is_timed_as_it_is() -> None:
+    card = _Card(can_capture=False)
+    times = latency_measurement._launch_times(card, card.kernel, 1, 16, torch.float32)  # type: ignore[arg-type]
+    assert times == [(1, pytest.approx(100e-6))]
+    assert (card.closed, card.abandoned) == (1, 1)
+
+
+def test_fits() -> None:
+    assert fit_line([(t, 2.0 + 0.5 * t) for t in (1, 2, 4, 8)]) == pytest.approx((2.0, 0.5))
+    assert fit_line([(1, 3.0)]) == (3.0, 0.0)
+    assert fit_line([(1, 3.0), (2, 2.0)])[1] == 0.0
+    assert fit_line([(1, 1.0), (10, 20.0)])[0] == 0.0
+    assert fit_knee([(1, 1.0), (8, 1.1), (16, 1.0), (32, 9.0)]) == pytest.approx((1.0, 16, 0.5))
+    assert fit_knee([(1, 1.0)]) == (1.0, 1, 0.0)
+    measured = [(1, 0.9), (2, 0.8), (4, 1.0), (8, 1.2), (32, 1.7), (128, 3.4), (512, 8.0)]
+    flat_s, knee, each_s = fit_knee(measured)
+    assert all(abs(flat_s + each_s * max(0, t - knee) - s) < 0.35 * s for t, s in measured)

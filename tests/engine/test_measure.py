@@ -15,7 +15,7 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
-from engine.hardware.measured import DiskRead, Measurements, RamRead, machine_profile
+from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
 from engine.measure.arithmetic import (
@@ -35,6 +35,7 @@ from engine.measure.run import (
     OnProgress,
     Row,
     Run,
+    thread_counts,
 )
 
 MIB = 2**20
@@ -304,3 +305,25 @@ def test_a_disk_that_is_nearly_full_is_left_alone(machine: Probe, tmp_path: Path
     found = measure(machine, tmp_path, DiskReads(2**60, (1,), (MIB,), 2, 1.0))
     assert "nearly full" in found.skipped["disk"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_an_expert_that_is_too_big_a_narrower_part_is_measured(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    CpuExperts((ExpertShape(2048, 768),), ("int4",), (1,), lambda _most: (1,), 2, 10.0)(run)
+    (found,) = run.rows
+    assert isinstance(found, ExpertTime)
+    assert (found.hidden, found.inner) == (2048, 384)
+    assert 2 * found.nbytes <= run.cold_bytes
+    with pytest.raises(NotMeasuredError, match="RAM"):
+        CpuExperts((ExpertShape(2048, 768),), ("bf16",), (1,), lambda _most: (1,), 2, 10.0)(run)
+
+
+@pytest.mark.parametrize(("most", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
+def test_numbers_of_threads(most: int, counts: tuple[int, ...]) -> None:
+    assert thread_counts(most) == counts
+
+
+def test_a_processor_that_goes_on_slowing_down_is_uncertain(machine: Probe, tmp_path: Path) -> None:
+    found = measure(machine, tmp_path, throttling=Slowing([1.0, 1.5, 3.0]))
+    assert any("uncertain" in note for note in found.notes)
+    assert found.unsteady

@@ -14,6 +14,7 @@ from engine.experts.latency import LatencyModel
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.pieces import Layers, wanted_tokens
+from engine.runtime.kv.memory import KvCost
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import memory_use, opened
@@ -104,3 +105,33 @@ def test_a_prompt_cancelled_between_pieces_gives_the_memory_back(
         read(session, cancel_after=2)
     session.clear()
     assert memory_use(model) == before
+
+
+def test_memory_for_longer_pieces_comes_from_the_cache_and_goes_back_to_it(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LatencyModel, "transfer_s", property(lambda self: 1.0))
+    assert model.devices is not None
+    (device,) = model.devices.devices
+    total, slots = device.memory.total, model.caches[0].slots
+    session = KvSession(model)
+    read(session)
+    session.clear()
+    lent: list[int] = []
+    try:
+        more = 3 * USUAL * session._pieces._token_bytes
+        device.memory.limit(device.memory.use().used + more - model.caches[0].nbytes // 2)
+        monkeypatch.setattr("engine.runtime.decode.pieces._CACHE_SHARE", 1)
+        # The rest of the cache would be too little for the context: that comes first.
+        with session._pieces.of(len(PROMPT), USUAL) as longest:
+            assert (longest, model.caches[0].slots) == (USUAL, slots)
+        monkeypatch.setattr(model.devices, "kv", (KvCost(),))
+        with session._pieces.of(len(PROMPT), USUAL) as longest:
+            lent.append(model.caches[0].slots)
+            assert longest == 4 * USUAL
+        assert lent[0] < slots == model.caches[0].slots
+        monkeypatch.setattr("engine.runtime.decode.pieces._CACHE_SHARE", 10**6)
+        with session._pieces.of(len(PROMPT), USUAL) as longest:
+            assert (longest, model.caches[0].slots) == (USUAL, slots)
+    finally:
+        device.memory.limit(total)

@@ -186,3 +186,13 @@ def test_the_most_used_experts_are_there_from_the_start(tmp_path: Path, monkeypa
     everyone = sorted(count for layer in counts for count in layer)
     assert there == everyone[-cache.slots :]
     again.close()  # type: ignore[attr-defined]
+
+
+def test_correlation_does_not_overflow() -> None:
+    predictor = Correlation(2, 4, 2, half_life=0.1)
+    for _ in range(50):
+        predictor.observe(0, [1], None)
+        predictor.observe(1, [2], None)
+    predictor.observe(0, [1], None)
+    assert predictor.predict(1)[0][0] == 2
+    assert np.isfinite(predictor.predict(1)[0][1])

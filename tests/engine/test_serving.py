@@ -873,3 +873,10 @@ def _until(holds: Any) -> None:
             return
         time.sleep(0.01)
     pytest.fail("it did not happen")
+
+
+def test_a_port_in_use_is_said() -> None:
+    with serving() as running:
+        other = Server(Service(running.broker, made_up_models()), Address(port=running.port))
+        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{running.port}"):
+            other.start()
