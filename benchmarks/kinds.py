@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.bench.report import Report
 from engine.formats import AUTO
-from engine.verbs.bench import add_common, add_model, config_of, emit_report, lengths, new_report, reported
+from engine.verbs.bench import add_common, add_model, config_of, emit_report, lengths, new_report, reported, runs
 from engine.verbs.options import add_engine_options, engine_config, parse_size, positive_int
 from engine.verbs.output import note
 
@@ -91,7 +91,7 @@ def add_kinds(kinds: Any) -> None:
 
     blocks = kinds.add_parser("blocks", help="ticks for a weight of each block type from the cache, beside ggml's own")
     add_common(blocks, repeats=3)
-    blocks.set_defaults(run=_run_blocks)
+    blocks.set_defaults(run=runs("benchmarks.block_types:bench_blocks", None, "repeats", opens=False))
 
     chats = kinds.add_parser("chats", help="several chats at once against one after the other, and one beside a batch")
     add_model(chats)
@@ -99,14 +99,14 @@ def add_kinds(kinds: Any) -> None:
     chats.add_argument("--tokens", type=positive_int, default=64, metavar="N", help="generated for each")
     add_common(chats, repeats=3)
     add_engine_options(chats)
-    chats.set_defaults(run=_run_chats)
+    chats.set_defaults(run=runs("benchmarks.chats:bench_chats", "ChatsPlan", "chats", "tokens", "repeats"))
 
     cache = kinds.add_parser("cache", help="cache policies on recorded routing; cost of the bookkeeping")
     cache.add_argument(
         "--trace", type=Path, action="extend", nargs="+", default=[], metavar="FILE", help="recorded routing"
     )
     add_common(cache, repeats=5)
-    cache.set_defaults(run=_run_cache)
+    cache.set_defaults(run=runs("benchmarks.cache:bench_cache", None, "trace", "repeats", opens=False))
 
     disk = kinds.add_parser("disk", help="preparing, loading, and decoding with experts on disk, against the disk")
     add_model(disk)
@@ -116,7 +116,7 @@ def add_kinds(kinds: Any) -> None:
     )
     add_common(disk, repeats=3)
     add_engine_options(disk)
-    disk.set_defaults(run=_run_disk)
+    disk.set_defaults(run=runs("benchmarks.disk:bench_disk", "DiskPlan", "tokens", "repeats", "expert_ram"))
 
     quality = kinds.add_parser("quality", help="perplexity of a text, and divergence from exact numbers")
     add_model(quality)
@@ -150,7 +150,7 @@ def add_kinds(kinds: Any) -> None:
     )
     add_common(prefixes, repeats=3)
     add_engine_options(prefixes)
-    prefixes.set_defaults(run=_run_prefixes)
+    prefixes.set_defaults(run=runs("benchmarks.prefixes:bench_prefixes", "PrefixesPlan", "prompt_tokens", "repeats"))
 
     loops = kinds.add_parser("loops", help="how many answers to simple questions loop, with DRY and without")
     add_model(loops)
@@ -158,7 +158,7 @@ def add_kinds(kinds: Any) -> None:
     loops.add_argument("--tokens", type=positive_int, default=400, metavar="N", help="longest answer")
     loops.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(loops)
-    loops.set_defaults(run=_run_loops)
+    loops.set_defaults(run=runs("benchmarks.loops:bench_loops", "LoopsPlan", "seeds", "tokens"))
 
     serve = kinds.add_parser("serve", help="our server and llama.cpp's under the same load: throughput, first token")
     add_model(serve)
@@ -192,11 +192,11 @@ def add_kinds(kinds: Any) -> None:
         help="a job over three servers of known speed, one of which is killed: its time against the least possible",
     )
     add_common(endpoints, repeats=5)
-    endpoints.set_defaults(run=_run_endpoints)
+    endpoints.set_defaults(run=runs("benchmarks.endpoints:bench_endpoints", None, "repeats", opens=False))
 
     download = kinds.add_parser("download", help="megabytes per second of our downloader, against one curl")
     add_common(download, repeats=3)
-    download.set_defaults(run=_run_download)
+    download.set_defaults(run=runs("benchmarks.download:bench_download", None, "repeats", opens=False))
 
     monitor = kinds.add_parser("monitor", help="what the window costs while the Monitor shows a fast decode")
     monitor.add_argument(
@@ -207,7 +207,7 @@ def add_kinds(kinds: Any) -> None:
         help="of decoding before measuring for as long again",
     )
     add_common(monitor, repeats=1)
-    monitor.set_defaults(run=_run_monitor)
+    monitor.set_defaults(run=runs("benchmarks.monitor:bench_monitor", None, "seconds", "repeats", opens=False))
 
 
 _PEERS = ("transformers", "llama.cpp", "ik_llama.cpp")
@@ -269,13 +269,6 @@ def _run_opening(args: argparse.Namespace, report: Report) -> None:
 
 
 @reported
-def _run_blocks(args: argparse.Namespace, report: Report) -> None:
-    from benchmarks.block_types import bench_blocks
-
-    bench_blocks(args.repeats, report, note)
-
-
-@reported
 def _run_machines(args: argparse.Namespace, report: Report) -> None:
     config = config_of(args)
     from benchmarks.machines import MachinesPlan, bench_machines
@@ -297,28 +290,6 @@ def _run_papers(args: argparse.Namespace) -> int:
 
 
 @reported
-def _run_chats(args: argparse.Namespace, report: Report) -> None:
-    from benchmarks.chats import ChatsPlan, bench_chats
-
-    bench_chats(config_of(args), ChatsPlan(args.chats, args.tokens, args.repeats), report, note)
-
-
-@reported
-def _run_cache(args: argparse.Namespace, report: Report) -> None:
-    from benchmarks.cache import bench_cache
-
-    bench_cache(args.trace, args.repeats, report, note)
-
-
-@reported
-def _run_disk(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from benchmarks.disk import DiskPlan, bench_disk
-
-    bench_disk(config, DiskPlan(args.tokens, args.repeats, args.expert_ram), report, note)
-
-
-@reported
 def _run_quality(args: argparse.Namespace, report: Report) -> None:
     config = config_of(args)
     from benchmarks.quality import QualityPlan, bench_quality
@@ -337,22 +308,6 @@ def _run_speculation(args: argparse.Namespace, report: Report) -> None:
     from benchmarks.speculation import SpeculationPlan, bench_speculation
 
     bench_speculation(config, SpeculationPlan(args.tokens, args.prompt_tokens, args.repeats), report, note)
-
-
-@reported
-def _run_prefixes(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from benchmarks.prefixes import PrefixesPlan, bench_prefixes
-
-    bench_prefixes(config, PrefixesPlan(args.prompt_tokens, args.repeats), report, note)
-
-
-@reported
-def _run_loops(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from benchmarks.loops import LoopsPlan, bench_loops
-
-    bench_loops(config, LoopsPlan(args.seeds, args.tokens), report, note)
 
 
 @reported
@@ -384,33 +339,12 @@ def _run_cluster(args: argparse.Namespace) -> int:
     return emit_report(report, args)
 
 
-@reported
-def _run_endpoints(args: argparse.Namespace, report: Report) -> None:
-    from benchmarks.endpoints import bench_endpoints
-
-    bench_endpoints(args.repeats, report, note)
-
-
-@reported
-def _run_download(args: argparse.Namespace, report: Report) -> None:
-    from benchmarks.download import bench_download
-
-    bench_download(args.repeats, report, note)
-
-
-@reported
-def _run_monitor(args: argparse.Namespace, report: Report) -> None:
-    from benchmarks.monitor import bench_monitor
-
-    bench_monitor(args.seconds, args.repeats, report, note)
-
-
 def _run_decode(args: argparse.Namespace) -> int:
     if args.predict:
         return _run_predictions(args)
     args.model = args.model or _file_of_library(wanted=bool(args.peers) and not args.strategies) or "starter"
     if args.brute_force:
-        return _run_brute_force(args)
+        return runs("benchmarks.brute_force:bench_brute_force", None, "tokens", "repeats")(args)
     _limit(args)
     config, report = config_of(args), new_report()
     if args.strategies:
@@ -466,14 +400,6 @@ def _run_predictions(args: argparse.Namespace) -> int:
         plan = dataclasses.replace(plan, devices=(args.device,))
     bench_predictions(engine_config(args, "starter"), plan, report, note)
     return emit_report(report, args)
-
-
-@reported
-def _run_brute_force(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from benchmarks.brute_force import bench_brute_force
-
-    bench_brute_force(config, args.tokens, args.repeats, report, note)
 
 
 @reported

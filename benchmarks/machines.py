@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from engine.bench.opened import decode_seconds, hybrid_layers, opened, prefill_seconds, random_text, vocabulary_of
 from engine.bench.report import Report, in_turn
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.cache.selection import BURST_STEPS
+from engine.experts.cache.tier import BURST_STEPS
 from engine.hardware.profiles import EMULATED, DeviceProfile, timed_profiles
 
 if TYPE_CHECKING:

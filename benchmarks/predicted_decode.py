@@ -24,8 +24,14 @@ from engine.devices.opening import open_devices
 from engine.formats import LADDER
 from engine.hardware.measured import CopyTime, Measurements, machine_profile
 from engine.hardware.probe import Probe, probe
-from engine.measure.arithmetic import CpuArithmetic, CpuExperts, DeviceArithmetic, RamBandwidth
-from engine.measure.calls import NativeCalls, SharedLayer
+from engine.measure.arithmetic import (
+    CpuArithmetic,
+    CpuExperts,
+    DeviceArithmetic,
+    NativeCalls,
+    RamBandwidth,
+    SharedLayer,
+)
 from engine.measure.link import Copies
 from engine.measure.measuring import THOROUGH_SHAPES, cold_bytes, one_and_all
 from engine.measure.run import Measurement, NotMeasuredError, Run

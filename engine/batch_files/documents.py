@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import atexit
 import json
-import subprocess
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.common.confined import Exchange, end, memory_of, started
-from engine.common.errors import RequestCancelled, never_cancelled
+from engine.common.confined import ConfinedChild, Exchange
+from engine.common.errors import CancelCheck, never_cancelled
 from engine.common.sizes import about
 from engine.common.untrusted import check_untrusted, reason
 
@@ -28,7 +26,6 @@ MOST_PAGES = 5_000
 MOST_CHARACTERS = 16 * 2**20
 """Longer than any model's context."""
 UNREADABLE = "is neither text nor a document that can be read here (pdf, docx, xlsx, html); save it as one of those"
-_LOOK_S = 0.02
 
 _KINDS = {
     "pdf": ("pdf",),
@@ -96,18 +93,26 @@ class Document:
         return "\n\n".join(part.text for part in self.parts)
 
 
-class DocumentReader:
-    """One child process, started on first use and again after it was ended.  Thread-safe; one document at a time."""
+class _OverLimitError(Exception):
+    """The argument completes a sentence about the file."""
+
+
+class DocumentReader(ConfinedChild):
+    """Reads one document at a time."""
+
+    module = "engine.batch_files.document_child"
 
     def __init__(self, *, seconds: float = READING_S, memory_bytes: int = MEMORY_BYTES) -> None:
+        super().__init__()
         self._seconds, self._memory_bytes = seconds, memory_bytes
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+
+    def over(self, seconds: float, nbytes: int = 0) -> Exception:
+        return _OverLimitError(f"takes {'too much memory' if nbytes else f'more than {seconds:.0f} seconds'} to read")
 
     def read(
         self,
         path: Path,
-        cancelled: Callable[[], bool] = never_cancelled,
+        cancelled: CancelCheck = never_cancelled,
         on_share: Callable[[float], object] = lambda _share: None,
         *,
         most_bytes: int | None = None,
@@ -125,23 +130,13 @@ class DocumentReader:
                 size = about(path.stat().st_size)
                 return Document(problem=f"has {size}, more than the {about(most_bytes)} that are read")
             return Document(problem=f"cannot be read ({reason(error)})")
-        while not self._lock.acquire(timeout=_LOOK_S):
-            if cancelled():
-                raise RequestCancelled
-        try:
-            return self._read(path, cancelled, on_share)
-        finally:
-            self._lock.release()
-
-    def close(self) -> None:
-        """Ends the process; a later `read` starts another."""
-        if self._lock.acquire(timeout=1.0):  # a thread frozen at exit may hold it forever
+        with self._locked(cancelled):
             try:
-                self._end()
-            finally:
-                self._lock.release()
+                return self._read(path, cancelled, on_share)
+            except _OverLimitError as problem:
+                return Document(problem=str(problem))
 
-    def _read(self, path: Path, cancelled: Callable[[], bool], on_share: Callable[[float], object]) -> Document:
+    def _read(self, path: Path, cancelled: CancelCheck, on_share: Callable[[float], object]) -> Document:
         parts: list[Part] = []
 
         def on_line(line: list[Any]) -> None:
@@ -150,52 +145,25 @@ class DocumentReader:
             else:
                 parts.append(Part(line[3], line[1], line[2]))
 
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._process = started("engine.batch_files.document_child")
         request = json.dumps({"path": str(path.absolute()), "seconds": self._seconds}).encode("ascii") + b"\n"
-        exchange = Exchange(self._process, request, self._seconds, on_line=on_line)
-        problem = self._wait(exchange, cancelled)
-        if problem:
-            return Document(problem=problem)
-        exchange.thread.join()
+        exchange = self._exchange = Exchange(self._child(), request, self._seconds, on_line=on_line)
+        self._wait(exchange, cancelled, self._memory_bytes)
         answer = exchange.answer
         if answer is None:
             taken = time.monotonic() - exchange.begun_s
-            self._end(exchange)
-            return Document(problem=self._slow if taken >= self._seconds else "is damaged: its reader crashed on it")
+            self._end()
+            if taken >= self._seconds:
+                raise self.over(self._seconds)
+            return Document(problem="is damaged: its reader crashed on it")
         if problem := answer.get("problem", ""):
             if "memory" in problem:
-                self._end(exchange)  # it may still hold most of it
+                self._end()  # it may still hold most of it
             return Document(pages=answer["pages"], problem=problem)
         if not any(part.text.strip() for part in parts):
             is_scan = answer["pages"] > 0
             problem = "is a scan: pictures without text; run text recognition over it" if is_scan else "has no text"
             return Document(pages=answer["pages"], problem=problem)
         return Document(tuple(parts), answer["pages"], "", answer["remark"])
-
-    def _wait(self, exchange: Exchange, cancelled: Callable[[], bool]) -> str:
-        """Why it was ended before its answer; empty if that came, or the process ended by itself."""
-        while not exchange.done.wait(_LOOK_S):
-            if cancelled():
-                self._end(exchange)
-                raise RequestCancelled
-            if time.monotonic() - exchange.begun_s > self._seconds + 1.0:  # it should have ended itself by now
-                self._end(exchange)
-                return self._slow
-            if memory_of(exchange.process) > self._memory_bytes:
-                self._end(exchange)
-                return "takes too much memory to read"
-        return ""
-
-    @property
-    def _slow(self) -> str:
-        return f"takes more than {self._seconds:.0f} seconds to read"
-
-    def _end(self, exchange: Exchange | None = None) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            end(process, exchange)
 
 
 DOCUMENTS = DocumentReader()

@@ -21,7 +21,10 @@ from typing import Any
 
 import psutil
 
+from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.paths import confined_module
+
+LOOK_S = 0.02
 
 # --- the child's end ---
 
@@ -59,7 +62,7 @@ def dies_after(seconds: float) -> Iterator[None]:
 # --- the parent's end ---
 
 
-def started(module: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def started(module: str, variables: Mapping[str, str] | None = None, *arguments: str) -> subprocess.Popen[bytes]:
     """The child, which runs one of our modules.
 
     Args:
@@ -71,31 +74,13 @@ def started(module: str, variables: Mapping[str, str] | None = None) -> subproce
     if sys.platform == "win32":
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
     return subprocess.Popen(
-        command,
+        [*command, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=confined if variables is None else variables,
         **apart,
     )
-
-
-def memory_of(process: subprocess.Popen[bytes]) -> int:
-    """Its bytes in RAM; 0 if it has ended, which is handled elsewhere."""
-    try:
-        return int(psutil.Process(process.pid).memory_info().rss)
-    except psutil.Error:
-        return 0
-
-
-def end(process: subprocess.Popen[bytes], exchange: Exchange | None) -> None:
-    process.kill()
-    if exchange is not None:
-        exchange.thread.join()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            stream.close()  # type: ignore[union-attr]
-    process.wait()
 
 
 class Exchange:
@@ -139,3 +124,83 @@ class Exchange:
             pass
         finally:
             self.done.set()
+
+
+class ConfinedChild:
+    """A child, started on first use and again after it was ended.  Thread-safe; one request at a time."""
+
+    module: str
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exchange: Exchange | None = None
+
+    def over(self, seconds: float, nbytes: int = 0) -> Exception:
+        """What to raise where it takes longer, or else more memory."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the process; a later request starts another."""
+        if self._lock.acquire(timeout=1.0):  # a thread frozen at exit may hold it forever
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def _locked(self, cancelled: CancelCheck) -> Iterator[None]:
+        while not self._lock.acquire(timeout=LOOK_S):
+            if cancelled():
+                raise RequestCancelled
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _child(self) -> subprocess.Popen[bytes]:
+        if self._process is None or not self._is_alive():
+            self._end()
+            self._process = started(self.module)
+        return self._process
+
+    def _wait(self, exchange: Exchange, cancelled: CancelCheck, most_bytes: int) -> None:
+        """Waits for the answer or the end of the process; ends it if it is over its limits or cancelled."""
+        try:
+            while not exchange.done.wait(LOOK_S):
+                if cancelled():
+                    raise RequestCancelled
+                if time.monotonic() - exchange.begun_s > exchange.seconds + 1.0:  # it should have ended itself by now
+                    raise self.over(exchange.seconds)
+                if _memory_of(exchange.process) > most_bytes:
+                    raise self.over(0, most_bytes)
+        except BaseException:
+            self._end()
+            raise
+        exchange.thread.join()
+        if self._exchange is exchange:
+            self._exchange = None
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        exchange, self._exchange = self._exchange, None
+        if process is None:
+            return
+        process.kill()
+        if exchange is not None:
+            exchange.thread.join()
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+        process.wait()
+
+
+def _memory_of(process: subprocess.Popen[bytes]) -> int:
+    """Its bytes in RAM; 0 if it has ended, which is handled elsewhere."""
+    try:
+        return int(psutil.Process(process.pid).memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -403,8 +403,6 @@ def before_start(arguments: Sequence[str]) -> None:
 
 def _sound_window() -> Path:
     """The window's folder; an updated one that has lost files since would not open, and is not used any more."""
-    from engine.common.installed import give_up_damaged  # which knows this module
-
     newer = newer_window()
     if newer is not None:
         give_up_damaged(newer.folder)

@@ -25,8 +25,7 @@ from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, ExpertLayer, Step, Way, ways_of
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.shares import PromptChoice, PromptWay, prompt_prices, split_among
-from engine.experts.slot_segments import KernelMaker
-from engine.experts.vram_cache import Lookup, VramCache
+from engine.experts.vram_cache import KernelMaker, Lookup, VramCache
 from engine.hardware.probe import BusyLately, OtherPrograms
 from engine.telemetry.recorder import RECORDER
 

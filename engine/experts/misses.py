@@ -23,8 +23,7 @@ from engine.experts.executor import ExpertExecutor, PartialSums, Routing, StepOb
 from engine.experts.latency import LatencyModel
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.shares import Estimate, PromptWay
-from engine.experts.slot_segments import KernelMaker, Segment, Staged
-from engine.experts.vram_cache import Lookup, VramCache
+from engine.experts.vram_cache import KernelMaker, Lookup, Segment, Staged, VramCache
 from engine.telemetry import lanes
 
 

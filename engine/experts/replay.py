@@ -24,7 +24,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile
 from engine.common.untrusted import open_untrusted
 from engine.experts.cache.policies import Key, Pool, make_policy
-from engine.experts.cache.selection import PolicySelector, step_pool
+from engine.experts.cache.tier import PolicySelector, step_pool
 
 _MOST_BYTES = 4 * 2**30
 

@@ -10,7 +10,7 @@ once all cards have been given what they can do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.activations import Buffer
 from engine.experts.dispatcher import BUNDLED_BYTES, DECODE_TOKENS, HybridExperts, Working
 from engine.experts.executor import StepObserver
-from engine.experts.prediction.target import VramPrefetch
 from engine.telemetry import lanes
 
 _log = logging.getLogger(__name__)
@@ -274,43 +273,6 @@ class SharedExperts:
         if not device.compute_follows_caller:
             end.wait()
         return rounded
-
-
-class SharedPrefetch:
-    """A `PrefetchTarget` over the caches of all cards.
-
-    Args:
-        cards: one for each card, over its parts of all layers.
-        own: of each card, its experts of each layer.
-    """
-
-    def __init__(self, cards: Sequence[VramPrefetch], own: Sequence[Sequence[range]]) -> None:
-        self._cards, self._own = cards, own
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes in flight to the card that has most of them: each has a link of its own."""
-        return max(card.backlog_bytes for card in self._cards)
-
-    def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        wanted, gone = list(experts), set[int]()
-        for card, own in zip(self._cards, self._own, strict=True):
-            first = own[layer].start
-            mine = [expert - first for expert in wanted if expert in own[layer]]
-            gone.update(first + expert for expert in card.absent(layer, mine))
-        return [expert for expert in wanted if expert in gone]
-
-    def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        begun, given = 0, list(dead)
-        for expert in self.absent(layer, dict.fromkeys(experts)):
-            card, own = next(
-                (card, own) for card, own in zip(self._cards, self._own, strict=True) if expert in own[layer]
-            )
-            ours = [(other, each - own[other].start) for other, each in given if each in own[other]]
-            if not card.prefetch(layer, [expert - own[layer].start], ours):
-                break
-            begun += 1
-        return begun
 
 
 def _carried(

@@ -177,7 +177,12 @@ class _OfSize:
 
 
 class PromptChoice:
-    """The way of a prompt's layers on one device, for prompts of each length; see `Choice` for `is_busy`."""
+    """The way of a prompt's layers on one device, for prompts of each length; see `Choice` for `is_busy`.
+
+    The split of a layer's misses is priced expert by expert.  What comes with each way is not: work of the host that
+    the link or the card hides, threads that another program holds up, copies that the next layer finds under way.  So
+    what whole layers took, from a layer's routing to that of the layer after it, corrects the price of their way.
+    """
 
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
         self._of_size: dict[int, _OfSize] = {}

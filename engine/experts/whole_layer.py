@@ -34,7 +34,7 @@ from engine.experts.direct_file import DirectFile, unreadable
 from engine.experts.executor import ExpertExecutor
 from engine.experts.file_image import MappedFile
 from engine.experts.record_source import Arrivals, RecordSource
-from engine.experts.slot_segments import KernelMaker, Segment
+from engine.experts.vram_cache import KernelMaker, Segment
 from engine.formats.layouts import RecordLayout
 from engine.hardware.surroundings import count_as_used
 from engine.telemetry import lanes

@@ -154,36 +154,21 @@ def linux_cpu(
         topology = system / f"cpu{cpu}" / "topology"
         cores[cpu] = (text_of(topology / "physical_package_id"), text_of(topology / "core_id"))
     known = None not in {part for core in cores.values() for part in core}
-    performance, efficiency = _kinds_of_cores(system, hybrid, cores)
+    fast = {cores[cpu] for cpu in fast_cpus(hybrid, system) & cores.keys()}
     fastest_khz = max((number_of(system / f"cpu{cpu}" / "cpufreq" / "cpuinfo_max_freq") or 0) for cpu in cpus)
     nodes = cpus_of(text_of(system.parent / "node" / "online"))
     return CpuInfo(
         name=fields.get("model name") or fields.get("Model") or platform.processor() or None,
         physical_cores=len(set(cores.values())) if known else psutil.cpu_count(logical=False),
         logical_cores=len(cpus),
-        performance_cores=performance,
-        efficiency_cores=efficiency,
+        performance_cores=len(fast) or None,
+        efficiency_cores=len(set(cores.values()) - fast) if fast else None,
         l2_bytes=_cache_bytes(system, cpus, 2),
         l3_bytes=_cache_bytes(system, cpus, 3),
         instructions=tuple(name for name in KNOWN_INSTRUCTIONS if name in flags),
         max_hz=fastest_khz * 1e3 or None,
         numa_nodes=len(nodes) or None,
     )
-
-
-def _kinds_of_cores(
-    system: Path, hybrid: Path, cores: dict[int, tuple[str | None, ...]]
-) -> tuple[int | None, int | None]:
-    """(fast, frugal) physical cores: Intel lists hybrid cores by kind, Arm clusters differ in capacity."""
-    fast, frugal = (cpus_of(text_of(hybrid / kind / "cpus")) for kind in ("cpu_core", "cpu_atom"))
-    if not (fast and frugal):
-        capacities = {cpu: number_of(system / f"cpu{cpu}" / "cpu_capacity") for cpu in cores}
-        values = [value for value in capacities.values() if value is not None]
-        if len(values) != len(cores) or len(set(values)) < 2:
-            return None, None
-        frugal = frozenset(cpu for cpu, value in capacities.items() if value == min(values))
-        fast = frozenset(cores) - frugal
-    return tuple(len({cores[cpu] for cpu in kind if cpu in cores}) for kind in (fast, frugal))  # type: ignore[return-value]
 
 
 def _cache_bytes(system: Path, cpus: Iterable[int], level: int) -> int | None:
@@ -282,7 +267,7 @@ def compute_cpus(allowed: frozenset[int], devices: Path = _DEVICES) -> tuple[int
     return tuple(first.values())
 
 
-def fast_cpus(devices: Path = _DEVICES) -> frozenset[int]:
+def fast_cpus(devices: Path = _DEVICES, system: Path | None = None) -> frozenset[int]:
     """Logical CPUs of the fast kind; empty if all are alike or the kind is unknown.
 
     Intel's hybrids are listed by kind; Arm's have a capacity; for others the maximum clock decides.
@@ -290,7 +275,7 @@ def fast_cpus(devices: Path = _DEVICES) -> frozenset[int]:
     fast, frugal = (cpus_of(text_of(devices / kind / "cpus")) for kind in ("cpu_core", "cpu_atom"))
     if fast and frugal:
         return fast
-    system = devices / "system" / "cpu"
+    system = system or devices / "system" / "cpu"
     cpus = cpus_of(text_of(system / "online"))
     for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
         values = {cpu: number_of(system / f"cpu{cpu}" / file) for cpu in cpus}

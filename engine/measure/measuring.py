@@ -29,11 +29,12 @@ from engine.measure.arithmetic import (
     CpuExperts,
     DeviceArithmetic,
     ExpertShape,
+    NativeCalls,
     RamBandwidth,
+    SharedLayer,
     seconds_here,
     torch_threads,
 )
-from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.link import Copies, DiskReads, PinnedLimit
 from engine.measure.run import (
     DRIFT,

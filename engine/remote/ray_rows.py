@@ -28,6 +28,7 @@ from engine.checkpoint.shards import content_digest
 from engine.common.channel import Channel, Pipes
 from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
+from engine.common.confined import started
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
 from engine.formats import AUTO
@@ -77,15 +78,7 @@ class RayLink:
     """
 
     def __init__(self, address: str) -> None:
-        command, extra = python_module(_PROGRAM)
-        self._process = subprocess.Popen(
-            [*command, address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Ray explains itself at length
-            env={**os.environ, **extra},
-            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-        )
+        self._process = started(_PROGRAM, {**os.environ, **python_module(_PROGRAM)[1]}, address)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._said: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()

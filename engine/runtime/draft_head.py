@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.headers import TensorEntry
-from engine.experts.sites import DRAFT_HEAD
+from engine.experts.dispatch import DRAFT_HEAD
 from engine.families import family_of
 from engine.families.family import DraftHead as DraftHeadNames
 

@@ -15,9 +15,9 @@ from engine.common.errors import CancelCheck, EngineError
 from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
+from engine.experts.dispatch import unbind
 from engine.experts.ram_tier import RamTier
 from engine.experts.record import ExpertBank
-from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerStream
 from engine.kernels.native.library import NativeKernels

@@ -66,7 +66,7 @@ class LayerLog:
 
     def __init__(self) -> None:
         self._source: Any = None
-        """`engine.kernels.native.stamps.NativeStamps`; its counts are for the thread that runs the steps."""
+        """`engine.kernels.native.library.NativeStamps`; its counts are for the thread that runs the steps."""
         self._layers: dict[int, tuple[int, int]] = {}
         self._named: _Named | None = None
         self._ends: deque[tuple[int, int, int, int]] = deque()  # no more than there are stamps

@@ -163,7 +163,6 @@ class Recorder:
         self._since_ns = 0
         self._counters: CounterSource | None = None
         self._counted = _NOTHING
-        self._after_phase: Callable[[], None] | None = None
         self._taking = threading.Lock()
 
     def start(self) -> None:
@@ -188,9 +187,9 @@ class Recorder:
         self.on = False
         self.layers.switch(False)
 
-    def count_with(self, counters: CounterSource | None, after_phase: Callable[[], None] | None = None) -> None:
-        """Sets the source of step counters, if any; `after_phase` is called at the end of each phase."""
-        self._counters, self._after_phase = counters, after_phase
+    def count_with(self, counters: CounterSource | None) -> None:
+        """Sets the source of step counters, if any."""
+        self._counters = counters
         self._counted = counters() if counters is not None else _NOTHING
 
     @property
@@ -223,8 +222,6 @@ class Recorder:
         else:
             counted = _NOTHING
         self._steps.append((request, step, name, since_ns, now_ns, tokens, *counted))
-        if self._after_phase is not None:
-            self._after_phase()
         self._next_step = self.step = step + 1
         self._since_ns = self.layer_since_ns = now_ns
         self.layer = -1

@@ -294,13 +294,7 @@ class _Entrant:
         )
 
 
-def race(
-    engine: RacedEngine,
-    contestants: Sequence[Contestant],
-    pace: RacePace,
-    watcher: RaceWatcher,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[Timed]:
+def race(engine: RacedEngine, contestants: Sequence[Contestant], pace: RacePace, watcher: RaceWatcher) -> list[Timed]:
     """Times all contestants; the fastest first, failed ones last.
 
     A failure of one contestant (no memory, a device error) does not affect the others. The last one stays loaded.
@@ -308,20 +302,12 @@ def race(
     Raises:
         RequestCancelled: soon after `cancelled()`.
     """
-    return _Race(engine, [_Entrant(one) for one in contestants], pace, watcher, clock).run()
+    return _Race(engine, [_Entrant(one) for one in contestants], pace, watcher).run()
 
 
 class _Race:
-    def __init__(
-        self,
-        engine: RacedEngine,
-        entrants: list[_Entrant],
-        pace: RacePace,
-        watcher: RaceWatcher,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, engine: RacedEngine, entrants: list[_Entrant], pace: RacePace, watcher: RaceWatcher) -> None:
         self._engine, self._entrants, self._pace, self._watcher = engine, entrants, pace, watcher
-        self._clock = clock
         self._loaded: _Entrant | None = None
         self._visits, self._done = len(entrants), 0
 
@@ -355,7 +341,7 @@ class _Race:
 
     def _load(self, entrant: _Entrant) -> None:
         self._check()
-        name, begun = entrant.contestant.name, self._clock()
+        name, begun = entrant.contestant.name, time.monotonic()
         self._loaded = None
         self._watcher.loading(name, 0.0)
         entrant.info = self._engine.load_exactly(
@@ -363,7 +349,7 @@ class _Race:
             on_progress=lambda done, total: self._watcher.loading(name, done / total if total else 0.0),
             cancelled=self._watcher.cancelled,
         )
-        entrant.load_s = entrant.load_s or self._clock() - begun
+        entrant.load_s = entrant.load_s or time.monotonic() - begun
         self._loaded = entrant
         # It fell back to another configuration than the one to be timed.
         if entrant.info.device == "cpu" and not entrant.contestant.is_before and _wants_card(entrant.contestant):

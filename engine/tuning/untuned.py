@@ -27,9 +27,10 @@ from engine.measure.arithmetic import (
     CpuExperts,
     DeviceArithmetic,
     ExpertShape,
+    NativeCalls,
     RamBandwidth,
+    SharedLayer,
 )
-from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.link import Copies, DiskReads
 from engine.measure.measuring import MeasurementSet
 from engine.tuning.measuring import device_spec, take_measurements

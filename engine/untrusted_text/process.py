@@ -7,31 +7,25 @@ import contextlib
 import hashlib
 import itertools
 import json
-import subprocess
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.common.confined import Exchange, end, memory_of, started
-from engine.common.errors import RequestCancelled
+from engine.common.confined import LOOK_S, ConfinedChild, Exchange
+from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.plain_text import plain_line
 from engine.untrusted_text.child import MEMORY_BYTES, TOKENIZER_NAME
 from engine.untrusted_text.templates import Spans, TemplateRefusedError
 
-_CHILD = "engine.untrusted_text.child"
-_LOOK_S, _SENT_WITHIN_S = 0.02, 0.1
+_SENT_WITHIN_S = 0.1
 _MOST_TRIES = 3
 """Attempts after which a template that was stopped is not retried: thousands of rows would wait for each."""
-
-
-def _never() -> bool:
-    return False
 
 
 class UntrustedTextError(Exception):
@@ -70,17 +64,17 @@ class Rendered(NamedTuple):
     written: Spans
 
 
-class UntrustedText:
-    """One child process, started on first use and restarted after it was killed.  Thread-safe.
+class UntrustedText(ConfinedChild):
+    """Renders templates and encodes texts.
 
     It holds one tokenizer at a time, identified by the caller's object.
     """
 
+    module = "engine.untrusted_text.child"
+
     def __init__(self, limits: RequestLimits | None = None) -> None:
+        super().__init__()
         self.limits = limits or RequestLimits()
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._exchange: Exchange | None = None
         self._held: weakref.ref[Any] | None = None
         self._checked: Path | None = None
         """Whose tokenizer the process still has from a check."""
@@ -102,9 +96,7 @@ class UntrustedText:
         """Starts the process, if it is not running, before it is needed."""
         if self._lock.acquire(blocking=False):  # who has it starts it
             try:
-                if not self._is_alive():
-                    self._end()
-                    self._process = started(_CHILD)
+                self._child()
             finally:
                 self._lock.release()
 
@@ -118,7 +110,7 @@ class UntrustedText:
             threading.Thread(target=self._check_early, args=arguments, name="early-check", daemon=True).start()
             self._sent.wait(_SENT_WITHIN_S)  # or whoever asked might hold the interpreter before this thread runs
 
-    def check(self, folder: Path, cancelled: Callable[[], bool]) -> None:
+    def check(self, folder: Path, cancelled: CancelCheck) -> None:
         """Loads a model's tokenizer.json and tries it.
 
         Raises:
@@ -129,18 +121,18 @@ class UntrustedText:
             while not early[1].done():
                 if cancelled():
                     raise RequestCancelled
-                wait([early[1]], timeout=_LOOK_S)
+                wait([early[1]], timeout=LOOK_S)
             early[1].result()
             return
         with self._locked(cancelled):
             self._check(folder, cancelled)
 
-    def _check(self, folder: Path, cancelled: Callable[[], bool]) -> None:
+    def _check(self, folder: Path, cancelled: CancelCheck) -> None:
         self._checked = None
         self._ask({"do": "check", "folder": str(folder)}, cancelled=cancelled)
         self._checked = folder
 
-    def _check_early(self, folder: Path, checked: Future[None], closed: Callable[[], bool]) -> None:
+    def _check_early(self, folder: Path, checked: Future[None], closed: CancelCheck) -> None:
         try:
             with self._locked(closed):
                 if closed():
@@ -156,7 +148,7 @@ class UntrustedText:
         Args:
             folder: whose tokenizer.json makes the same tokens: if that was the last one checked, nothing need be sent.
         """
-        with self._locked(_never):
+        with self._locked(never_cancelled):
             if folder is None or folder != self._checked or not self._is_alive():
                 self._give(tokenizer)
                 return
@@ -166,7 +158,7 @@ class UntrustedText:
 
     def drop(self, tokenizer: Any) -> None:
         """Releases a tokenizer that is no longer needed."""
-        with self._locked(_never):
+        with self._locked(never_cancelled):
             if self._held is not None and self._held() is tokenizer:
                 self._held = self._checked = None
                 with contextlib.suppress(UntrustedTextError):  # from an earlier request
@@ -179,7 +171,7 @@ class UntrustedText:
         *,
         special: bool,
         written: Spans | None = None,
-        cancelled: Callable[[], bool],
+        cancelled: CancelCheck,
         most_tokens: int | None = None,
     ) -> list[int]:
         """Tokens of a text, including the tokens that it adds at the ends if `special`.
@@ -205,7 +197,7 @@ class UntrustedText:
         self,
         template: str,
         values: Mapping[str, Any],
-        cancelled: Callable[[], bool],
+        cancelled: CancelCheck,
         *,
         own: Mapping[str, Any] | None = None,
     ) -> Rendered:
@@ -223,24 +215,16 @@ class UntrustedText:
         return Rendered(**result)
 
     def close(self) -> None:
-        """Ends the process and an early check; a later request starts another."""
+        """Ends the process and an early check, too; a later request starts another."""
         closed, self._closed = self._closed, threading.Event()
         closed.set()
-        if self._lock.acquire(timeout=1.0):  # a thread frozen at exit may hold it forever
-            try:
-                self._end()
-            finally:
-                self._lock.release()
+        super().close()
 
-    @contextlib.contextmanager
-    def _locked(self, cancelled: Callable[[], bool]) -> Any:
-        while not self._lock.acquire(timeout=_LOOK_S):
-            if cancelled():
-                raise RequestCancelled
-        try:
-            yield
-        finally:
-            self._lock.release()
+    def over(self, seconds: float, nbytes: int = 0) -> Exception:
+        used = (
+            f"used more than {nbytes / 2**20:,.0f} MiB of memory" if nbytes else f"took more than {seconds:.0f} seconds"
+        )
+        return UntrustedTextError(f"was stopped: it {used}")
 
     def _give(self, tokenizer: Any) -> None:
         content = tokenizer.backend_tokenizer.to_str().encode("utf-8")
@@ -248,15 +232,13 @@ class UntrustedText:
         self._begin({"do": "hold", "split_special": bool(tokenizer.split_special_tokens)}, content)
         self._held = weakref.ref(tokenizer)
 
-    def _ask(
-        self, request: dict[str, Any], body: bytes = b"", *, cancelled: Callable[[], bool], about: str = ""
-    ) -> Any:
+    def _ask(self, request: dict[str, Any], body: bytes = b"", *, cancelled: CancelCheck, about: str = "") -> Any:
         """The result of a request, within its limits."""
         if self._stopped[about] >= _MOST_TRIES:
             raise UntrustedTextError(f"was stopped {_MOST_TRIES} times for using too much time or memory")
-        exchange = self._begin(request, body, cancelled=cancelled)
+        exchange = self._begin(request, body, cancelled)
         try:
-            self._wait(exchange, cancelled)
+            self._wait(exchange, cancelled, self.limits.memory_bytes)
         except UntrustedTextError:
             if about:
                 self._stopped[about] += 1
@@ -268,7 +250,7 @@ class UntrustedText:
             if about:
                 self._stopped[about] += 1
             if taken >= exchange.seconds:
-                raise _too_slow(exchange.seconds)
+                raise self.over(exchange.seconds)
             raise UntrustedTextError("crashed its process")
         if "problem" not in answer:
             return answer["result"]
@@ -278,56 +260,31 @@ class UntrustedText:
             self._end()  # it may still hold most of the memory
             if about:
                 self._stopped[about] += 1
-            raise _too_big(self.limits.template_bytes if request["do"] == "render" else self.limits.memory_bytes)
+            most_bytes = self.limits.template_bytes if request["do"] == "render" else self.limits.memory_bytes
+            raise self.over(0, most_bytes)
         raise UntrustedTextError(f"fails ({plain_line(answer['problem']).rstrip('.')})")
 
-    def _begin(self, request: dict[str, Any], body: bytes = b"", *, cancelled: Callable[[], bool] = _never) -> Exchange:
+    def _begin(self, request: dict[str, Any], body: bytes = b"", cancelled: CancelCheck = never_cancelled) -> Exchange:
         """Sends a request, after collecting an earlier request's pending answer."""
         before = self._exchange
         if before is not None:
-            self._wait(before, cancelled)
+            self._wait(before, cancelled, self.limits.memory_bytes)
             if before.answer is None or "problem" in before.answer:
                 self._end()
                 why = (before.answer or {}).get("problem", "it crashed its process")
                 raise UntrustedTextError(f"fails ({plain_line(why).rstrip('.')})")
-        if not self._is_alive():
-            self._end()
-            self._process = started(_CHILD)
-        assert self._process is not None
+        process = self._child()
         line = json.dumps(request)
         seconds = self.limits.seconds + (len(line) + len(body)) / self.limits.characters_per_s
         most_bytes = self.limits.template_bytes + 16 * len(line)
         limits = json.dumps({"seconds": seconds, "bytes": len(body), "most_bytes": most_bytes})
         head = f"{line[:-1]}, {limits[1:]}\n".encode("ascii")
-        self._exchange = Exchange(self._process, head + body, seconds, self._sent)
+        self._exchange = Exchange(process, head + body, seconds, self._sent)
         return self._exchange
 
-    def _wait(self, exchange: Exchange, cancelled: Callable[[], bool]) -> None:
-        """Waits for the answer or the end of the process; kills it if over its limits or cancelled."""
-        try:
-            while not exchange.done.wait(_LOOK_S):
-                if cancelled():
-                    raise RequestCancelled
-                if time.monotonic() - exchange.begun_s > exchange.seconds + 1.0:  # it should have ended itself by now
-                    raise _too_slow(exchange.seconds)
-                if memory_of(exchange.process) > self.limits.memory_bytes:
-                    raise _too_big(self.limits.memory_bytes)
-        except BaseException:
-            self._end()
-            raise
-        exchange.thread.join()
-        if self._exchange is exchange:
-            self._exchange = None
-
-    def _is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def _end(self) -> None:
-        process, self._process = self._process, None
-        exchange, self._exchange = self._exchange, None
         self._held = self._checked = None
-        if process is not None:
-            end(process, exchange)
+        super()._end()
 
 
 def _identity(folder: Path) -> tuple[object, ...] | None:
@@ -337,14 +294,6 @@ def _identity(folder: Path) -> tuple[object, ...] | None:
     except OSError:
         return None
     return str(folder), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _too_slow(seconds: float) -> UntrustedTextError:
-    return UntrustedTextError(f"was stopped: it took more than {seconds:.0f} seconds")
-
-
-def _too_big(memory_bytes: int) -> UntrustedTextError:
-    return UntrustedTextError(f"was stopped: it used more than {memory_bytes / 2**20:,.0f} MiB of memory")
 
 
 def _mark(template: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_common(decode, repeats=5)
     add_engine_options(decode)
-    decode.set_defaults(run=_run_decode)
+    decode.set_defaults(run=runs("engine.bench.decode:bench_decode", "DecodePlan", "tokens", "repeats", "contexts"))
 
     prefill = kinds.add_parser("prefill", help="tokens per second of a long prompt, and the decode cache after it")
     add_model(prefill)
@@ -54,7 +55,9 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
     add_common(prefill, repeats=3)
     add_engine_options(prefill)
-    prefill.set_defaults(run=_run_prefill)
+    prefill.set_defaults(
+        run=runs("engine.bench.decode:bench_prefill", "PrefillPlan", "prompt_tokens", "tokens", "repeats")
+    )
 
     batch = kinds.add_parser("batch", help="tokens per second of many rows together")
     add_model(batch)
@@ -62,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     batch.add_argument("--tokens", type=positive_int, default=32, metavar="N", help="generated for each")
     add_common(batch, repeats=3)
     add_engine_options(batch)
-    batch.set_defaults(run=_run_batch)
+    batch.set_defaults(run=runs("engine.bench.decode:bench_batch", "BatchBenchPlan", "rows", "tokens", "repeats"))
 
     kernels = kinds.add_parser("kernels", help="CPU expert kernels on cold weights, against the read bandwidth")
     kernels.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
@@ -75,7 +78,7 @@ def add_parser(subparsers: Any) -> None:
     telemetry.add_argument("--tokens", type=positive_int, default=16, metavar="N", help="tokens decoded per stretch")
     add_common(telemetry, repeats=250)
     add_engine_options(telemetry)
-    telemetry.set_defaults(run=_run_telemetry)
+    telemetry.set_defaults(run=runs("engine.bench.telemetry:bench_telemetry", "TelemetryPlan", "tokens", "repeats"))
 
     card = kinds.add_parser("card", help="ten minutes on a graphics card: tests, link, kernels, decoding, in a file")
     card.add_argument("--device", default="cuda:0", metavar="D", help="cuda:0, or emulated:NAME to see what it does")
@@ -139,6 +142,24 @@ def reported(bench: Callable[[argparse.Namespace, Report], None]) -> Callable[[a
     return run
 
 
+def runs(bench: str, plan: str | None, *options: str, opens: bool = True) -> Callable[[argparse.Namespace], int]:
+    """The run of a benchmark, `module:function`.
+
+    Args:
+        plan: the class in its module that takes these options of the command line; None: they are arguments.
+        opens: whether the first argument is the configuration of a model.
+    """
+
+    @reported
+    def run(args: argparse.Namespace, report: Report) -> None:
+        config = [config_of(args)] if opens else []  # before torch is imported
+        name, _, function = bench.partition(":")
+        module, given = importlib.import_module(name), [getattr(args, option) for option in options]
+        getattr(module, function)(*config, *([getattr(module, plan)(*given)] if plan else given), report, note)
+
+    return run
+
+
 def _run_startup(args: argparse.Namespace) -> int:
     if args.model is not None:
         config, report = config_of(args), new_report()
@@ -153,30 +174,6 @@ def _run_startup(args: argparse.Namespace) -> int:
     return emit_report(report, args)
 
 
-@reported
-def _run_decode(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from engine.bench.decode import DecodePlan, bench_decode
-
-    bench_decode(config, DecodePlan(args.tokens, args.repeats, args.contexts), report, note)
-
-
-@reported
-def _run_prefill(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from engine.bench.decode import PrefillPlan, bench_prefill
-
-    bench_prefill(config, PrefillPlan(args.prompt_tokens, args.tokens, args.repeats), report, note)
-
-
-@reported
-def _run_batch(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from engine.bench.decode import BatchBenchPlan, bench_batch
-
-    bench_batch(config, BatchBenchPlan(args.rows, args.tokens, args.repeats), report, note)
-
-
 def _run_kernels(args: argparse.Namespace) -> int:
     from engine.bench.kernels import bench_kernels
     from engine.common.errors import EngineError, ErrorCode
@@ -189,14 +186,6 @@ def _run_kernels(args: argparse.Namespace) -> int:
             ErrorCode.DEVICE_UNAVAILABLE, f"There are no native kernels to measure: {failure}."
         ) from failure
     return emit_report(bench_kernels(args.threads, args.repeats, tokens=args.tokens, on_progress=note), args)
-
-
-@reported
-def _run_telemetry(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args)
-    from engine.bench.telemetry import TelemetryPlan, bench_telemetry
-
-    bench_telemetry(config, TelemetryPlan(args.tokens, args.repeats), report, note)
 
 
 def _run_card(args: argparse.Namespace) -> int:

@@ -8,16 +8,15 @@ import json
 import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.common.channel import Channel, Pipes
 from engine.common.chat import ChatMessage
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.paths import confined_module
 from engine.common.settings import read_settings, settings_path
 from engine.tools.built_in import CALCULATOR, CLOCK, READ_FILE, ToolError, run_built_in
 from engine.tools.host import CALL_S, LIST_S, START_S
@@ -256,9 +255,9 @@ class _HostProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._number = 0
-        self._listening: threading.Thread | None = None
 
     def ask(self, server: ToolServer, line: dict[str, Any], seconds: float, cancelled: Cancelled) -> dict[str, Any]:
         """The answer, or a `problem`."""
@@ -266,14 +265,14 @@ class _HostProcess:
             whole = with_values(server)
         except ServerError as error:
             return {"problem": str(error)}
-        process = self._process or self._started()
+        channel = self._channel or self._started()
         self._number += 1
-        self._write(process, {"id": self._number, "start": START_S, "server": whole.entry, **line})
+        channel.send(_sent({"id": self._number, "start": START_S, "server": whole.entry, **line}))
         until, is_cancelled = time.monotonic() + seconds + START_S + _GRACE_S, False
         while time.monotonic() < until:
             if cancelled() and not is_cancelled:
                 is_cancelled = True
-                self._write(process, {"id": self._number, "cancel": True})
+                channel.send(_sent({"id": self._number, "cancel": True}))
             try:
                 answer = self._answers.get(timeout=0.1)
             except queue.Empty:
@@ -286,62 +285,39 @@ class _HostProcess:
         self.close()
         return {"problem": "The tools did not respond, and were stopped."}
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        command, environment = confined_module("engine.tools.host")
-        answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._answers = answers
-        self._process = process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the answer
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
-        )
+    def _started(self) -> Channel:
+        from engine.common.confined import started
 
-        def listen() -> None:
-            assert process.stdout is not None
-            with process.stdout as lines:
-                for line in lines:
-                    answers.put(json.loads(line))
-            answers.put(None)
-
-        self._listening = threading.Thread(target=listen, name="tools", daemon=True)
-        self._listening.start()
-        return process
-
-    @staticmethod
-    def _write(process: subprocess.Popen[bytes], line: dict[str, Any]) -> None:
+        self._process = process = started("engine.tools.host")
+        self._answers = answers = queue.Queue[dict[str, Any] | None]()
         assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(line).encode("ascii") + b"\n")
-            process.stdin.flush()
-        except OSError:
-            return  # it ended, which its reader tells
+        assert process.stdout is not None
+        pipes = Pipes(process.stdout, process.stdin)
+        self._channel = Channel(pipes, lambda line: answers.put(json.loads(line)), lambda: answers.put(None))
+        self._channel.start()
+        return self._channel
 
     def close(self) -> None:
         """Ends the process, and the servers that it started, whatever they do."""
         import psutil
 
-        process, self._process = self._process, None
-        if process is None:
+        process, self._process, channel, self._channel = self._process, None, self._channel, None
+        if process is None or channel is None:
             return
         try:
             children = psutil.Process(process.pid).children(recursive=True)
         except psutil.Error:
             children = []
-        assert process.stdin is not None
-        process.stdin.close()
         process.kill()
         process.wait()
         for child in children:
-            try:
+            with contextlib.suppress(psutil.Error):
                 child.kill()
-            except psutil.Error:
-                continue
-        if self._listening is not None:
-            self._listening.join(_GRACE_S)
+        channel.close()
+
+
+def _sent(line: dict[str, Any]) -> bytes:
+    return json.dumps(line).encode("ascii") + b"\n"
 
 
 def answer_with_tools(

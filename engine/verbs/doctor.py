@@ -188,18 +188,16 @@ def _gpu_finding(gpu: GpuInfo) -> Finding:
         return Finding("graphics card", Status.OK, f"{detail}; {said}")
     if gpu.is_integrated or gpu.vendor not in (Vendor.NVIDIA, Vendor.AMD, Vendor.INTEL):
         return Finding("graphics card", Status.OK, f"{detail}; models do not run on it.")
-    if gpu.vendor is Vendor.INTEL:
-        if torch_xpu_version() is not None:
-            return Finding("graphics card", Status.OK, f"{detail}; torch is built for XPU.")
-        detail += "; the installed torch was built without XPU, so the card is not used."
-        return Finding("graphics card", Status.ADVICE, detail, f"{reinstall()} It chooses torch's build for Arc cards.")
-    if gpu.vendor is Vendor.AMD:
-        if torch_hip_version() is not None:
-            return Finding("graphics card", Status.OK, f"{detail}; torch is built for ROCm.")
-        detail += "; the installed torch was built without ROCm, so the card is not used."
-        return Finding(
-            "graphics card", Status.ADVICE, detail, f"{reinstall()} On Linux it chooses torch's build for ROCm."
+    if gpu.vendor is not Vendor.NVIDIA:
+        built, toolkit, action = (
+            (torch_xpu_version(), "XPU", "It chooses torch's build for Arc cards.")
+            if gpu.vendor is Vendor.INTEL
+            else (torch_hip_version(), "ROCm", "On Linux it chooses torch's build for ROCm.")
         )
+        if built is not None:
+            return Finding("graphics card", Status.OK, f"{detail}; torch is built for {toolkit}.")
+        detail += f"; the installed torch was built without {toolkit}, so the card is not used."
+        return Finding("graphics card", Status.ADVICE, detail, f"{reinstall()} {action}")
     if cuda is None:
         detail += "; the installed torch was built without CUDA, so the card is not used."
         return Finding("graphics card", Status.ADVICE, detail, reinstall())

@@ -437,8 +437,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _beyond(args: argparse.Namespace, plan: Plan) -> BeyondOnePc:
-    from engine.verbs.plan import JobNeeds, Prices, beyond_one_pc
-
     work = plan.workload
     read, written = args.endpoint_price or (None, None)
     needs = JobNeeds(args.rows, work.prompt_tokens, work.generated_tokens, args.deadline)

@@ -76,7 +76,6 @@ def _tune(args: argparse.Namespace) -> int:
     from engine.tuning.run import tune
 
     engine = Engine()
-    progress = _Progress()
     request = StartTuning(
         "tune",
         engine_config(args, str(folder)),
@@ -85,10 +84,11 @@ def _tune(args: argparse.Namespace) -> int:
         even_if_busy=args.even_if_busy,
     )
     try:
-        ending = tune(engine, request, progress, lambda: False)
+        ending = tune(engine, request, _show, lambda: False)
     finally:
         engine.unload()
-        progress.end()
+        if sys.stderr.isatty():
+            clear_progress()
     if ending.problem or ending.result is None:
         raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, ending.problem or "The run did not finish.")
     result = ending.result
@@ -123,25 +123,14 @@ def _confirmed(ending: TuningFinished) -> bool:
     return True
 
 
-class _Progress:
+def _show(event: TuningEvent) -> None:
     """Progress on a terminal: one updated line, or nothing."""
+    from engine.protocol import TuningProgress
+    from engine.tuning.result import number_text
 
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def __call__(self, event: TuningEvent) -> None:
-        from engine.protocol import TuningProgress
-        from engine.tuning.result import number_text
-
-        if not self._shown or not isinstance(event, TuningProgress):
-            return
+    if sys.stderr.isatty() and isinstance(event, TuningProgress):
         number = f": {number_text(event.number)}" if event.number is not None else ""
-        line = f"{_STAGES[event.stage]} {event.name}, {event.done:.0%}{number}"
-        show_progress(line)
-
-    def end(self) -> None:
-        if self._shown:
-            clear_progress()
+        show_progress(f"{_STAGES[event.stage]} {event.name}, {event.done:.0%}{number}")
 
 
 def _document(ending: TuningFinished, *, saved: bool) -> dict[str, Any]:

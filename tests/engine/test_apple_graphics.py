@@ -13,11 +13,10 @@ import torch
 
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.devices import mps
+from engine.devices import opening as mps
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction, open_card
 from engine.devices.memory_budget import MemoryCategory
-from engine.devices.mps import MPS, AppleCards
-from engine.devices.opening import CARD_KINDS, automatic, open_automatic, open_devices
+from engine.devices.opening import CARD_KINDS, MPS, AppleCards, automatic, open_automatic, open_devices
 from engine.kernels.gpu.proof import why_not
 from engine.planner.placement import Budgets, DeviceBudget, Experts, NoteCode, Sizes, Weights, resolve
 from engine.runtime.load.devices import left_note, left_to_cpu

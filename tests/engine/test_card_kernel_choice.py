@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.kernels import card_note
+from engine.kernels.cuda.compiled import CompileError
 from engine.kernels.cuda.driver import DriverError
-from engine.kernels.cuda.nvrtc import CompileError
 from engine.kernels.cuda.products import CudaGroups, CudaProducts, CudaUnpacker
 from engine.kernels.gpu import proof
 from engine.kernels.gpu.proof import kernels_of, why_not

@@ -13,17 +13,19 @@ from pathlib import Path
 import pytest
 
 from engine.common.paths import cache_dir
-from engine.kernels.cuda import nvrtc
+from engine.kernels.cuda import compiled as nvrtc
 from engine.kernels.cuda.__main__ import nvidia_kernels
-from engine.kernels.cuda.compiled import Kernel, compile_kernel, machine_code
-from engine.kernels.cuda.nvrtc import (
+from engine.kernels.cuda.compiled import (
     CompileError,
+    Kernel,
     Machine,
     Nvrtc,
     Usage,
     architecture_for,
+    compile_kernel,
     find_nvrtc,
     libraries,
+    machine_code,
     usage_in,
 )
 from engine.kernels.cuda.products import product_kernel

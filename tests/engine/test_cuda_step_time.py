@@ -6,7 +6,7 @@ import pytest
 
 from engine.formats import FORMATS
 from engine.kernels.cuda.__main__ import CARDS, QWEN3_30B_A3B, Card, estimate, main
-from engine.kernels.cuda.nvrtc import CompileError
+from engine.kernels.cuda.compiled import CompileError
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)

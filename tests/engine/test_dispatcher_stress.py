@@ -61,7 +61,7 @@ def _disturbances(device: Device, tiers: Layers | OnDisk, dice: random.Random) -
     cache, memory = tiers.cache, device.memory
     total = memory.total
     sources = [layer.source for layer in tiers.layers]
-    target = VramPrefetch([Place(cache, layer, source) for layer, source in enumerate(sources)])
+    target = VramPrefetch([[Place(cache, layer, source)] for layer, source in enumerate(sources)])
 
     def pair() -> tuple[int, int]:
         return dice.randrange(LAYERS), dice.randrange(EXPERTS)

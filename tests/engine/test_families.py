@@ -23,7 +23,7 @@ from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
-from engine.experts.sites import find_sites
+from engine.experts.dispatch import find_sites
 from engine.families import PACKAGES, family_at, family_of, fast_path_of, library
 from engine.families.family import Family
 from engine.families.gguf import Made

@@ -20,9 +20,8 @@ import torch
 from engine.common.paths import cache_dir
 from engine.kernels.cuda import driver
 from engine.kernels.cuda.__main__ import all_kernels
-from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.compiled import CompileError, Kernel, Usage
 from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc
-from engine.kernels.cuda.nvrtc import CompileError, Usage
 from engine.kernels.cuda.products import ProductArguments, product_kernel
 from engine.kernels.gpu.norms import NORM_KERNEL
 from engine.kernels.native.build import find_compiler

@@ -7,7 +7,7 @@ import torch
 
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.slot_segments import Segment
+from engine.experts.vram_cache import Segment
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import LayerRecords

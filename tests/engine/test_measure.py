@@ -24,9 +24,10 @@ from engine.measure.arithmetic import (
     CpuExperts,
     DeviceArithmetic,
     ExpertShape,
+    NativeCalls,
     RamBandwidth,
+    SharedLayer,
 )
-from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.link import Copies, DiskReads, PinnedLimit, scratch_file
 from engine.measure.measuring import MeasurementSet, measure_machine
 from engine.measure.run import (

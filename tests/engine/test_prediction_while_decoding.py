@@ -92,7 +92,7 @@ def test_only_experts_that_have_records_are_predicted(
     prefetch = VramPrefetch.prefetch
 
     def prefetches(target: VramPrefetch, layer: int, experts: Iterable[int], *rest: Any) -> int:
-        wanted, count = list(experts), target._places[layer].source.num_experts
+        wanted, count = list(experts), target._layers[layer][0].source.num_experts
         are_there.extend(0 <= expert < count for expert in wanted)
         return prefetch(target, layer, wanted, *rest)
 

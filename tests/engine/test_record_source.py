@@ -299,7 +299,7 @@ def test_three_tiers_equal_the_reference(
     generator = torch.Generator().manual_seed(seed)
     tiers = OnDisk(device, tmp_path_factory.mktemp("bank"), kind, ram, slots, mode, seed)
     try:
-        target = VramPrefetch([Place(tiers.cache, layer, source) for layer, source in enumerate(tiers.sources)])
+        target = VramPrefetch([[Place(tiers.cache, layer, source)] for layer, source in enumerate(tiers.sources)])
         for count in tokens:
             for layer in range(LAYERS):
                 tiers.check(layer, routing(generator, count, width))

@@ -13,8 +13,7 @@ from engine.common.paths import data_dir
 from engine.formats import LADDER
 from engine.hardware.measured import Measurements, load_measurements, save_measurements
 from engine.hardware.probe import probe
-from engine.measure.arithmetic import CpuExperts
-from engine.measure.calls import NativeCalls
+from engine.measure.arithmetic import CpuExperts, NativeCalls
 from engine.tuning import untuned
 from engine.tuning.untuned import measure_untuned
 from tests.engine.tiny_families import tiny_checkpoint

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
+from engine.experts.cache.tier import BUDGET_S, BURST_STEPS, PolicySampler
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import Lookup, VramCache
@@ -185,7 +185,7 @@ class CacheMachine(RuleBasedStateMachine):
             staging=2,
         )
         self.target = VramPrefetch(
-            [Place(self.cache, index, RecordSource(one, lambda h, *_: h)) for index, one in enumerate(self.bank)]
+            [[Place(self.cache, index, RecordSource(one, lambda h, *_: h))] for index, one in enumerate(self.bank)]
         )
         self.held: list[Event] = []
         self.lookups: list[Lookup] = []

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from engine.experts.cache.policies import Pool, make_policy
-from engine.experts.cache.selection import PolicySelector, step_pool
+from engine.experts.cache.tier import PolicySelector, step_pool
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ from engine.checkpoint.model_shape import read_model
 from engine.common.config import CachePolicy, EngineConfig
 from engine.devices.emulated import open_emulated
 from engine.experts.cache.policies import POLICY_NAMES
-from engine.experts.cache.selection import PolicySelector
+from engine.experts.cache.tier import PolicySelector
 from engine.families import family_of
 from engine.families.replies import HERMES
 from engine.families.replies.reader import form_of

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from engine.common import confined
 from engine.common.errors import RequestCancelled
-from engine.untrusted_text import process
 from engine.untrusted_text.process import RequestLimits, UntrustedText, UntrustedTextError
 from engine.untrusted_text.templates import TemplateRefusedError, render
 from tests.untrusted_tokenizers import (
@@ -108,7 +108,7 @@ def test_a_template_that_never_ends_is_stopped_and_after_three_times_not_tried_a
             text.render(ENDLESS, {}, never)
         text.limits = RequestLimits()
     assert text.render("x", {}, never).text == "x"
-    monkeypatch.setattr(process, "started", None)  # nothing is started for it
+    monkeypatch.setattr(confined, "started", None)  # nothing is started for it
     with pytest.raises(UntrustedTextError, match="3 times"):
         text.render(ENDLESS, {}, never)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -80,12 +81,8 @@ class PreviousToken:
 
     def predict(self, layer: int) -> Ranked:
         """See `Predictor`.  Probabilities only express the rank, and are not measured: 1/2, 3/4, 7/8..."""
-        runs = sorted(self._runs[layer].items(), key=_by_run)
+        runs = sorted(self._runs[layer].items(), key=itemgetter(1), reverse=True)
         return [(expert, 1 - 0.5**run) for expert, run in runs]
-
-
-def _by_run(item: tuple[int, int]) -> int:
-    return -item[1]
 
 
 class NextGate:
@@ -131,15 +128,11 @@ class NextGate:
         for expert, level in score.items():
             if expert not in chosen:
                 ranked[expert] = _sigmoid((level - edge) / scale) / 2
-        return sorted(ranked.items(), key=_by_probability)[:limit]
+        return sorted(ranked.items(), key=itemgetter(1), reverse=True)[:limit]
 
 
 def _sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value > -50 else 0.0
-
-
-def _by_probability(item: tuple[int, float]) -> float:
-    return -item[1]
 
 
 class Correlation:

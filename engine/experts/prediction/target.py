@@ -45,57 +45,75 @@ class PrefetchTarget(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a layer of the model: its device's cache, its index there, and its records."""
+    """Experts of a layer on a device: its cache, the layer's index there, their records, and the first one's number."""
 
     cache: VramCache
     layer: int
     source: RecordSource
+    first: int = 0
+
+    def has(self, expert: int) -> bool:
+        """Whether this expert of the layer is one of them."""
+        return 0 <= expert - self.first < self.source.num_experts
 
 
 class VramPrefetch:
     """A `PrefetchTarget` over the caches of all devices.
 
     Args:
-        places: of each layer with experts, in model order; callers index layers by this order.
+        layers: places of each layer with experts, in model order; callers index layers by this order.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
-        self._caches = list({id(place.cache): place.cache for place in places}.values())
+    def __init__(self, layers: Sequence[Sequence[Place]]) -> None:
+        self._layers = layers
+        self._of_device: dict[str, dict[int, VramCache]] = {}
+        for cache in (place.cache for places in layers for place in places):
+            self._of_device.setdefault(cache.device.name, {})[id(cache)] = cache
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes in flight to any device."""
-        return sum(cache.backlog_bytes for cache in self._caches)
+        """Bytes in flight to the device that has most of them: each has a link of its own."""
+        return max(sum(cache.backlog_bytes for cache in caches.values()) for caches in self._of_device.values())
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those of `experts` that are neither resident on the layer's device nor arriving, in the same order."""
-        place = self._places[layer]
-        return place.cache.absent(place.layer, experts)
+        places = self._layers[layer]
+        if len(places) == 1:
+            return places[0].cache.absent(places[0].layer, experts)
+        wanted, gone = list(experts), set[int]()
+        for place in places:
+            mine = place.cache.absent(place.layer, [expert - place.first for expert in wanted if place.has(expert)])
+            gone.update(place.first + expert for expert in mine)
+        return [expert for expert in wanted if expert in gone]
 
     def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        """Starts copying experts, in this order; evicts nothing but experts in `dead`.
-
-        An expert on disk is read into RAM first, and copied to the device when it is requested again.
-
-        Args:
-            dead: (layer, expert) pairs that may be evicted.
-
-        Returns:
-            How many copies were started: of the first absent ones.
-        """
-        place, begun = self._places[layer], 0
-        evictable = iter(dead)
-        ours = (
-            (other.layer, expert)
-            for number, expert in evictable
-            if (other := self._places[number]).cache is place.cache
-        )
+        """See `PrefetchTarget.prefetch`; what is on disk is read into RAM first, and copied when asked for again."""
+        begun, found = 0, (self._place(*each) for each in dead)
+        left: list[tuple[Place, int]] = []  # dead experts of other caches
         for expert in self.absent(layer, dict.fromkeys(experts)):
-            if not (place.cache.prefetch(place.layer, expert, place.source, ours) or place.source.prefetch([expert])):
+            place, own = self._place(layer, expert)
+            ours = _of_cache(place.cache, found, left)
+            if not (place.cache.prefetch(place.layer, own, place.source, ours) or place.source.prefetch([own])):
                 break
             begun += 1
         return begun
+
+    def _place(self, layer: int, expert: int) -> tuple[Place, int]:
+        """Where an expert is, and its number there."""
+        place = next(place for place in self._layers[layer] if place.has(expert))
+        return place, expert - place.first
+
+
+def _of_cache(
+    cache: VramCache, found: Iterator[tuple[Place, int]], left: list[tuple[Place, int]]
+) -> Iterator[tuple[int, int]]:
+    for each in [each for each in left if each[0].cache is cache]:
+        left.remove(each)
+        yield each[0].layer, each[1]
+    for place, expert in found:
+        if place.cache is cache:
+            yield place.layer, expert
+        else:
+            left.append((place, expert))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from engine.formats import FORMATS, TiledFormat, WeightFormat
 from engine.formats.ggml import BLOCK_TYPES
 from engine.formats.tiles import Pairing
 from engine.kernels.cuda.attention import attention_kernels
-from engine.kernels.cuda.compiled import Kernel, compile_kernel
+from engine.kernels.cuda.compiled import CompileError, Kernel, compile_kernel, find_nvrtc, usage_in
 from engine.kernels.cuda.exchange import exchange_kernels
 from engine.kernels.cuda.latent import latent_kernels
-from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
 from engine.kernels.cuda.products import ROUND_KERNEL, grid_of, group_kernels, product_kernels, struct_of, unpack_kernel
 from engine.kernels.gpu.angles import ANGLES_KERNEL
 from engine.kernels.gpu.norms import NORM_KERNEL
@@ -105,7 +104,12 @@ class StepTime:
 
 
 def product_seconds(card: Card, of_weights: WeightFormat, rows: int, columns: int, visits: int = 1) -> float:
-    """Seconds of one launch that multiplies a row with `visits` matrices [rows, columns]."""
+    """Seconds of one launch that multiplies a row with `visits` matrices [rows, columns].
+
+    It costs what starting it after another in a graph does, then the chain of reads that every block goes through
+    before its first weights arrive, and then its bytes at the rate that its blocks can ask for: by Little's law what is
+    on its way at once over the memory's latency, and never more than a part of the card's bandwidth.
+    """
     tiled = of_weights if isinstance(of_weights, TiledFormat) else None
     matrix = StoredMatrix(rows, columns, torch.bfloat16, tiled, Pairing.PLAIN, 0)
     leaders, blocks, splits = grid_of(matrix, visits, card.multiprocessors)

@@ -5,21 +5,211 @@ Structures of arguments are called as in their sources, beside these in `src`.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import importlib.util
 import logging
+import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from engine.common.files import write_whole
 from engine.common.paths import cache_dir
 from engine.formats.ggml import GRIDS
-from engine.kernels.cuda.nvrtc import Machine, Nvrtc, architecture_for, find_nvrtc
+
+_FOLDERS = (
+    *("nvidia/cu13/lib", "nvidia/cu13/bin/x86_64", "nvidia/cu13/bin"),
+    *("nvidia/cuda_nvrtc/lib", "nvidia/cuda_nvrtc/bin", "torch/lib"),
+)
+"""Within site-packages: of CUDA 13's packages, of CUDA 12's, of PyTorch's builds for Windows."""
+_PATTERN = "nvrtc64_*_0.dll" if sys.platform == "win32" else "libnvrtc.so.*"
+
+
+class CompileError(Exception):
+    """No machine code came out; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Machine code for one kind of card.
+
+    Attributes:
+        code: a cubin, as drivers load it.
+        log: what the compiler said: with `--ptxas-options=-v` registers and spills.
+    """
+
+    code: bytes
+    log: str
+
+
+class RunTimeCompiler:
+    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's.
+
+    It needs no card, driver, toolkit or C++ compiler; the machine code of a kernel takes it a fraction of a second.
+    """
+
+    name: ClassVar[str]
+    _prefix: ClassVar[str]
+    _code: ClassVar[str]
+
+    def __init__(self, path: Path) -> None:
+        if sys.platform == "win32":
+            os.add_dll_directory(str(path.parent))  # it loads a library beside it
+        self._library = ctypes.CDLL(str(path))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._function("Version")(ctypes.byref(major), ctypes.byref(minor))
+        self.version = (major.value, minor.value)
+        self._function("GetErrorString").restype = ctypes.c_char_p
+
+    def compile(self, source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> Machine:
+        """Machine code of a source.
+
+        Args:
+            name: of the source, for messages.
+            headers: texts of the headers that it includes, by name.
+            options: must name a real architecture (`-arch=sm_89`, `--offload-arch=gfx1100`).
+        """
+        program = ctypes.c_void_p()
+        texts, names = [text.encode() for text in headers.values()], [each.encode() for each in headers]
+        strings = ctypes.c_char_p * len(headers)
+        made = self._function("CreateProgram")(
+            ctypes.byref(program), source.encode(), name.encode(), len(headers), strings(*texts), strings(*names)
+        )
+        self._checked(made, f"take {name}")
+        try:
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            result = self._function("CompileProgram")(program, len(options), given)
+            log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+            if result:
+                first = next((line for line in log.splitlines() if "error" in line), log[:200] or self._words(result))
+                raise CompileError(f"{self.name} {self.version[0]}.{self.version[1]} does not compile {name}: {first}")
+            return Machine(self._bytes(program, self._code), log)
+        finally:
+            self._function("DestroyProgram")(ctypes.byref(program))
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, self._prefix + name)
+
+    def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._checked(self._function(f"Get{what}Size")(program, ctypes.byref(size)), f"give its {what}")
+        buffer = ctypes.create_string_buffer(max(1, size.value))
+        self._checked(self._function(f"Get{what}")(program, buffer), f"give its {what}")
+        return buffer.raw[: size.value]
+
+    def _checked(self, result: int, did: str) -> None:
+        if result:
+            raise CompileError(f"{self.name} cannot {did} ({self._words(result)})")
+
+    def _words(self, result: int) -> str:
+        return bytes(self._function("GetErrorString")(result)).decode(errors="replace")
+
+
+class Nvrtc(RunTimeCompiler):
+    """NVIDIA's; its version is CUDA's."""
+
+    name, _prefix, _code = "NVRTC", "nvrtc", "CUBIN"
+
+    def architectures(self) -> list[int]:
+        """The compute capabilities that it compiles for, as 75, 80, ..."""
+        count = ctypes.c_int()
+        self._checked(self._function("GetNumSupportedArchs")(ctypes.byref(count)), "list its architectures")
+        numbers = (ctypes.c_int * count.value)()
+        self._checked(self._function("GetSupportedArchs")(numbers), "list its architectures")
+        return list(numbers)
+
+
+MISSING = (
+    "NVIDIA's compiler NVRTC was not found: it comes with PyTorch's CUDA builds, so run the set-up again, or install "
+    "the package nvidia-cuda-nvrtc"
+)
+
+
+def libraries() -> Iterator[Path]:
+    """Files of the compiler, those beside the installed PyTorch first."""
+    places = [*sys.path]
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        places.insert(0, str(Path(torch.origin).parent.parent))
+    seen = set()
+    for place in places:
+        for folder in _FOLDERS:
+            for path in sorted(Path(place or ".", folder).glob(_PATTERN)):
+                if path.resolve() not in seen and ".alt." not in path.name and "builtins" not in path.name:
+                    seen.add(path.resolve())
+                    yield path
+
+
+def architecture_for(capability: tuple[int, int], nvrtc: Nvrtc) -> int:
+    """The newest architecture that the compiler knows and a card runs: cards run code of their own generation.
+
+    Raises:
+        CompileError: the card is too old or too new for this compiler.
+    """
+    wanted = 10 * capability[0] + capability[1]
+    known = [each for each in nvrtc.architectures() if each // 10 == capability[0] and each <= wanted]
+    if not known:
+        raise CompileError(
+            f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]} makes no code for cards of compute capability "
+            f"{capability[0]}.{capability[1]}"
+        )
+    return max(known)
+
+
+@cache
+def find_nvrtc(capability: tuple[int, int] | None = None) -> Nvrtc:
+    """A compiler: the first, or the first that makes code for cards of this compute capability.
+
+    Raises:
+        CompileError: there is none.
+    """
+    refused = ""
+    for path in libraries():
+        try:
+            found = Nvrtc(path)
+            if capability is not None:
+                architecture_for(capability, found)
+        except (OSError, AttributeError) as error:
+            refused = f"NVIDIA's compiler {path} could not be loaded ({error})"
+        except CompileError as error:
+            refused = str(error)
+        else:
+            return found
+    raise CompileError(refused or MISSING)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a kernel takes of a card, in the compiler's words.
+
+    Attributes:
+        registers: per thread.
+        shared_bytes: per block.
+        spilled_bytes: that registers did not suffice for.
+    """
+
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+
+
+def usage_in(log: str) -> Usage:
+    """Reads the log of a source with one kernel, compiled with `--ptxas-options=-v`."""
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        raise ValueError(f"no registers in {log!r}")
+    shared = re.search(r"(\d+) bytes smem", log)
+    spilled = re.findall(r"(\d+) bytes spill", log)
+    return Usage(int(registers[1]), int(shared[1]) if shared else 0, sum(map(int, spilled)))
+
 
 STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """As `state_at` in states.h has them."""

@@ -21,8 +21,16 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from engine.kernels.cuda.compiled import Kernel, kept_code, machine_code, sources_of
-from engine.kernels.cuda.nvrtc import CompileError, Machine, RunTimeCompiler, find_nvrtc
+from engine.kernels.cuda.compiled import (
+    CompileError,
+    Kernel,
+    Machine,
+    RunTimeCompiler,
+    find_nvrtc,
+    kept_code,
+    machine_code,
+    sources_of,
+)
 
 
 class Launcher(Protocol):

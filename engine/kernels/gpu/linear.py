@@ -159,7 +159,9 @@ def _joined(matrices: Matrices) -> TiledMatrix | Blocks:
 
 
 class JoinedLinears:
-    """The forwards of some linear layers in tiles or blocks.
+    """The forwards of some linear layers in tiles or blocks with the same input, as one product.
+
+    A card starts one launch instead of three, and a projection to a few hundred rows no longer leaves most of it idle.
 
     Args:
         matrices: that `can_join`, on any device; copied to `device`.

@@ -12,8 +12,8 @@ import torch
 from engine.formats import BF16, FORMATS, TiledFormat, WeightFormat
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.tiles import Pairing, TiledMatrix, dequantise
+from engine.kernels.cuda.compiled import CompileError
 from engine.kernels.cuda.driver import DriverError, open_card
-from engine.kernels.cuda.nvrtc import CompileError
 from engine.kernels.cuda.products import (
     ROUND_KERNEL,
     CudaGroups,
@@ -95,19 +95,14 @@ def prove_blocks(device: torch.device, kernels: CardKernels, gate: BlockType, up
     for each, (there, stored) in zip(matrices, records, strict=True):
         if not torch.equal(kernels.unpack(matrix_in(there[0], stored, each)).cpu(), unpacked(each)):
             return False
+    ways = [_by_visits(kernels.few)]
+    if kernels.many is not None:
+        ways += [_by_groups(kernels.many, block) for block in _PROVEN_BLOCKS]
     for visits in _PROVEN_VISITS:
         x = torch.randn(visits, columns, generator=torch.Generator().manual_seed(visits)).bfloat16()
-        ids = torch.zeros(visits, dtype=torch.int64, device=device)
         first, second = (x.float() @ meant.float().T).chunk(2, dim=-1)
         wanted = torch.nn.functional.silu(first) * second
-        found = [kernels.few.multiply_visits(matrix, table, x.to(device), ids, 1, activation)]
-        if kernels.many is not None:
-            found += [
-                kernels.many.multiply_groups(
-                    matrix, table, x.to(device), visits, group(ids, 1, block), block, 1, activation
-                )
-                for block in _PROVEN_BLOCKS
-            ]
+        found = [multiply(matrix, table, x.to(device), activation) for multiply in ways]
         limit = 0.03 * float(wanted.abs().max())
         if not all(torch.allclose(each.float().cpu(), wanted, rtol=0.05, atol=limit) for each in found):
             return False
@@ -181,12 +176,8 @@ def cuda_products(device: torch.device) -> CudaProducts:
 def prove(device: torch.device, products: CudaProducts) -> str | None:
     """Compares results with the reference; returns the first kind that is wrong."""
 
-    def multiply(matrix: StoredMatrix, table: RecordTable, x: torch.Tensor, how: Activation) -> torch.Tensor:
-        ids = torch.zeros(len(x), dtype=torch.int64, device=device)
-        return products.multiply_visits(matrix, table, x, ids, 1, how)
-
     for each in _proven_formats():
-        if not all(_is_right(each, visits, device, multiply) for visits in _PROVEN_VISITS):
+        if not all(_is_right(each, visits, device, _by_visits(products)) for visits in _PROVEN_VISITS):
             return each.name
     return None
 
@@ -198,14 +189,7 @@ def groups_of(products: CudaProducts, device: torch.device) -> CudaGroups | None
         with torch.inference_mode():
             for each in _proven_formats():
                 for block in _PROVEN_BLOCKS if each.is_tiled else ():
-
-                    def multiply(
-                        matrix: StoredMatrix, table: RecordTable, x: torch.Tensor, how: Activation, block: int = block
-                    ) -> torch.Tensor:
-                        ids = torch.zeros(len(x), dtype=torch.int64, device=device)
-                        return groups.multiply_groups(matrix, table, x, len(x), group(ids, 1, block), block, 1, how)
-
-                    if not _is_right(each, _PROVEN_VISITS[-1], device, multiply):
+                    if not _is_right(each, _PROVEN_VISITS[-1], device, _by_groups(groups, block)):
                         _log.warning("%s is multiplied wrongly for prompts on %s", each.name, device)
                         return None
     except Exception:  # as in `_chosen`
@@ -237,6 +221,21 @@ def _proven_formats() -> list[WeightFormat]:
 
 
 Multiply = Callable[[StoredMatrix, RecordTable, torch.Tensor, Activation], torch.Tensor]
+
+
+def _by_visits(products: CudaProducts) -> Multiply:
+    return lambda matrix, table, x, how: products.multiply_visits(matrix, table, x, _of_one(x), 1, how)
+
+
+def _by_groups(groups: CudaGroups, block: int) -> Multiply:
+    return lambda matrix, table, x, how: groups.multiply_groups(
+        matrix, table, x, len(x), group(_of_one(x), 1, block), block, 1, how
+    )
+
+
+def _of_one(x: torch.Tensor) -> torch.Tensor:
+    """Ids of visits that all are the first expert's."""
+    return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 
 def _is_right(of_weights: WeightFormat, visits: int, device: torch.device, multiply: Multiply) -> bool:

@@ -17,7 +17,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens, choice_for, tried_tokens
-from engine.experts.dispatch import BANK_LAYER, bound_kernel
+from engine.experts.dispatch import BANK_LAYER, ExpertsSite, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor
 from engine.experts.latency import LatencyModel, load_latency, measure, save_latency
@@ -34,10 +34,8 @@ from engine.experts.prediction.target import (
 )
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import PartOfRecords, RecordSource
-from engine.experts.shared import Between, Part, SharedExperts, SharedPrefetch, Ways
-from engine.experts.sites import ExpertsSite
-from engine.experts.slot_segments import KernelMaker
-from engine.experts.vram_cache import VramCache
+from engine.experts.shared import Between, Part, SharedExperts, Ways
+from engine.experts.vram_cache import KernelMaker, VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.families import fast_path_of
 from engine.formats.layouts import RecordLayout
@@ -269,7 +267,7 @@ def open_caches(
                 make = makers.setdefault(_kernel_kind(site.module), _maker(site.module, held.kernels, device))
                 if latency is None:
                     latency = _latency(device, seen, kernel, make, parts.kernels, plan.file.dtype)
-                place = Place(cache, layer, source)
+                place = Place(cache, layer, source, own[site.name].start)
                 bound.append(BoundLayer(site, numbers[site.name], own[site.name], place, make, latency))
     return sorted(bound, key=lambda layer: layer.number)
 
@@ -357,17 +355,15 @@ def _prefetcher_of_devices(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetche
     if plan.config.cache.misses == "off" or not any(layer.place.cache.slots for layer in bound):
         return None
     caches = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
-    cards: dict[str, list[BoundLayer]] = {}
-    for layer in bound:  # each has its part of every layer, or a cache has all of it
-        cards.setdefault(layer.place.cache.device.name if plan.placement.shares else "", []).append(layer)
-    targets = [VramPrefetch([layer.place for layer in card]) for card in cards.values()]
-    own = [[layer.own for layer in card] for card in cards.values()]
-    layers, latency = next(iter(cards.values())), bound[0].latency
+    of_layer: dict[int, list[BoundLayer]] = {}
+    for layer in bound:  # each device has its part of every layer, or one has all of it
+        of_layer.setdefault(layer.number, []).append(layer)
+    layers, latency = [parts[0] for parts in of_layer.values()], bound[0].latency
     pools = [next(at for at, cache in enumerate(caches) if cache is layer.place.cache) for layer in layers]
     return _prefetcher(
         plan,
         [layer.site for layer in layers],
-        SharedPrefetch(targets, own) if plan.placement.shares else targets[0],
+        VramPrefetch([[part.place for part in parts] for parts in of_layer.values()]),
         lambda: over_link(latency, [cache.counters for cache in caches]),
         pools if plan.config.cache.ways is None else list(range(len(layers))),
     )

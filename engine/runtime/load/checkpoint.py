@@ -19,7 +19,7 @@ from engine.checkpoint.quantised.declared import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.sites import ExpertsSite, find_sites
+from engine.experts.dispatch import ExpertsSite, find_sites
 from engine.families.pictures import SIGHTS
 from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for

@@ -37,8 +37,8 @@ from engine.experts.container import (
     open_container,
     reopen,
 )
+from engine.experts.dispatch import ExpertsSite, empty_modules
 from engine.experts.record import LayerSpec, allocate_records
-from engine.experts.sites import ExpertsSite, empty_modules
 from engine.formats import TiledFormat
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from engine.common.files import write_private
 from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
+from engine.experts.dispatch import ExpertsSite
 from engine.experts.executor import StepObserver
 from engine.experts.prediction.predictors import Gate
 from engine.experts.prediction.prefetcher import Prefetcher
-from engine.experts.sites import ExpertsSite
 
 _log = logging.getLogger(__name__)
 

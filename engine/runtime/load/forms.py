@@ -12,7 +12,7 @@ import torch
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import beside, common_format, linear_format, pieces_of, target_of, type_of
 from engine.common.footprint import PASSING_MATRICES
-from engine.experts.sites import ExpertsSite
+from engine.experts.dispatch import ExpertsSite
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, careful, format_of
 from engine.formats.ggml import GGML
 from engine.formats.layouts import RecordLayout

@@ -17,8 +17,8 @@ import torch
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf
 from engine.experts.direct_file import Part, Place, bytes_of
+from engine.experts.dispatch import ExpertsSite
 from engine.experts.record import HugePages
-from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, STORED, is_router
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.layouts import PartSpec, RecordLayout

@@ -36,7 +36,7 @@ from engine.checkpoint.packed import PackedEntry, Rows
 from engine.checkpoint.stored import pieces_of, rows_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.direct_file import Place
-from engine.experts.sites import ExpertsSite
+from engine.experts.dispatch import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.load.tensor_reader import LazyTensor, TensorReader
 

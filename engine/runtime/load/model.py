@@ -26,7 +26,7 @@ from engine.devices.failures import is_fault_of_device, is_out_of_memory
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_automatic, open_devices
 from engine.experts.container import UnusableContainerError, reopen
-from engine.experts.sites import verify
+from engine.experts.dispatch import verify
 from engine.families.replies.thinking import may_think, template_text, thinking_choices
 from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads

@@ -18,8 +18,8 @@ from engine.common.config import EngineConfig
 from engine.common.footprint import activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
+from engine.experts.dispatch import ExpertsSite
 from engine.experts.file_image import EARLY_READS
-from engine.experts.sites import ExpertsSite
 from engine.formats import AUTO, LADDER
 from engine.kernels.gpu.proof import reads_blocks
 from engine.planner import placement as placing

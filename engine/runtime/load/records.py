@@ -19,8 +19,8 @@ from engine.checkpoint.headers import TensorEntry
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.direct_file import Part, Place, bytes_of
+from engine.experts.dispatch import ExpertsSite
 from engine.experts.record import RecordMemory, allocate_records
-from engine.experts.sites import ExpertsSite
 from engine.formats.layouts import PartSpec, RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.interface import LayerRecords

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from engine.devices.device import Device
 from engine.devices.emulated import Meter
 from engine.experts.card_tokens import CardTokens
-from engine.experts.dispatch import BANK_LAYER
-from engine.experts.sites import ExpertsSite
+from engine.experts.dispatch import BANK_LAYER, ExpertsSite
 from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.exchange import MISSED

@@ -14,11 +14,10 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
-from engine.experts.dispatch import BANK_LAYER
+from engine.experts.dispatch import BANK_LAYER, ExpertsSite, bind, empty_modules
 from engine.experts.executor import ExpertExecutor
 from engine.experts.ram_tier import RamPressure, RamTier
 from engine.experts.record import ExpertBank, HugePages
-from engine.experts.sites import ExpertsSite, bind, empty_modules
 from engine.experts.whole_layer import LayerStream
 from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix, TiledShape
