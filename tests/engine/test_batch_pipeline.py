@@ -31,10 +31,9 @@ from engine.planner.schedules import (
 )
 from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.layers import DecoderLayers
-from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import sites_of
-from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.policy import BatchPolicy, ScheduleChoice
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch

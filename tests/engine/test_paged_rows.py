@@ -30,10 +30,9 @@ from engine.kernels.reference import attend_in_torch
 from engine.planner.schedules import CGOPIPE, HYBRID, S4, Schedule
 from engine.runtime.batch import packed_sweep
 from engine.runtime.batch.pipeline import paged
-from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_attention import StayingPages
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
-from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.policy import BatchPolicy, ScheduleChoice
 from engine.runtime.kv.parts import parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor

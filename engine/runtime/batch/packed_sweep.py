@@ -24,11 +24,10 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pi
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
-from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, why_not_packed
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, ScheduleChoice, why_not_packed
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.batch.session_rows import RowSession, SessionRows
 from engine.runtime.decode.drafter import Guess

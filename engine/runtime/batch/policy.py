@@ -1,4 +1,4 @@
-"""Whether rows pass through a model together, how many, and how their keys and values are stored."""
+"""Whether rows pass through a model together, how many, how their keys and values are stored, and by which schedule."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.common.choice import Choice
 from engine.common.errors import EngineError
 from engine.common.footprint import activation_token_bytes
 from engine.devices.host_memory import available_ram
@@ -14,7 +15,7 @@ from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import BATCH_ROWS, SWEEP_TOKENS
 from engine.planner.plan_parts import CHUNKS_TOGETHER, BatchPlan
-from engine.planner.schedules import SCHEDULES, Schedule
+from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, SCHEDULES, Schedule
 from engine.runtime.kv.reuse import kinds_by_length
 from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
@@ -29,6 +30,7 @@ _MICRO_BATCHES = 8
 _KV_SHARE = 0.5
 """Share of the free RAM: the rest is for activations, the page cache of the input file, and other programs."""
 _LEAST_KV_BYTES = 64 * 2**20
+_CANDIDATES = (CGOPIPE, KLOTSKI, HYBRID)
 
 
 def why_not_packed(model: Any) -> str:
@@ -97,6 +99,42 @@ class BatchPolicy:
     window: int = 0
     kept: int = 0
     ahead: int | None = None
+
+
+class ScheduleChoice:
+    """The schedule of each sweep, for sweeps of about one size: measurements override predictions.
+
+    Args:
+        planned, reading: the schedules that the planner expects to be the fastest, for decoding and for sweeps that
+            read prompts: taken first.
+        by_hand: whether no others are tried.
+
+    Sizes within a factor of two count as one.  The number of experts that a sweep uses, and the arithmetic per expert,
+    decide between a link that transfers all of them and a CPU that computes some.
+    """
+
+    def __init__(
+        self, planned: Schedule | None = None, reading: Schedule | None = None, *, by_hand: bool = False
+    ) -> None:
+        self._others = () if by_hand else _CANDIDATES
+        self._first = {False: planned, True: reading}
+        self._choices: dict[tuple[int, bool], Choice[Schedule]] = {}
+
+    def of(self, tokens: int, *, reads: bool = False) -> Schedule:
+        """The schedule for a sweep of `tokens` tokens; `reads` if some are prompt tokens."""
+        choice = self._choice(tokens, reads)
+        return choice.take(dict.fromkeys(choice.arms, 1.0))
+
+    def took(self, schedule: Schedule, tokens: int, seconds: float, *, reads: bool = False) -> None:
+        """Records the time of a sweep under a schedule."""
+        choice = self._choice(tokens, reads)
+        if schedule in choice.arms:
+            choice.observe(schedule, seconds / tokens, 1.0)
+
+    def _choice(self, tokens: int, reads: bool) -> Choice[Schedule]:
+        first = self._first[reads]
+        arms = tuple(dict.fromkeys(self._others if first is None else (first, *self._others)))
+        return self._choices.setdefault((tokens.bit_length(), reads), Choice(arms, run=1, first=2, in_common=1.0))
 
 
 def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolicy:

@@ -328,9 +328,8 @@ class GraphedSteps:
 
     def forget(self) -> None:
         """Lets go of all that was captured."""
-        for kind in self._kinds.values():
-            self._forget_step(kind)
-        self._kinds, self._places = {}, None
+        self._forget_steps(0)
+        self._places = None
         self._memory.release()
 
     def _opened(self) -> RowPlaces | None:
@@ -403,13 +402,13 @@ class GraphedSteps:
         except ExpertsFailedError as error:
             raise error.reason from None
         except Exception as error:  # whatever a family does that cannot be repeated
-            self._refuse(_sentence(error))
+            self._give_up(kind.cache.rows, _sentence(error))
             return None
         try:
             self._memory.resize(self._memory.nbytes + step.nbytes)
         except DeviceMemoryError as error:
             step.close()
-            self._refuse(str(error))
+            self._give_up(kind.cache.rows, str(error))
             return None
         kind.step = step
         self.counters.captures += 1
@@ -419,9 +418,9 @@ class GraphedSteps:
         """A step cannot be repeated as it is: the next one is tried with fewer tokens, with PyTorch's operators, or by
         modules that attend by themselves, if this was not."""
         if rows > 1:
-            self._most = 1
-            _log.info("steps of several tokens are not repeated on %s: %s", self._device.name, why)
-        elif self._attention.kernels:
+            self._give_up(rows, why)
+            return
+        if self._attention.kernels:
             _log.info("PyTorch's operators compute attention on %s: %s", self._device.name, why)
             self._attention.kernels = {}
         elif self._keeps_latents and not self._gathers:
@@ -429,13 +428,26 @@ class GraphedSteps:
         else:
             self._refuse(why)
             return
-        for number in [number for number in self._kinds if rows == 1 or number > 1]:
-            self._forget_step(self._kinds.pop(number))
+        self._forget_steps(0)
+
+    def _give_up(self, rows: int, why: str) -> None:
+        """No step of several tokens is repeated any more, or none at all."""
+        if rows == 1:
+            self._refuse(why)
+            return
+        self._most = 1
+        self._forget_steps(1)
+        _log.info("steps of several tokens are not repeated on %s: %s", self._device.name, why)
 
     def _refuse(self, why: str) -> None:
         self.refused = why
         self.forget()
         FALLS.say(f"The graph of decode steps on {self._device.name}", "operators launched one by one", why)
+
+    def _forget_steps(self, least: int) -> None:
+        """Of more tokens than so many."""
+        for rows in [rows for rows in self._kinds if rows > least]:
+            self._forget_step(self._kinds.pop(rows))
 
     def _forget_step(self, kind: _Kind) -> None:
         if kind.step is not None:

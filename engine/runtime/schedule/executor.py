@@ -32,7 +32,7 @@ def lane_for(
         above: whose pages they share, if they can.
     """
     asked, is_alike = policy, not policy.window and policy.kv_type is loaded.kv_type
-    if loaded.devices is not None and is_alike and attends_there(loaded):
+    if loaded.devices is not None and is_alike and not policy.by_hand and attends_there(loaded):
         policy = replace(policy, on_device=True, schedule=HYBRID)
     if loaded.devices is not None and above is not None and not (policy.on_device and above.model.room is not None):
         above = None  # what they hold lies elsewhere
