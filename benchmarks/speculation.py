@@ -4,7 +4,7 @@ What a model says depends on the model, and those with random weights say nothin
 texts, token by token.  Acceptance is thus that of real texts, and what a step costs is measured; only the routing of
 random weights is more spread than that of trained ones.
 
-Both ways take turns every few tokens of one answer: how fast a shared machine is changes within seconds.
+Both ways take turns, answer by answer: how fast a shared machine is changes within seconds.
 """
 
 from __future__ import annotations
@@ -13,29 +13,22 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from engine.batch_files import rows as edited_module
 from engine.bench.report import Report, in_turn
-from engine.common import clock
-from engine.common.config import EngineConfig
+from engine.common.config import EngineConfig, SamplingParams
 from engine.devices import device as written_module
 from engine.families import family as told_module
 from engine.planner import placement as summed_module
-from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import drained
-from engine.runtime.decode.kv_session import KvSession
-from engine.runtime.decode.speculation import Speculation, StepPrices
-from engine.runtime.decode.step_model import MOST_ROWS
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
-from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 
 _SPACE = " "
-_TURN = 8
-"""Tokens."""
 _PIECES = re.compile(r" ?[A-Za-z]+|_+|\d|\s+|[^\w\s]|\w")
 
 
@@ -60,107 +53,53 @@ def bench_speculation(config: EngineConfig, plan: SpeculationPlan, report: Repor
         config = replace(config, speculation="auto")
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
-        prices = StepPrices()
         vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
+        ways = Scheduler(loaded), Scheduler(replace(loaded, speculates=False))
         for name, prompt, answer in answers(tokens_of(loaded.tokenizer, vocabulary), plan):
-            both = Both(loaded, prices, prompt, answer)
-            turns = {name: lambda _repeat, both=both: both.run()}
-            found = in_turn(turns, plan.repeats, report, say)[name]
+            said = list[GenerationResult]()
+
+            def both(_repeat: int, prompt: list[int] = prompt, answer: list[int] = answer) -> tuple[float, float]:
+                nonlocal said
+                said = [_answer(way, prompt, answer) for way in ways]
+                return said[0].tokens_per_s, said[1].tokens_per_s
+
+            found = in_turn({name: both}, plan.repeats, report, say)[name]
             guessed, single = ([rates[which] for rates in found] for which in (0, 1))
-            say(f"{both.guessed} tokens guessed, {both.accepted} of them accepted")
-            ratios = ", ".join(f"{prices.ratio(tokens):.2f}" for tokens in range(2, MOST_ROWS + 1))
-            say(f"steps of 2, 3, ... tokens took {ratios} times as long as those of one")
+            say(f"{said[0].guessed_tokens} tokens guessed, {said[0].accepted_tokens} of them accepted")
             report.add(name, guessed, "tokens/s", peer="single tokens", peer_values=single)
+        for way in ways:
+            way.close()
     finally:
         loaded.close()
 
 
-class GuessedSteps:
-    """The steps of an answer whose tokens are known, over a session's cache, with guesses.
+class Given:
+    """A constraint that leaves one token at each place."""
 
-    Args:
-        session: holds what the answer continues: the answer's first logits are there.
-    """
+    def __init__(self, answer: Sequence[int]) -> None:
+        self._answer, self._at = answer, 0
 
-    def __init__(self, session: KvSession, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
-        self._session, self._prices = session, prices
-        self.speculation = Speculation(prices, prefix, most_tokens, session.drafters())
-        self._guess: Guess | None = None
-        self._rows = torch.empty(0)
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        """That one's."""
+        only = torch.full_like(logits, -torch.inf)
+        only[self._answer[self._at]] = 0
+        return only
+
+    def accept(self, token_id: int) -> bool:
+        """Whether that was the last one."""
+        assert token_id == self._answer[self._at]
+        self._at += 1
+        return self._at == len(self._answer)
+
+    def reset(self) -> None:
+        """From the first one again."""
         self._at = 0
-        self._step_s = 0.0
-
-    def foresaw(self, token_id: int) -> bool:
-        """Whether the logits after this token are there already."""
-        guess = self._guess
-        return guess is not None and self._at < len(guess.ids) and guess.ids[self._at] == token_id
-
-    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
-        """The answer's next token; logits [1, V] after it."""
-        self.speculation.append((token_id,))
-        if self.foresaw(token_id):
-            self._at += 1
-            return self._rows[self._at : self._at + 1]
-        self.settle()
-        begun_s = clock.now()
-        guess = self.speculation.guess(self._session.takes)
-        guessed_s = clock.now()
-        if guess is None:
-            logits = self._session.step(token, token_id)
-            self._prices.took(1, clock.now() - guessed_s)
-            return logits
-        self._rows = self._session.several([token_id, *guess.ids])
-        now_s = clock.now()
-        self._step_s = now_s - begun_s
-        self._prices.took(1 + len(guess.ids), now_s - guessed_s)
-        self._guess, self._at = guess, 0
-        return self._rows[:1]
-
-    def settle(self) -> None:
-        """Takes back what the answer does not go on with, and learns from it.  Harmless if repeated."""
-        guess, self._guess = self._guess, None
-        if guess is None:
-            return
-        tried, came_true = len(guess.ids), self._at
-        if came_true < tried:
-            begun_s = clock.now()
-            self._session.take_back(tried - came_true)
-            back_s = clock.now() - begun_s
-            self._step_s += back_s
-            self._prices.took_back(back_s)
-        self.speculation.settle(guess, came_true, self._step_s)
 
 
-class Both:
-    """One answer, both ways in turn.
-
-    Attributes:
-        guessed, accepted: tokens of the last run.
-    """
-
-    def __init__(self, loaded: LoadedModel, prices: StepPrices, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        self._loaded, self._prices, self._prompt, self._answer = loaded, prices, prompt, answer
-        self._sessions = KvSession(loaded), KvSession(loaded, guesses=False)
-        self.guessed = self.accepted = 0
-
-    def run(self) -> tuple[float, float]:
-        """Tokens per second with guesses, and without."""
-        seconds = [0.0, 0.0]
-        with torch.inference_mode():
-            for session in self._sessions:
-                drained(session.read(self._prompt, lambda _done, _total: None, lambda: False))
-            guessing = GuessedSteps(self._sessions[0], self._prices, self._prompt, len(self._answer))
-            ways: list[GuessedSteps | KvSession] = [guessing, self._sessions[1]]
-            with self._loaded.token_by_token():
-                for turn in range(-(-len(self._answer) // _TURN)):
-                    for way in (turn % 2, 1 - turn % 2):  # what comes second finds weights in the processor's cache
-                        begun_s = perf_counter()
-                        for token in self._answer[turn * _TURN : (turn + 1) * _TURN]:
-                            ways[way].step(torch.tensor([[token]], device=self._loaded.device), token).argmax().item()
-                        seconds[way] += perf_counter() - begun_s
-                guessing.settle()
-        self.guessed, self.accepted = guessing.speculation.guessed, guessing.speculation.accepted
-        return len(self._answer) / seconds[0], len(self._answer) / seconds[1]
+def _answer(scheduler: Scheduler, prompt: Sequence[int], answer: Sequence[int]) -> GenerationResult:
+    sampling = SamplingParams(max_tokens=len(answer))
+    request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, constraint=Given(answer), end_ids=frozenset())
+    return scheduler.answer(request)
 
 
 def tokens_of(tokenizer: Any, vocabulary: int) -> Callable[[str], list[int]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,14 +28,16 @@ from engine.checkpoint.packed import PackedEntry
 from engine.checkpoint.shards import read_tensors
 from engine.checkpoint.synthetic import is_synthetic, make_synthetic
 from engine.common import clock
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.files import disk_errors_explained
 from engine.common.paths import PREPARED_VARIABLE
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
-from engine.runtime.decode.generation import drained
-from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.load.model import load_model
+from engine.runtime.schedule.executor import batch_for
+from engine.runtime.schedule.request import BatchRequest, Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from engine.common.config import EngineConfig
     from engine.experts.vram_cache import VramCache
     from engine.runtime.loaded_model import LoadedModel
+    from engine.runtime.schedule.row import PagedRow
 
 _FILE_TYPE = "gguf="
 _ROOT = Path(__file__).resolve().parents[2]
@@ -130,25 +133,24 @@ def random_text(vocabulary: int, prompt: int, answer: int, seed: int = 0) -> For
 def own_text(loaded: LoadedModel, prompt: Sequence[int], answer: int) -> ForcedText:
     """The prompt and the model's greedy continuation, past the end of its answer."""
     ids: list[int] = []
-    with _session(loaded) as session:
-        logits, _ = drained(session.read(list(prompt), _ignore, _never))
+    with _sequence(loaded) as sequence:
+        logits = sequence.read(prompt)
         with loaded.token_by_token():
             for _ in range(answer):
                 ids.append(int(logits.argmax()))
-                logits = session.step(torch.tensor([[ids[-1]]], device=loaded.device), ids[-1])
+                logits = sequence.step(ids[-1])
     return ForcedText(tuple(prompt), tuple(ids))
 
 
 def decode_seconds(loaded: LoadedModel, text: ForcedText, at_most_s: float = float("inf")) -> list[float]:
     """Seconds of each decode step, until the answer ends or the steps together have taken `at_most_s`."""
     seconds: list[float] = []
-    with _session(loaded) as session:
-        drained(session.read(list(text.prompt), _ignore, _never))
+    with _sequence(loaded) as sequence:
+        sequence.read(text.prompt)
         with loaded.token_by_token():
             for token in text.answer:
-                ids = torch.tensor([[token]], device=loaded.device)
                 begun_s = clock.now()
-                session.step(ids, token).argmax().item()  # reading the result waits for the card
+                sequence.step(token).argmax().item()  # reading the result waits for the card
                 seconds.append(clock.now() - begun_s)
                 if len(seconds) >= _FEWEST_STEPS and sum(seconds) > at_most_s:
                     break
@@ -157,30 +159,83 @@ def decode_seconds(loaded: LoadedModel, text: ForcedText, at_most_s: float = flo
 
 def prefill_seconds(loaded: LoadedModel, prompt: Sequence[int]) -> float:
     """Seconds from an empty context to the logits after the prompt."""
-    with _session(loaded) as session:
+    with _sequence(loaded) as sequence:
         begun_s = clock.now()
-        logits, _ = drained(session.read(list(prompt), _ignore, _never))
-        logits.argmax().item()
+        sequence.read(prompt).argmax().item()
         return clock.now() - begun_s
 
 
-@contextmanager
-def _session(loaded: LoadedModel) -> Iterator[KvSession]:
-    """A separate context, freed at the end."""
-    session = KvSession(loaded)
-    try:
+class OneSequence:
+    """A sequence with a model for itself, computed as a chat's is, without what is round that."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._batch, self._prepare = batch_for(loaded, None), Preparation(loaded).prepare
+        self._loaded, self._row = loaded, cast("PagedRow", None)
+        assert self._batch.exact is not None
+        self.steps = self._batch.exact
+
+    def read(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Logits [1, V] after a prompt, of which nothing is there yet."""
+        self.close_row()
+        self._row = row = self._begun(prompt)
+        logits = torch.empty(0)
         with torch.inference_mode():
-            yield session
+            while row.is_reading:
+                tokens = row.up_to(self.steps.at_once(len(prompt) - row.held, row.undivided))
+                ids, at = row.next_ids(tokens), row.position(row.held)
+                given = row.given(ids, self._loaded.model)
+                piece = row.piece(tokens)
+                logits = self.steps.read(ids, piece, len(prompt), ignore_progress, never_cancelled, at, given)
+                row.has_read(tokens)
+        return logits
+
+    @torch.inference_mode()
+    def _begun(self, prompt: Sequence[int]) -> PagedRow:
+        room = max(1, self._loaded.context_tokens - len(prompt))
+        asked = BatchRequest(0, ids=tuple(prompt), sampling=SamplingParams(max_tokens=room, seed=1))
+        row, caches = self._batch.row_of(self._prepare(asked, never_cancelled)), self._batch.model.caches
+        if not row.reserve():
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is not enough memory for this context.")
+        if caches is not None and caches.have_states:
+            row.find_state(caches, None)
+        return row
+
+    @torch.inference_mode()
+    def step(self, token: int) -> torch.Tensor:
+        """Logits [1, V] after one more token."""
+        row = self._row
+        row.reserve_next()
+        row.sequence.ids.append(token)
+        at, piece = row.position(row.held), row.piece(1, in_place=self.steps.graphs is None)
+        logits = self.steps.write([token], [piece], [at])
+        row.has_read(1)
+        return logits
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is held."""
+        return self._batch.held_bytes
+
+    def close_row(self) -> None:
+        """Forgets all tokens."""
+        if self._row is not None:
+            self._row.close()
+            self._batch.pool.forget_prefixes()
+
+    def close(self) -> None:
+        """Frees all that is held."""
+        self.close_row()
+        self._batch.free()
+
+
+@contextmanager
+def _sequence(loaded: LoadedModel) -> Iterator[OneSequence]:
+    """A separate context, freed at the end."""
+    sequence = OneSequence(loaded)
+    try:
+        yield sequence
     finally:
-        session.clear()
-
-
-def _ignore(_done: int, _total: int) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False
+        sequence.close()
 
 
 @contextmanager

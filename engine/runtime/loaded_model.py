@@ -105,6 +105,7 @@ class LoadedModel(ModelParts):
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
         kv_fixed_bytes: what a sequence takes beside its tokens.
+        read: the library's cache of some tokens; None if it has read none yet.
         kept: what is kept of prompts and answers that were read or written; None keeps nothing.
         sight: what it has to read pictures; `blind` says why it has none.
     """
@@ -121,6 +122,7 @@ class LoadedModel(ModelParts):
     speculates: bool = False
     kv_type: KvType | None = None
     kv_fixed_bytes: int = 0
+    read: Any = None
     kept: KeptPrefixes | None = None
     sight: Sight | None = None
     blind: Blind | None = None

@@ -19,8 +19,8 @@ from app.services.history.gauges import Floats
 from app.services.history.history import History
 from app.services.predicted_timeline import Predicted, RequestShape, predict, request_before
 from app.theme import ThemeController
+from app.views.monitor.page import LaneTable
 from app.views.monitor.second import SecondTimeline, aligned_ns, assumptions, speeds
-from app.views.monitor.timeline_card import LaneTable
 from app.widgets.timeline.blocks import averages_text, token_at
 from app.widgets.timeline.lanes import Lane, LaneData, lanes_of, nice, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator, Viewport, duration

@@ -10,8 +10,8 @@ from pytestqt.qtbot import QtBot
 
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
-from app.services.tuning_outrun import TuningOutrun
-from app.views.tune.run_following import MakingRoom
+from app.services.tuning import TuningOutrun
+from app.views.tune.page import MakingRoom
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.protocol import Finished
 from engine.tuning.result import TuningResult

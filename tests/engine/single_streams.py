@@ -1,28 +1,43 @@
-"""Answers over a cache of its own, one after the other: what every other way to answer is held to."""
+"""Answers one after the other, with nobody beside: what every other way to answer is held to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from transformers.cache_utils import Cache
 
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.session_rows import Session
+from engine.common.footprint import pages_for
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces, StatePages
 from engine.runtime.decode.beam_search import Beams
-from engine.runtime.decode.generation import BeamModel, GenerationResult
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.speculation import StepPrices
+from engine.runtime.decode.step_model import StepModel, TokenStep
+from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.continuous_batch import ContinuousBatch
+from engine.runtime.schedule.executor import batch_for
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 
 _Result = TypeVar("_Result")
+
+
+class BeamModel(Protocol):
+    """Several sequences in lock-step."""
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends one token to each sequence, tokens [B, 1] int64; logits [B, V]."""
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        """Sequence i continues what sequence `sources[i]` was; [B] int64."""
 
 
 def search_over(model: BeamModel, search: Beams[_Result], device: torch.device) -> _Result:
@@ -54,21 +69,64 @@ def answered_together(scheduler: Scheduler, requests: Iterable[BatchRequest]) ->
     return answers
 
 
+class PagedSequence:
+    """A sequence over pages of its own: its next tokens as a cache for the library's model, or as pieces for steps."""
+
+    def __init__(self, model: Any, tokens: int = 512, kv_type: KvType | None = None, read: Any = None) -> None:
+        self.read, pages = read, pages_for(tokens)
+        if read is None:
+            with torch.inference_mode():
+                _, self.read = StepModel(model, 1)(torch.zeros(1, 1, dtype=torch.long), library_cache(model), 0)
+        own = KvType.BF16 if model.dtype == torch.bfloat16 else KvType.FP32
+        caches = PagedCaches.like(self.read, kv_type or own, pages, 1)
+        assert caches is not None
+        self.caches, self.held, self._pages = caches, 0, torch.arange(pages, dtype=torch.int32)
+
+    def piece(self, tokens: int) -> Piece:
+        """So many tokens, which it holds from now on."""
+        self.held += tokens
+        return Piece(self._pages, self.held - tokens, tokens)
+
+    def next(self, tokens: int) -> Cache:
+        """The same as a cache."""
+        return self.caches.of(self.piece(tokens))
+
+    def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [V] after its next tokens [1, q], by the library's model."""
+        logits: torch.Tensor = model(input_ids=ids, cache=self.next(ids.shape[1]), use_cache=True).logits[0, -1]
+        return logits
+
+    def rows(self, step: TokenStep, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [q, V] after its next tokens [q], by native steps."""
+        at = range(self.held, self.held + len(ids))
+        return step.rows(ids.tolist(), list(at), self.caches.structs, Pieces([self.piece(len(ids))]))
+
+    def parts(self) -> list[torch.Tensor]:
+        """All that it holds."""
+        states = [
+            part for each in self.caches.layers if isinstance(each, StatePages) for part in (each.recent, each.states)
+        ]
+        rows = [part[: pages_for(self.held)] for each in self.caches.layers for part in parts_of_pages(each)]
+        last = self.held % PAGE_TOKENS or PAGE_TOKENS
+        return [*states, *(part[:-1] for part in rows), *(part[-1, :, :last] for part in rows)]
+
+    def become(self, other: PagedSequence) -> None:
+        """Holds what another of such a model does."""
+        self.held = other.held
+        for mine, its in zip(self.parts(), other.parts(), strict=True):
+            mine.copy_(its)
+
+
 class Alone:
-    """One request at a time, each with the session that the one before has left."""
+    """One request at a time, each with all of what the ones before it have left."""
 
-    def __init__(self, loaded: LoadedModel, **how: Any) -> None:
-        policy = BatchPolicy(rows=1, ahead=64)
-        model = PackedModel(loaded, policy, in_sessions=True, **how)
-        assert model.sessions is not None
-        self._rows = model.sessions
-        self._rows.prepare()
-        self._batch = ContinuousBatch(model, policy, kept=how.get("kept"), keeps=True, exact=True)
+    def __init__(
+        self, loaded: LoadedModel, *, kept: KeptPrefixes | None = None, speculates: bool | None = None
+    ) -> None:
+        if speculates is not None:
+            loaded = replace(loaded, speculates=speculates)
+        self._batch = batch_for(loaded, kept)
         self._preparation = Preparation(loaded)
-
-    @property
-    def _session(self) -> Session:
-        return [*self._rows._in_use, *self._rows._idle][0]
 
     @property
     def _prices(self) -> StepPrices:

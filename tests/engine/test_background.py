@@ -222,7 +222,7 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
     most_job, most_chats = [0], [0]
 
     def look() -> bool:
-        assert together.pool.in_use - together.pool.elsewhere() <= pages
+        assert together.pool.in_use <= pages
         for lane in together.below:
             assert lane.pool is together.pool
             most_job[0] = max(most_job[0], sum(len(row.pages) for row in lane.rows))
@@ -248,7 +248,7 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
     scheduler.close()
 
 
-def test_a_job_over_sessions_shares_the_budget_of_pages() -> None:
+def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own() -> None:
     """Pages hold no narrow values of what has a window and is called row by row."""
     loaded = tiny_loaded("gemma4_text", sliding_window=40)
     scheduler = Scheduler(loaded)
@@ -258,8 +258,7 @@ def test_a_job_over_sessions_shares_the_budget_of_pages() -> None:
     lanes = list[ContinuousBatch]()
     serve(scheduler, [job], lambda: lanes.extend(scheduler._beside()) is not None)
     assert scheduler._batch is not None
-    assert scheduler._batch.model.sessions is None
-    assert lanes[0].model.sessions is not None
+    assert not lanes
     assert job.outcomes == [BatchOutcome.FINISHED]
     assert scheduler._batch.pool.in_use == 0
     for each in job.rows:
@@ -286,7 +285,7 @@ def test_jobs_whose_rows_cannot_be_packed_take_turns(family: str, takes_turns: b
 def test_a_resting_job_lets_another_one_pass(family: str, tokens: int) -> None:
     """Whether it rests in its prompt or in its answer, which goes on where it was."""
     loaded, policy = tiny_loaded(family), replace(POLICY, rows=1)
-    lane = ContinuousBatch(PackedModel(loaded, policy, in_sessions=True), policy, exact=True)
+    lane = ContinuousBatch(PackedModel(loaded, policy, opens=False), policy, exact=True)
     answers, written = dict[int, GenerationResult](), list[int]()
     first, second = replace(row(0, 40, 8), on_text=lambda _text, count: written.append(count)), row(1, 30, 5)
     with torch.inference_mode():

@@ -26,11 +26,10 @@ from engine.kernels.native.paged_attention import (
     attend,
     attend_prompt,
 )
-from engine.kernels.native.structs import AttentionStruct, LatentAttentionStruct, MatrixStruct, PagesStruct
+from engine.kernels.native.structs import AttentionStruct, LatentAttentionStruct, MatrixStruct, PagesStruct, PieceStruct
 from engine.kernels.reference import attend_in_torch
-from engine.runtime.fast_path.native_attention import ClaimedPage
 from engine.runtime.fast_path.prompt_attention import speed_up_prompts
-from engine.runtime.kv.narrow import NarrowLayer
+from engine.runtime.kv.paged_cache import narrowed, widened
 from tests.engine.int8_ties import without_ties
 from tests.engine.native_isas import isas, kernels_of
 
@@ -67,12 +66,14 @@ def assert_step_as_in_torch(
     q, k, v = (_linear(torch.randn(count * dim, hidden) / 4) for count in (heads, groups, groups))
     o = _linear(torch.randn(hidden, heads * dim))
     sinks = torch.randn(heads).bfloat16() if has_sinks else None
-    layer = NarrowLayer(kv_type, held + 1 + room)
-    layer.update(*torch.randn(2, 1, groups, held, dim).bfloat16())
-    rows = layer.claim_rows(1)
-    assert rows is not None
-    for rest in rows[:2]:  # what nobody wrote must not be read
-        rest[:, :, held:].view(torch.uint8).fill_(255)
+    capacity = -(-(held + 1 + room) // PAGE_TOKENS) * PAGE_TOKENS  # kernels read scales by whole pages
+    rows = [torch.empty(groups, capacity, dim, dtype=kv_type.dtype) for _ in range(2)]
+    scales = [torch.zeros(groups, capacity) if kv_type is KvType.INT8 else None for _ in range(2)]
+    for part, its, states in zip(rows, scales, torch.randn(2, groups, held, dim).bfloat16(), strict=True):
+        part.view(torch.uint8).fill_(255)  # what nobody wrote must not be read
+        part[:, :held], found = narrowed(states, kv_type)
+        if its is not None and found is not None:
+            its[:, :held] = found
     x, norm = torch.randn(hidden), torch.ones(hidden, dtype=torch.bfloat16)
     scale = sharpness * dim**-0.5
     struct = AttentionStruct(
@@ -85,18 +86,20 @@ def assert_step_as_in_torch(
     )
     still, turned = torch.ones(dim // 2), torch.zeros(dim // 2)
     out = torch.empty_like(x)
-    page = ClaimedPage.apart()
-    place = (rows[0].data_ptr(), rows[1].data_ptr(), *layer.scales, rows[0].shape[2], int(kv_type), None)
+    where = [None if part is None else part.data_ptr() for part in (*rows, *scales)]
+    page, piece = PagesStruct(*where, capacity, int(kv_type)), PieceStruct(held=held, tokens=1)
     failed = kernels.attention_step(
-        *(kernels.pool, ctypes.addressof(struct), *page.take((place, held), 1)),
+        *(kernels.pool, ctypes.addressof(struct), ctypes.addressof(page), ctypes.addressof(piece), 1),
         *(x.data_ptr(), still.data_ptr(), turned.data_ptr(), 1, 0, out.data_ptr()),
     )
     assert not failed
 
     normed = x * torch.rsqrt(x.square().mean() + 1e-6)
     queries = (q.weight.float() @ normed).view(groups, together, dim)
-    layer.dtype = torch.float32  # what is held, not rounded to bf16
-    held_keys, held_values = (states[0].float() for states in (layer.keys, layer.values))
+    held_keys, held_values = (
+        widened(part[:, : held + 1], None if its is None else its[:, : held + 1], torch.float32)
+        for part, its in zip(rows, scales, strict=True)
+    )
     near = 0.03 if kv_type is KvType.INT8 else 0.01
     torch.testing.assert_close(held_keys[:, held].flatten(), k.weight.float() @ normed, rtol=near, atol=near)
     scores = queries @ held_keys.mT * scale
@@ -218,9 +221,8 @@ def _assert_pages_are_as_a_cache(
     got = call(held, pieces.address_for(held), len(tokens), 0, len(x))
     begin = 0
     for row, new in enumerate(tokens):
-        one, its = ClaimedPage.apart(), cache.struct(row, *window)
-        _, piece, count = one.take(((0, 0, None, None, 0, 0, None), lengths[row]), new)
-        wanted = call(its, piece, count, begin, begin + new)
+        piece = PieceStruct(held=lengths[row], tokens=new)
+        wanted = call(cache.struct(row, *window), ctypes.addressof(piece), 1, begin, begin + new)
         assert torch.equal(got[begin : begin + new], wanted)
         written = lengths[row], lengths[row] + new
         mine, theirs = paged.tokens(pages[row], *written), cache.tokens(torch.tensor([row]), *written)

@@ -23,7 +23,7 @@ from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
-from engine.runtime.kv.layers import library_cache, new_cache
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.load import binding
 from engine.runtime.load import model as loading
@@ -34,6 +34,7 @@ from engine.telemetry.recorder import RECORDER
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler
 from tests.engine.graph_cases import graphs_of, step_of
 from tests.engine.on_devices import answer, chatting, opened, share_misses
+from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = [
@@ -94,8 +95,8 @@ class Steps:
     def __init__(self, model: LoadedModel, tokens: CardTokens | None) -> None:
         assert model.devices is not None
         step = self._step = StepModel(model.model, model.context_tokens)
-        self._beside, self.held, like = new_cache(model.model), _PROMPT.shape[1], library_cache(model.model)
-        for cache in (self._beside, like):
+        self._beside, self.held, like = PagedSequence(model.model), _PROMPT.shape[1], library_cache(model.model)
+        for cache in (self._beside.next(self.held), like):
             step(_PROMPT, cache, 0)
         kv_type = next(each for each in KvType if each.dtype == model.model.dtype)
         caches = PagedCaches.like(like, kv_type, 2, 0)
@@ -124,7 +125,7 @@ class Steps:
             positions = list(range(self.held, self.held + rows))
             logits = self.graphs.step(tokens[0].tolist(), positions, [Piece(self._pages, self.held, rows)])
             assert logits is not None, self.graphs.refused
-            each = [self._step(tokens[:, at : at + 1], self._beside, self.held + at)[0] for at in range(rows)]
+            each = [self._step(tokens[:, at : at + 1], self._beside.next(1), self.held + at)[0] for at in range(rows)]
             assert torch.cosine_similarity(logits.float(), torch.cat(each).float()).min().item() > 0.995
             self.held += rows
 

@@ -25,8 +25,6 @@ from engine.kernels.native.paged_attention import (
 )
 from engine.kernels.reference import attend_in_torch
 from engine.runtime.decode import tabled_attention
-from engine.runtime.kv.growing import GrowingLayer
-from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.load import model as loading
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.graph_cases import graphs_of
@@ -107,29 +105,6 @@ def test_what_is_no_number_is_not_lost() -> None:
         new[2][0, 0, 3] = float("nan")
         out = kernel()[0].attend(table, AttentionTerms(1.0), *new, torch.tensor([4]))
         assert out[..., 3].isnan().all()
-
-
-@pytest.mark.parametrize("kv_type", [None, KvType.FP16, KvType.INT8])
-def test_a_table_follows_a_cache_that_grows(kv_type: KvType | None) -> None:
-    torch.manual_seed(1)
-    layer: GrowingLayer | NarrowLayer = GrowingLayer() if kv_type is None else NarrowLayer(kv_type)
-    states = [torch.randn(1, 2, 300, 16).bfloat16() for _ in range(2)]
-    layer.update(*(each[:, :, :254] for each in states))
-    table = PageTable(kv_type or KvType.BF16, 1, 12, CPU)
-    attention = kernel()[0]
-    for held in range(254, 258):
-        buffers = layer.room_for(held + 1)
-        assert buffers is not None
-        table.set_rows(0, [buffer[0][:, : table.tokens] for buffer in buffers])
-        queries = torch.randn(1, 4, 16).bfloat16()
-        new = [each[:, :, held] for each in states]
-        out = attention.attend(table, AttentionTerms(0.25), queries, *new, torch.tensor([held]))
-        layer.wrote(held + 1)
-        keys, values = (part.repeat_interleave(2, 1).float() for part in (layer.keys, layer.values))
-        wanted = (queries.float()[:, :, None] @ keys.mT * 0.25).softmax(-1) @ values
-        torch.testing.assert_close(out.float(), wanted[:, :, 0], rtol=0.02, atol=0.01)
-    with pytest.raises(ValueError, match="400 rows in a table for 384"):
-        table.set_rows(0, [torch.zeros(2, 400, 16)])
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import Cache
 
 from benchmarks.shared_experts import replaced_kernels
 from engine.common import clock
@@ -24,12 +23,13 @@ from engine.experts.path_choice import PathChoice
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType, Piece, Pieces
 from engine.runtime.decode.step_model import StepModel
-from engine.runtime.kv.layers import library_cache, new_cache
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.on_devices import answer, chatting, opened
+from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -58,19 +58,19 @@ class OnCpu:
     """What the CPU alone makes of some tokens after a prompt.
 
     Attributes:
-        prompted: the cache after the prompt.
+        prompted: the sequence after the prompt.
         logits: [n, V] after each token, one at a time.
     """
 
     folder: Path
-    prompted: Cache
+    prompted: PagedSequence
     logits: torch.Tensor
 
     @classmethod
     def of(cls, folder: Path, count: int = TOKENS, precision: Any = "bf16") -> OnCpu:
         with opened(folder, 0, precision=precision) as model, torch.inference_mode():
-            prompted = new_cache(model.model)
-            StepModel(model.model, model.context_tokens)(_PROMPT, prompted, 0)
+            prompted = PagedSequence(model.model)
+            StepModel(model.model, model.context_tokens)(_PROMPT, prompted.next(_PROMPT.shape[1]), 0)
             made = cls(folder, prompted, torch.empty(0))
             return replace(made, logits=made.logits_of(model, count))
 
@@ -79,8 +79,9 @@ class OnCpu:
         """The same of a model, after the CPU's prompt: prompts are not computed bit by bit alike everywhere."""
         vocabulary, start = model.model.config.vocab_size, _PROMPT.shape[1]
         tokens = torch.randint(3, vocabulary, (count,), generator=torch.Generator().manual_seed(3))
-        step, cache = StepModel(model.model, model.context_tokens), deepcopy(self.prompted)
-        return torch.cat([step(token.view(1, 1), cache, start + at)[0] for at, token in enumerate(tokens)])
+        step, each = StepModel(model.model, model.context_tokens), PagedSequence(model.model, read=self.prompted.read)
+        each.become(self.prompted)
+        return torch.cat([step(token.view(1, 1), each.next(1), start + at)[0] for at, token in enumerate(tokens)])
 
 
 @pytest.mark.takes_turns(3)
@@ -288,7 +289,7 @@ def test_on_a_card_whose_time_is_modelled(host: str, slots: int, tmp_path: Path)
             counters = model.caches[0].counters
             assert (counters.hits > 0) == (slots > 0)
             assert counters.misses == counters.on_cpu
-    launches = TOKENS * len(cpu.prompted.layers)
+    launches = TOKENS * len(cpu.prompted.caches.layers)
     assert min(took) > launches * 4e-6  # of the kernels of a layer, by the card's profile
     assert not host or took[0] == pytest.approx(took[1])
 

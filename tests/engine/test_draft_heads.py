@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from engine.bench.opened import OneSequence
 from engine.checkpoint.library import converted_of
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import RequestCancelled
 from engine.kernels.native.build import library_path
 from engine.planner.placement import NotEnoughRamError
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import GenerationResult, drained
-from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -58,6 +58,12 @@ class Oracle:
         self._at += 1
         assert self._answer[self._at] == token_id
 
+    def take(self, *_heard: object) -> None:
+        """Of hidden states it makes nothing."""
+
+    def take_back(self, tokens: int) -> None:
+        """It knows."""
+
     def hopes(self) -> float:
         return 1.0
 
@@ -74,8 +80,34 @@ class Oracle:
         self.came_true.append(came_true - len(guess.ids))
 
 
-def _read(session: KvSession, ids: Sequence[int]) -> None:
-    drained(session.read(ids, lambda _done, _total: None, lambda: False))
+class Heard(OneSequence):
+    """A sequence whose hidden states a drafter hears, as in a batch."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        drafter = self.steps.drafter()
+        assert drafter is not None
+        self.drafter: Any = drafter
+        self.steps.read, self.steps.write = map(self._listening, (self.steps.read, self.steps.write))  # type: ignore[method-assign]
+
+    def _listening(self, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def heard(ids: Sequence[int], *more: Any) -> torch.Tensor:
+            with self.steps.listening() as hidden:
+                logits = compute(ids, *more)
+            self.drafter.take(self._row.held, ids, hidden[0], self._row)
+            return logits
+
+        return heard
+
+    @torch.inference_mode()
+    def several(self, ids: Sequence[int], stay: int) -> None:
+        """Tokens that are tried, of which so many stay."""
+        row = self._row
+        row.reserve_next()
+        row.sequence.ids += ids[:stay]
+        self.steps.write(ids, [row.piece(len(ids))], [row.held])
+        self.drafter.take_back(len(ids) - stay)
+        row.has_read(stay)
 
 
 @pytest.mark.parametrize(
@@ -93,22 +125,20 @@ def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_pat
     loaded = loaded_from(path)
     try:
         assert draft_head_of(loaded.model) is not None
-        session = KvSession(loaded)
-        (drafter,) = session.drafters()
+        sequence = Heard(loaded)
+        drafter = sequence.drafter
         with torch.inference_mode():
-            _read(session, ids[:40])
+            sequence.read(ids[:40])
             for at in range(40, 60):
                 drafter.append(ids[at])
                 if at % 3:  # else it is given two at once
                     guess = drafter.guess(4)
                     assert guess is not None
                     assert guess.ids == (int(expected[at - 1].argmax()),)
-                if at == 50:  # tried, and taken back
-                    if session.takes(3):
-                        session.several([ids[at], 7, 8])
-                        session.take_back(2)
-                    continue
-                session.step(torch.tensor([[ids[at]]]), ids[at])
+                if at == 50 and sequence.steps.most_rows > 3 and sequence._row.state is None:  # tried, and taken back
+                    sequence.several([ids[at], 7, 8], 1)
+                else:
+                    sequence.step(ids[at])
         _answers_stay_the_same(loaded)
     finally:
         loaded.close()
@@ -118,7 +148,7 @@ def test_after_a_prompt_was_given_up_the_head_hears_nothing_of_others(tmp_path: 
     path, _model, _head = checkpoint_with_head("glm4_moe", tmp_path / "model")
     loaded = loaded_from(path)
     try:
-        session, head = KvSession(loaded), draft_head_of(loaded.model)
+        sequence, head = Heard(loaded), draft_head_of(loaded.model)
         assert head is not None
 
         def stops(*_: object) -> None:
@@ -126,7 +156,7 @@ def test_after_a_prompt_was_given_up_the_head_hears_nothing_of_others(tmp_path: 
 
         handle = loaded.model.get_decoder().layers[-1].register_forward_pre_hook(stops)
         with torch.inference_mode(), pytest.raises(RequestCancelled):
-            _read(session, random_prompt(20))
+            sequence.read(random_prompt(20))
         handle.remove()
         with torch.inference_mode():
             loaded.model(input_ids=torch.tensor([random_prompt(20)]))
@@ -140,12 +170,12 @@ def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, 
     path, model, head = checkpoint_with_head(family, tmp_path / "model")
     loaded, draw = loaded_from(path), random.Random(seed)
     try:
-        session = KvSession(loaded)
-        drafter: Any = session.drafters()[0]
+        sequence = Heard(loaded)
+        drafter = sequence.drafter
         ids = [draw.randrange(3, 300) for _ in range(50)]
         compared = 0
         with torch.inference_mode():
-            _read(session, ids)
+            sequence.read(ids)
             for _ in range(40):
                 token = draw.randrange(3, 300)
                 drafter.append(token)
@@ -154,25 +184,15 @@ def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, 
                     expected = library_guesses(model, head, [*ids, token])
                     assert guess.ids == (int(expected[-1].argmax()),)
                     compared += 1
-                kind = draw.random()
-                if kind < 0.4:
-                    session.step(torch.tensor([[token]]), token)
+                if draw.random() < 0.4 or sequence.steps.most_rows < 6 or sequence._row.state is not None:
+                    sequence.step(token)
                     ids.append(token)
-                elif kind < 0.9:
+                else:
                     tried = [token, *(draw.randrange(3, 300) for _ in range(draw.randrange(1, 6)))]
                     stay = draw.randrange(1, len(tried) + 1)
-                    assert session.takes(len(tried))
-                    session.several(tried)
-                    if stay < len(tried):
-                        session.take_back(len(tried) - stay)
+                    sequence.several(tried, stay)
                     ids += tried[:stay]
-                else:  # another prompt that begins alike
-                    ids = [*ids[: draw.randrange(10, len(ids))], *(draw.randrange(3, 300) for _ in range(5))]
-                    _read(session, ids)
-                    if len(drafter._given) < len(ids) - 6:
-                        session.clear()
-                        _read(session, ids)
-                assert session.tokens == len(ids)
+                assert sequence._row.held == len(ids)
         assert compared > 5
     finally:
         loaded.close()
@@ -229,15 +249,17 @@ def _answers_stay_the_same(loaded: LoadedModel, vocabulary: int = 300) -> None:
     whole = one_by_one.generate_from_ids(prompt, sampling, end_ids=NO_END)
     session = Alone(loaded, speculates=True)
     session._prices = Eager()
-    kv: Any = session._session
-    own = kv.drafters()
+    exact: Any = session._batch.exact
     told = Oracle(whole.token_ids, len(prompt), vocabulary)
-    kv.drafters = lambda: [told]
+    exact.drafter = lambda: told
     result = session.generate_from_ids(prompt, sampling, end_ids=NO_END)
     assert result.token_ids == whole.token_ids
+    if exact.most_rows == 1:
+        assert result.guessed_tokens == 0  # the library computes steps
+        return
     assert result.accepted_tokens > 10
     assert min(told.came_true) < 0  # some were taken back
-    kv.drafters = lambda: own
+    del exact.drafter
     more = [*prompt, *whole.token_ids, 9]
     by_head = session.generate_from_ids(more, sampling, end_ids=NO_END)
     alone = one_by_one.generate_from_ids(more, sampling, end_ids=NO_END)
@@ -300,7 +322,7 @@ def test_without_all_of_a_head_the_text_alone_guesses(tmp_path: Path) -> None:
     loaded = loaded_from(path)
     try:
         assert draft_head_of(loaded.model) is None
-        assert KvSession(loaded).drafters() == []
+        assert OneSequence(loaded).steps.drafter() is None
         assert "No layer for drafting tokens is used: this checkpoint has none" in loaded.info.device_note
     finally:
         loaded.close()

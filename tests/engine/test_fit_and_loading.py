@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from engine.bench.opened import decode_seconds, opened, random_text
+from engine.bench.opened import OneSequence, decode_seconds, opened, random_text
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import Candidate, RepoFile, Repository
@@ -19,6 +18,7 @@ from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig
+from engine.common.footprint import PAGE_TOKENS, pages_for
 from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import open_devices
 from engine.formats import STORED
@@ -29,8 +29,6 @@ from engine.measure.measuring import QUICK, measure_machine
 from engine.planner.engine_memory import context_tokens
 from engine.planner.plan_parts import Limits
 from engine.planner.predict import predict_decode, running_config
-from engine.runtime.decode.generation import drained
-from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.tuning.fit import FitRow, fit_card
@@ -166,11 +164,10 @@ def _compare_kv(row: FitRow, loaded: LoadedModel, config: EngineConfig, said: st
     held = context * loaded.info.kv_bytes_per_token
     if config.context_tokens is not None:
         vocabulary = loaded.model.config.get_text_config().vocab_size
-        session = KvSession(loaded)
-        with torch.inference_mode():
-            drained(session.read(random_text(vocabulary, context, 0).prompt, lambda _done, _all: None, lambda: False))
-        held = session.bytes
-        session.clear()
+        sequence = OneSequence(loaded)
+        sequence.read(random_text(vocabulary, context - 1, 0).prompt)
+        held = sequence.nbytes * context // (pages_for(context) * PAGE_TOKENS)  # whole pages
+        sequence.close()
     assert at_context == pytest.approx(held, rel=0.05), said
 
 

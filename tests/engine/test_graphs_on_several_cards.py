@@ -21,8 +21,7 @@ from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.decoder_layers import _carriers, layer_names, move_between
 from engine.runtime.kv import tabled
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.kv.parts import parts_of_pages
+from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
 from engine.runtime.segments import SegmentedCapture, _Crossing, _Segments
 from tests.engine.cards_apart import CARDS, CardsApart
 from tests.engine.graph_cases import check_conversation, graphs_of, step_of

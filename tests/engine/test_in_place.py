@@ -24,12 +24,13 @@ from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedL
 from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlockStruct
 from engine.kernels.repack import Blocks
 from engine.runtime.decode.step_model import StepModel
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.load import weights
 from engine.runtime.load.model import load_model
 from engine.runtime.telemetry.model_telemetry import memory_parts
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
+from tests.engine.single_streams import PagedSequence
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, loaded, logits
 from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten, unpacked
@@ -279,8 +280,8 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
         assert step._single._whole is not None  # latent attention and a dense first layer are in the call
         with routes_of(ours.model) as routes:
             found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
-        cache = new_cache(ours.model)
-        rows = [step(PROMPT_IDS[:, at : at + 1], cache, at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
+        each = PagedSequence(ours.model)
+        rows = [step(PROMPT_IDS[:, at : at + 1], each.next(1), at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
     wanted = _reference(file, PROMPT_IDS, routes)
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
     # A row alone may choose as the router in fp32 did not, too.
@@ -301,10 +302,10 @@ def test_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> None:
         assert step._single._whole is not None
         ids = PROMPT_IDS
         with routes_of(ours.model) as routes:
-            found = ours.model(input_ids=ids, cache=new_cache(ours.model), use_cache=True).logits[0].float()
-        cache, start = new_cache(ours.model), 3
-        step(ids[:, :start], cache, 0)
-        rows = [step(ids[:, at : at + 1], cache, at)[0][0].float() for at in range(start, ids.shape[1])]
+            found = ours.model(input_ids=ids, cache=library_cache(ours.model), use_cache=True).logits[0].float()
+        each, start = PagedSequence(ours.model), 3
+        step(ids[:, :start], each.next(start), 0)
+        rows = [step(ids[:, at : at + 1], each.next(1), at)[0][0].float() for at in range(start, ids.shape[1])]
         batched = ours.model(input_ids=ids.expand(2, -1)).logits[1].float()  # by the library's own net
     wanted = _reference(file, ids, routes)
     for each in (found, batched):

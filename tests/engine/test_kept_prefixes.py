@@ -24,7 +24,8 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, PartShape
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.load.kept_context import open_kept
+from engine.runtime.kept.state import StateLayout
+from engine.runtime.load.kept_context import kept_note, open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
@@ -546,3 +547,35 @@ def test_the_end_of_a_text_that_is_too_long_for_the_disk_does_not_replace_its_be
     assert found is not None
     assert found.tokens == 3 * BLOCK_TOKENS
     kept.close()
+
+
+def test_a_long_beginning_is_found_in_its_midst() -> None:
+    loaded = tiny_loaded("lfm2_moe", context_tokens=4096)
+    loaded.chunk_tokens = 512
+    loaded.kept = KeptPrefixes(ROOT, 2**28)
+    scheduler, rules = Scheduler(loaded), random_prompt(1400, seed=6)
+    ask(scheduler, [*rules, *random_prompt(200, seed=7)])
+    ask(scheduler, B)
+    prompt = [*rules, *random_prompt(90, seed=8)]
+    (result,) = ask(scheduler, prompt)
+    assert result.reused_tokens == 1024
+    assert result.token_ids == fresh(loaded, prompt)
+    scheduler.close()
+    loaded.kept.close()
+
+
+def test_descriptions_of_states_that_make_no_sense_are_of_no_use() -> None:
+    for description in (b"", b"[]", b"[1,[]]", b"[1,[[3]]]", b'[1,[[["keys",[-1],"int8"]]]]', b"[" * 10_000):
+        assert StateLayout.read(description) is None
+
+
+def test_models_say_what_is_not_kept() -> None:
+    assert "read again" in kept_note(tiny_loaded("qwen3_next").model)
+    assert "read again" in kept_note(tiny_loaded("mixtral", sliding_window=16).model)
+    assert "read again" in kept_note(tiny_loaded("deepseek_v4").model)
+    loaded = tiny_loaded("olmoe")
+    assert kept_note(loaded.model) == ""
+    kept = open_kept(loaded)
+    assert kept is not None
+    kept.close()
+    assert "not kept" in kept_note(tiny_loaded("zaya").model)

@@ -16,8 +16,8 @@ from engine.checkpoint.profile import KvOfModel, kv_of_model
 from engine.common.config import SamplingParams
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, why_not_packed
-from engine.runtime.kv.layers import new_cache
-from engine.runtime.kv.memory import cache_layer_bytes, measure_kv
+from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.memory import cache_bytes, measure_kv
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from tests.combinations import some
@@ -53,9 +53,9 @@ def test_what_a_cache_is_expected_to_take_is_never_less_than_it_takes(family: st
     with torch.no_grad():
         cost = measure_kv(model, torch.device("cpu"))
         for tokens in (1, 2, 17, 120, 250):
-            cache = new_cache(model, 256)
+            cache = library_cache(model)
             held = model(input_ids=torch.ones(1, tokens, dtype=torch.long), cache=cache).cache
-            assert sum(cache_layer_bytes(held)) <= cost.fixed + 256 * cost.per_token
+            assert cache_bytes(held) <= cost.fixed + 256 * cost.per_token
 
 
 def test_the_compression_of_a_published_model_is_known() -> None:

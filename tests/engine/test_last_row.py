@@ -11,8 +11,8 @@ import torch
 from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel
-from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
+from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -34,19 +34,17 @@ def test_a_prompt_is_read_as_by_a_whole_last_layer(
         model = loaded.model
         torch.manual_seed(3)
         tokens = torch.randint(3, model.config.vocab_size, (1, 45))
-        step, caches = StepModel(model, 64), (new_cache(model), new_cache(model))
+        step, one, other = StepModel(model, 64), PagedSequence(model), PagedSequence(model)
         layer = model.model.layers[-1]
         layer.register_forward_hook(lambda _module, _args, out: rows.append(out.shape[1]))
         far = []
         with torch.inference_mode():
             for start, end in [(0, 20), (20, 40), *((at, at + 1) for at in range(40, 45))]:
-                got, _ = step(tokens[:, start:end], caches[0], start)
-                whole = model(input_ids=tokens[:, start:end], cache=caches[1], use_cache=True).logits[:, -1]
+                got, _ = step(tokens[:, start:end], one.next(end - start), start)
+                whole = other.logits(model, tokens[:, start:end])
                 far.append(float((got.float() - whole.float()).norm() / whole.float().norm()))
         assert rows == [1, 20, 1, 20, *([1, 1] * 5)]
         assert sorted(far)[len(far) // 2] < (0.02 if precision == "bf16" else 0.05)
-        for narrow, full in zip(caches[0].layers, caches[1].layers, strict=True):
-            assert narrow.get_seq_length() == full.get_seq_length() == 45
     finally:
         loaded.close()
 
@@ -59,9 +57,11 @@ def test_who_listens_to_hidden_states_hears_all_of_them(tmp_path: Path) -> None:
         handle = loaded.model.model.norm.register_forward_hook(lambda _m, _a, out: heard.append(out.shape[1]))
         step = StepModel(loaded.model, 64)
         with torch.inference_mode():
-            step(torch.arange(5, 25)[None], new_cache(loaded.model), 0)
+            sequence = PagedSequence(loaded.model)
+            heard.clear()
+            step(torch.arange(5, 25)[None], sequence.next(20), 0)
             handle.remove()
-            step(torch.arange(5, 25)[None], new_cache(loaded.model), 0)
+            step(torch.tensor([[5]]), sequence.next(1), 20)
         assert heard == [20]
     finally:
         loaded.close()

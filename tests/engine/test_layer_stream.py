@@ -324,7 +324,7 @@ def test_single_tokens_go_through_the_layers_and_never_past_them(tmp_path: Path)
         step, before = StepModel(loaded.model, 64), loaded.stream.bytes_read
         with torch.inference_mode():
             _, cache = step(torch.tensor([PROMPT]), None, 0)
-            assert not step.takes(1, cache)
+            assert step.rows_of(1) is None
             step(torch.tensor([[5]]), cache, len(PROMPT))
         assert loaded.stream.bytes_read >= before + loaded.stream.nbytes
     finally:

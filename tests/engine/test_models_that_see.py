@@ -21,6 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from engine import cli
+from engine.bench.opened import OneSequence
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.gguf import projector
 from engine.checkpoint.gguf.file import Strings, read_gguf
@@ -36,7 +37,6 @@ from engine.families.pictures import SIGHTS
 from engine.jobs.rows import never
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -164,15 +164,9 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
         tokens, expected = library_answer(model, checkpoint(family, folder), ids, (A, B))
         for chunk in (4096, 17):
             model.chunk_tokens = chunk
-            session = KvSession(model)
-            with torch.inference_mode():
-                reading = session.read(ids, lambda _done, _all: None, never)
-                try:
-                    while True:
-                        next(reading)
-                except StopIteration as end:
-                    found = [end.value[0]]
-                found += [session.step(torch.tensor([[token]]), token) for token in tokens[:-1]]
+            sequence = OneSequence(model)
+            found = [sequence.read(ids), *(sequence.step(token) for token in tokens[:-1])]
+            sequence.close()
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
         assert model.sight is not None
@@ -196,29 +190,17 @@ def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
     with loaded(place, "bf16") as model:
         ids = Preparation(model).prompt(MESSAGES, never)
         _tokens, expected = library_answer(model, place, ids, (A, B))
-        session = KvSession(model)
-        with torch.inference_mode():
-            *_, logits = [*_logits_after(session, ids)]
-            tokens, after = [int(logits.argmax())], logits
-            while len(tokens) < TOKENS:
-                after = session.step(torch.tensor([tokens[-1:]]), tokens[-1])
-                tokens.append(int(after.argmax()))
+        sequence = OneSequence(model)
+        tokens = [int((logits := sequence.read(ids)).argmax())]
+        while len(tokens) < TOKENS:
+            tokens.append(int(sequence.step(tokens[-1]).argmax()))
+        sequence.close()
         assert (logits.float() - expected[0]).abs().mean() < 0.2 * expected[0].std()  # one expert may be another
         (answer,) = ask(Scheduler(model), MESSAGES)
         (again,) = ask(Scheduler(model), MESSAGES)
         assert list(answer.token_ids) == list(again.token_ids) == tokens
         together = ask(Scheduler(model), (turn("And ", B),), MESSAGES, (turn(A, "?"),))
         assert [len(each.token_ids) for each in together] == [TOKENS] * 3  # of which near ties may change places
-
-
-def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tensor]:
-    reading = session.read(ids, lambda _done, _all: None, never)
-    while True:
-        try:
-            next(reading)
-        except StopIteration as end:
-            yield end.value[0]
-            return
 
 
 _DENSE = ("gemma3", "glm46v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -516,10 +498,8 @@ def test_glm_4_1_v_writes_as_glm_4_does(tmp_path: Path) -> None:
     seeing = with_picture_tokens(plain, tmp_path / "a-model-Q8_0.gguf")
     found = []
     for file in (plain, seeing):
-        with loaded(file, "fp32") as model, torch.inference_mode():
-            session = KvSession(model)
-            *_, logits = [*_logits_after(session, [1, 5, 9, 40, 41, 42, 7])]
-            found.append(logits)
+        with loaded(file, "fp32") as model:
+            found.append(OneSequence(model).read([1, 5, 9, 40, 41, 42, 7]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 

@@ -10,12 +10,9 @@ import torch
 from engine.common.config import EngineConfig, KvPrecision, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.kv.growing import GrowingLayer
-from engine.runtime.kv.layers import new_cache
-from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
 needs_kernels = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -25,34 +22,6 @@ _LARGE = {"head_dim": 64, "num_key_value_heads": 2}
 def _load(path: Path, kv_precision: KvPrecision) -> LoadedModel:
     config = EngineConfig(str(path), precision="bf16", threads=2, kv_precision=kv_precision)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-
-
-@pytest.mark.parametrize("kv_type", [KvType.INT8, KvType.FP16])
-def test_a_layer_holds_what_a_growing_one_does(kv_type: KvType) -> None:
-    narrow, growing = NarrowLayer(kv_type, 500), GrowingLayer(500)
-    torch.manual_seed(1)
-
-    def compare() -> None:
-        assert narrow.get_seq_length() == growing.get_seq_length()
-        for got, wanted in ((narrow.keys, growing.keys), (narrow.values, growing.values)):
-            step = wanted.abs().amax(-1, keepdim=True).float() / 127 if kv_type is KvType.INT8 else 0.01
-            assert ((got.float() - wanted.float()).abs() <= 0.51 * step + 0.01).all()
-
-    for tokens in (3, 1, 300, 40):
-        states = torch.randn(2, 1, 2, tokens, 32).bfloat16()
-        for layer in (narrow, growing):
-            layer.update(*states)
-        compare()
-    for layer in (narrow, growing):
-        layer.crop(-20)
-    compare()
-    for layer in (narrow, growing):
-        layer.reorder_cache(torch.tensor([0, 0, 0]))
-    compare()
-    per_head = 2 * (32 + 4) if kv_type is KvType.INT8 else 2 * 64
-    assert narrow.token_bytes() == 2 * per_head
-    narrow.reset()
-    assert narrow.get_seq_length() == narrow.allocated_bytes() == 0
 
 
 @pytest.mark.takes_turns(3)
@@ -65,16 +34,11 @@ def test_logits_lose_little(family: str, kv_precision: KvPrecision, most: float,
         assert loaded.kv_type is KvType[kv_precision.upper()]
         torch.manual_seed(5)
         tokens = torch.randint(3, loaded.model.config.vocab_size, (1, 120))
-        caches = new_cache(loaded.model, None, loaded.kv_type), new_cache(loaded.model)
-        assert caches[0] is not None
-        assert any(type(layer) is NarrowLayer for layer in caches[0].layers)
+        sequences = PagedSequence(loaded.model, kv_type=loaded.kv_type), PagedSequence(loaded.model)
         far = []
         with torch.inference_mode():
             for start, end in [(0, 7), *((at, at + 1) for at in range(7, 120))]:
-                got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
-                    for cache in caches
-                )
+                got, wanted = (each.logits(loaded.model, tokens[:, start:end]) for each in sequences)
                 far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))
         assert sorted(far)[len(far) // 2] < most
     finally:

@@ -13,14 +13,12 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.families import PACKAGES
 from engine.families.table import TABLE
 from engine.kernels.native.build import library_path
-from engine.runtime.decode.step_model import StepModel
+from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.layers import StateLayer, new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.combinations import some
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -105,22 +103,16 @@ def _astray(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
         assert len(short) == native.model.config.get_text_config().num_hidden_layers
         torch.manual_seed(5)
         tokens = torch.randint(3, library.model.config.get_text_config().vocab_size, (1, 300))
-        caches = [new_cache(loaded.model) for loaded in (native, library)]
+        sequences = [PagedSequence(loaded.model) for loaded in (native, library)]
         astray = 0
         with torch.inference_mode():
             for start, end in [(0, 7), *((at, at + 1) for at in range(7, 300))]:
                 got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
-                    for loaded, cache in zip((native, library), caches, strict=True)
+                    each.logits(loaded.model, tokens[:, start:end])
+                    for loaded, each in zip((native, library), sequences, strict=True)
                 )
-                assert {type(layer) for layer in caches[0].layers} <= {
-                    GrowingLayer,
-                    GrowingWindowLayer,
-                    StateLayer,
-                }
                 astray += int((got.float() - wanted.float()).abs().max() > _TOLERANCE)
-        has_states = any(type(layer) is StateLayer for layer in caches[0].layers)
-        return astray, bool(native.info.experts or has_states)
+        return astray, bool(native.info.experts or sequences[0].caches.have_states)
     finally:
         native.close()
         library.close()
@@ -155,13 +147,13 @@ def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
         torch.manual_seed(6)
         tokens = torch.randint(3, loaded.model.config.vocab_size, (1, 14))
         # The library's own cache layers are none that a native step could write to.
-        caches = new_cache(loaded.model), DynamicCache(config=loaded.model.config)
+        sequence, cache = PagedSequence(loaded.model), DynamicCache(config=loaded.model.config)
         far = []
         with torch.inference_mode():
             for start, end in [(0, 4), *((at, at + 1) for at in range(4, 14))]:
                 got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
-                    for cache in caches
+                    loaded.model(input_ids=tokens[:, start:end], cache=each, use_cache=True).logits[0, -1]
+                    for each in (sequence.next(end - start), cache)
                 )
                 far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))
         assert sorted(far)[len(far) // 2] < (0.02 if precision == "bf16" else 0.05)
@@ -251,26 +243,25 @@ def test_dense_layers_are_in_the_call_of_a_whole_model(
     ids = torch.randint(3, 300, (1, 20))
     native = _load(path)
     try:
-        step_model = StepModel(native.model, 64)
-        assert step_model._single is not None
-        whole = step_model._single._whole
+        reader, step = StepModel(native.model, 64), TokenStep.of(native.model)
+        assert step is not None
+        whole = step._whole
         assert whole is not None
         calls = 0
 
         def counted(*arguments: Any) -> Any:
             nonlocal calls
             calls += 1
-            return step(*arguments)
+            return rows(*arguments)
 
-        step = whole.step
-        monkeypatch.setattr(whole, "step", counted)
+        rows = whole.rows
+        monkeypatch.setattr(whole, "rows", counted)
         with torch.inference_mode():
-            one, several = new_cache(native.model), new_cache(native.model)
-            for cache in (one, several):
-                step_model(ids[:, :12], cache, 0)
-            singles = torch.cat([step_model(ids[:, at : at + 1], one, at)[0] for at in range(12, 20)])
-            assert step_model.takes(8, several)
-            assert torch.equal(step_model.several(ids[:, 12:], several, 12), singles)
+            one, several = PagedSequence(native.model), PagedSequence(native.model)
+            for each in (one, several):
+                reader(ids[:, :12], each.next(12), 0)
+            singles = torch.cat([one.rows(step, ids[0, at : at + 1]) for at in range(12, 20)])
+            assert torch.equal(several.rows(step, ids[0, 12:]), singles)
         assert calls == 9
     finally:
         native.close()
@@ -316,9 +307,9 @@ def test_prompts_and_steps_are_closer_to_float32_than_the_librarys(
                 prompt = loaded.model(input_ids=ids).logits[0].float()
                 handle.remove()
                 assert heard == [torch.bfloat16 if name == "library" else torch.float32]
-                step, cache = StepModel(loaded.model, 64), new_cache(loaded.model)
-                step(ids[:, :20], cache, 0)
-                rows = [step(ids[:, at : at + 1], cache, at)[0][0].float() for at in range(20, 40)]
+                step, each = StepModel(loaded.model, 64), PagedSequence(loaded.model)
+                step(ids[:, :20], each.next(20), 0)
+                rows = [step(ids[:, at : at + 1], each.next(1), at)[0][0].float() for at in range(20, 40)]
             found[name] = prompt, torch.stack(rows)
         finally:
             loaded.close()

@@ -20,6 +20,7 @@ from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.runtime.batch.model_rows import ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sampling import make_chooser, penalise_repetition
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation
@@ -257,6 +258,7 @@ def never_constrained() -> Any:
 
 def test_a_draft_that_fails_ends_its_answer(mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
+        patch.setattr(PagedSteps, "most_rows", 4)
         patch.setattr(Speculation, "_worthwhile", failing(lambda *_args: None))
         with pytest.raises(SequenceError, match="Fault"):
             Alone(mixtral, speculates=True).answer(_request(0))

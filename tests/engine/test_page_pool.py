@@ -89,7 +89,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
     def start(self, capacity: int, state_weight: int, sizes: PageSizes, *, on_card: bool) -> None:
         if sizes.window:
             state_weight = 0
-        self.pool = PagePool(capacity * (sizes.page + sizes.window), None, state_weight, sizes)
+        self.pool = PagePool(capacity * (sizes.page + sizes.window), state_weight, sizes)
         self.pool.room = _Room(self) if on_card else None
         self.in_windows: dict[int, list[int]] = {}
         """Window's page -> all tokens up to its last one."""
@@ -459,7 +459,7 @@ def test_chats_that_follow_each_other_take_no_more_of_a_card_than_is_kept_of_the
 
 
 def test_what_nobody_can_go_on_from_gives_way_before_anything_else() -> None:
-    pool, room, kind = PagePool(400, None, 0, PageSizes(1, 1, 1, 40)), _Room(), PageKind(window=40)
+    pool, room, kind = PagePool(400, 0, PageSizes(1, 1, 1, 40)), _Room(), PageKind(window=40)
     pool.room = room
     assert pool.reserve(7)
     page, windows = pool.take(kind), [pool.take_window(kind) for _ in range(6)]
@@ -535,7 +535,7 @@ class _Refusing(_Room):
 
 
 def _refusing(state_weight: int, sizes: PageSizes) -> tuple[PagePool, PagedRow]:
-    pool = PagePool(40, None, state_weight, sizes)
+    pool = PagePool(40, state_weight, sizes)
     pool.room = _Refusing()
     request: Any = SimpleNamespace(row=0, chat="", on_reused=None, repeats=False)
     sequence: Any = SimpleNamespace(ids=[])
@@ -570,7 +570,7 @@ def test_what_a_card_refuses_is_not_counted() -> None:
 
 
 def test_states_on_their_way_to_disk_take_nothing_that_is_promised() -> None:
-    pool = PagePool(6, None, 2)
+    pool = PagePool(6, 2)
     assert pool.reserve(2)
     state = pool.take_state(PageKind())
     assert pool.offer_state(state, b"before", [])

@@ -33,7 +33,7 @@ from engine.runtime.batch.pipeline import paged
 from engine.runtime.batch.pipeline.device_attention import StayingPages
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.policy import BatchPolicy, ScheduleChoice
-from engine.runtime.kv.parts import parts_of_pages
+from engine.runtime.kv.paged_cache import parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest

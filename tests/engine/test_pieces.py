@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.common.errors import RequestCancelled
+from engine.bench.opened import OneSequence
 from engine.experts.latency import LatencyModel
-from engine.runtime.decode.generation import drained
-from engine.runtime.decode.kv_session import KvSession
-from engine.runtime.decode.pieces import Layers, wanted_tokens
+from engine.runtime.decode.pieces import Layers, PromptPieces, wanted_tokens
 from engine.runtime.kv.memory import KvCost
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import memory_use, opened
 from tests.engine.tiny_families import tiny_checkpoint
@@ -58,19 +59,18 @@ def test_a_piece_is_longer_only_where_copies_take_longer_than_computing(
         assert layers.copying_s() <= layers.computing_s(usual)
 
 
-def read(session: KvSession, cancel_after: int | None = None) -> tuple[torch.Tensor, list[int]]:
+def read(model: LoadedModel) -> tuple[torch.Tensor, list[int]]:
     """The logits after the prompt, and the tokens of each forward."""
-    pieces: list[int] = []
-    forward = session._forward
+    pieces, sequence = list[int](), OneSequence(model)
+    own = sequence.steps.read
 
-    def counted(tokens: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    def counted(ids: Sequence[int], *more: Any) -> torch.Tensor:
         pieces.append(len(ids))
-        return forward(tokens, ids)
+        return own(ids, *more)
 
-    session._forward = counted  # type: ignore[method-assign, assignment]
-    cancelled = lambda: cancel_after is not None and len(pieces) >= cancel_after  # noqa: E731
-    with torch.inference_mode():
-        logits, _ = drained(session.read(PROMPT, lambda *_: None, cancelled))
+    sequence.steps.read = counted  # type: ignore[method-assign, assignment]
+    logits = sequence.read(PROMPT)
+    sequence.close()
     return logits, pieces
 
 
@@ -80,31 +80,14 @@ def test_slow_links_get_longer_pieces_and_the_same_answer(
 ) -> None:
     slots = [cache.slots for cache in model.caches]
     monkeypatch.setattr(LatencyModel, "transfer_s", property(lambda self: self.record_nbytes / link))
-    session = KvSession(model)
-    logits, pieces = read(session)
+    logits, pieces = read(model)
     assert pieces[0] == (4 * USUAL if link == 1e5 else USUAL)
     assert sum(pieces) == len(PROMPT)
-    session.clear()
     monkeypatch.setattr("engine.runtime.decode.pieces._MOST_TIMES", 1)
-    wanted, pieces = read(session := KvSession(model))
+    wanted, pieces = read(model)
     assert pieces[0] == USUAL
-    session.clear()
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     assert [cache.slots for cache in model.caches] == slots
-
-
-def test_a_prompt_cancelled_between_pieces_gives_the_memory_back(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LatencyModel, "transfer_s", property(lambda self: 1.0))
-    session = KvSession(model)
-    read(session)
-    session.clear()
-    before = memory_use(model)
-    with pytest.raises(RequestCancelled):
-        read(session, cancel_after=2)
-    session.clear()
-    assert memory_use(model) == before
 
 
 def test_memory_for_longer_pieces_comes_from_the_cache_and_goes_back_to_it(
@@ -114,24 +97,39 @@ def test_memory_for_longer_pieces_comes_from_the_cache_and_goes_back_to_it(
     assert model.devices is not None
     (device,) = model.devices.devices
     total, slots = device.memory.total, model.caches[0].slots
-    session = KvSession(model)
-    read(session)
-    session.clear()
+    read(model)
+    pieces = PromptPieces(model)
     lent: list[int] = []
     try:
-        more = 3 * USUAL * session._pieces._token_bytes
+        more = 3 * USUAL * pieces._token_bytes
         device.memory.limit(device.memory.use().used + more - model.caches[0].nbytes // 2)
         monkeypatch.setattr("engine.runtime.decode.pieces._CACHE_SHARE", 1)
         # The rest of the cache would be too little for the context: that comes first.
-        with session._pieces.of(len(PROMPT), USUAL) as longest:
+        with pieces.of(len(PROMPT), USUAL) as longest:
             assert (longest, model.caches[0].slots) == (USUAL, slots)
         monkeypatch.setattr(model.devices, "kv", (KvCost(),))
-        with session._pieces.of(len(PROMPT), USUAL) as longest:
+        with pieces.of(len(PROMPT), USUAL) as longest:
             lent.append(model.caches[0].slots)
             assert longest == 4 * USUAL
         assert lent[0] < slots == model.caches[0].slots
         monkeypatch.setattr("engine.runtime.decode.pieces._CACHE_SHARE", 10**6)
-        with session._pieces.of(len(PROMPT), USUAL) as longest:
+        with pieces.of(len(PROMPT), USUAL) as longest:
             assert (longest, model.caches[0].slots) == (USUAL, slots)
     finally:
         device.memory.limit(total)
+
+
+def test_a_prompt_cancelled_between_pieces_gives_the_memory_back(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LatencyModel, "transfer_s", property(lambda self: 1.0))
+    read(model)
+    before, told = memory_use(model), list[int]()
+    scheduler = Scheduler(model)
+    asked = BatchRequest(
+        0, ids=tuple(PROMPT), on_progress=lambda done, _all: told.append(done), cancelled=lambda: len(told) > 2
+    )
+    assert scheduler.answer(asked).finish_reason == "cancelled"
+    assert 0 < told[-1] < len(PROMPT)
+    scheduler.close()
+    assert memory_use(model) == before

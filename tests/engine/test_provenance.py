@@ -18,7 +18,7 @@ from engine.batch_files.rows import Row, RowRequest
 from engine.checkpoint.synthetic import _TEMPLATE as SYNTHETIC
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import SamplingParams
-from engine.runtime.decode.encoder_decoder_session import source_prompt
+from engine.runtime.decode.encoder_decoder import source_prompt
 from engine.runtime.decode.prompt import _CHATML, chat_prompt
 from engine.untrusted_text.templates import render, spans_of
 from tests.engine.thinking_models import OPENED, SWITCHED

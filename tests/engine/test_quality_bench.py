@@ -15,14 +15,12 @@ from benchmarks.peers.editions import LLAMA_CPP
 from benchmarks.peers.peer import GgufPeer
 from benchmarks.quality import Contestant, Reference, Window
 from engine import cli
-from engine.bench.opened import opened
+from engine.bench.opened import OneSequence, opened
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.starter.package import extract_member, read_recipe
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig
 from engine.formats import STORED
-from engine.runtime.decode.generation import drained
-from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.combinations import some
 from tests.engine.tiny_families import tiny_checkpoint
@@ -183,12 +181,11 @@ def token_by_token(loaded: LoadedModel) -> Contestant:
     """The model reads all but the first token as if it had said them: other kernels than for a prompt."""
 
     def logits(window: Window) -> torch.Tensor:
-        session = KvSession(loaded)
-        with torch.inference_mode(), loaded.token_by_token():
-            first, _ = drained(session.read(list(window[:1]), lambda *_: None, lambda: False))
-            steps = (session.step(torch.tensor([[token]]), token).reshape(-1).clone() for token in window[1:-1])
-            rows = torch.stack([first.reshape(-1).clone(), *steps])
-        session.clear()
+        sequence = OneSequence(loaded)
+        with loaded.token_by_token():
+            first = sequence.read(window[:1]).reshape(-1).clone()
+            rows = torch.stack([first, *(sequence.step(token).reshape(-1).clone() for token in window[1:-1])])
+        sequence.close()
         return rows
 
     return logits

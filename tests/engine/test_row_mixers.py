@@ -18,9 +18,7 @@ from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row_prefixes import Partings
-from engine.runtime.batch.session_rows import SessionRows
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
@@ -42,7 +40,7 @@ FAMILIES = [
     "deepseek_v32",  # tokens chosen by an index
     "glm_moe_dsa",  # what one layer has chosen, the next one attends to
     "deepseek_v4",  # what lies behind is compressed
-    "zaya",  # the last tokens' keys and values, mixed: no pages hold these, each row has a session
+    "zaya",  # the last tokens' keys and values, mixed: no pages hold these
     "llama4_text",  # chunks
     "gemma4_text",  # keys and values of other layers
 ]
@@ -87,7 +85,7 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
     policy = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=40, micro_batch_tokens=25, ahead=2)
     model = PackedModel(loaded, policy)
     # Room for two of the longest.
-    beside = 2 * -(-model.state_bytes // model.page_bytes) if model.pages_beside is None else model.pages_beside
+    beside = 2 * -(-model.state_bytes // model.page_bytes)
     batch = ContinuousBatch(model, policy, most_pages=2 * (4 + beside))
     answers = dict[int, GenerationResult]()
     prepared, chat = Preparation(loaded).rows(iter(rows), pytest.fail, never), Alone(loaded)
@@ -100,8 +98,6 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
             chat.generate_from_ids(random_prompt(4), SamplingParams(max_tokens=1))
     assert outcome is BatchOutcome.FINISHED
     assert batch.pool.held == batch.pool.held_states == 0
-    if model.sessions is not None:
-        model.sessions.forget()
     assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
     batch.free()
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
@@ -154,30 +150,6 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     shared = sorted(answer.reused_tokens for answer in answers.values())
     assert shared[0] == 0
     assert all(64 <= tokens <= 86 for tokens in shared[1:])  # of pages, whole ones or those with a state
-
-
-def test_rows_without_memory_for_a_copy_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their sweep is over by then: sessions hold its tokens, which rows do not count."""
-    loaded, common = _loaded("zaya"), random_prompt(80)
-    sampling = SamplingParams(max_tokens=3)
-    rows = [
-        BatchRequest(n, ids=(*common, *random_prompt(1 + n, seed=n)), sampling=sampling, end_ids=NO_END)
-        for n in range(4)
-    ]
-    copy, refused = SessionRows._copy, list[int]()
-
-    def refuse(sessions: SessionRows, session: KvSession) -> KvSession:
-        if len(refused) < 2:
-            refused.append(session.tokens)
-            raise torch.OutOfMemoryError
-        return copy(sessions, session)
-
-    monkeypatch.setattr(SessionRows, "_copy", refuse)
-    executor, answers = BatchExecutor(loaded, POLICY), dict[int, GenerationResult]()
-    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
-    executor.close()
-    assert refused
-    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
 
 
 @pytest.mark.takes_turns(4)

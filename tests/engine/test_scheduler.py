@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.bench.opened import OneSequence
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
-from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.kernels.native.paged_attention import PAGE_TOKENS, Piece
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.beam_search import beam_search
-from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import GenerationResult, drained, ignore_progress
-from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
-from engine.runtime.decode.sequence import SequenceError
-from engine.runtime.decode.step_model import StepModel
-from engine.runtime.kv.reuse import KvSnapshot
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
@@ -139,7 +134,6 @@ def test_chats_and_rows_are_answered_as_if_alone(
         scheduler.serve(arrive)
     executor.close()
     assert (batch.pool.held, len(answers), scheduler.is_busy) == (0, len(rows), False)
-    batch.pool.elsewhere = int
     assert batch.pool.reserve(batch.pool.capacity)
     scheduler.close()
     alone = Alone(mixtral)
@@ -196,7 +190,7 @@ def test_what_cannot_share_steps_takes_turns(family: str, changed: dict[str, Any
         )
 
     expected = [alone.answer(replace(request(number), cancelled=lambda: False)).token_ids for number in range(5)]
-    for pages in (0, 5):
+    for pages in (0, 16):
         scheduler = Scheduler(loaded)
         if pages:
             turns = scheduler._batch
@@ -229,8 +223,8 @@ def test_beams_wait_for_their_turn_and_others_do_not_wait_for_them(mixtral: Load
 
 @pytest.mark.parametrize("family", ["mixtral", "doge"])
 def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over pages, and over sessions; a session that fails ends its own request, whoever asks."""
-    loaded, own_step = tiny_loaded(family), KvSession.step
+    """In company, and in turns: there a step that fails ends its own request, whoever asks."""
+    loaded, write = tiny_loaded(family), PagedSteps.write
     scheduler, ends, has_own = Scheduler(loaded), dict[str, Outcome](), family == "doge"
 
     def ask(name: str, ids: tuple[int, ...]) -> None:
@@ -244,33 +238,31 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
     assert ends["too long"].code is ErrorCode.PROMPT_TOO_LONG
     assert isinstance(ends["fits"], GenerationResult)
 
-    def fails(_self: object, _token: object, _id: int) -> torch.Tensor:
+    def fails(*_args: object) -> torch.Tensor:
         raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "The card is gone.")
 
-    def fails_for_one(session: KvSession, token: torch.Tensor, token_id: int) -> torch.Tensor:
-        if session.ids[:7] != random_prompt(7):
-            return own_step(session, token, token_id)
-        session._whole = False  # as in the midst of a forward
-        return fails(session, token, token_id)
+    def fails_for_one(steps: PagedSteps, ids: Sequence[int], pieces: Sequence[Piece], *more: Any) -> torch.Tensor:
+        return fails() if has_own and pieces[0].held >= 7 else write(steps, ids, pieces, *more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(KvSession, "step", fails_for_one)
+        patched.setattr(PagedSteps, "write", fails_for_one)
         ask("it", tuple(random_prompt(7)))
-        ask("beside it", tuple(random_prompt(6)))
+        ask("beside it", tuple(random_prompt(4)))
         scheduler.serve()
         sampling = SamplingParams(max_tokens=3)
-        asked = [BatchRequest(n, ids=tuple(random_prompt(7 - n)), sampling=sampling, end_ids=NO_END) for n in range(2)]
+        prompts = [tuple(random_prompt(length)) for length in (7, 4)]
+        asked = [BatchRequest(n, ids=ids, sampling=sampling, end_ids=NO_END) for n, ids in enumerate(prompts)]
         answers = answered_together(scheduler, asked)
     assert isinstance(ends["it"], EngineError if has_own else GenerationResult)
     assert isinstance(ends["beside it"], GenerationResult)
     assert [answers[n].error is not None for n in range(2)] == [has_own, False]
     with monkeypatch.context() as patched:
-        patched.setattr(ContinuousBatch, "sweep", lambda batch, *_args: fails(batch, None, 0))
+        patched.setattr(ContinuousBatch, "sweep", fails)
         ask("again", tuple(random_prompt(5)))
         ask("with it", tuple(random_prompt(6)))
         scheduler.serve()
     with monkeypatch.context() as patched:
-        patched.setattr(ContinuousBatch, "_row_of", lambda batch, *_args: fails(batch, None, 0))
+        patched.setattr(ContinuousBatch, "row_of", fails)
         ask("never begun", tuple(random_prompt(5)))
         ask("behind it", tuple(random_prompt(6)))
         scheduler.serve()
@@ -300,53 +292,6 @@ def test_who_waits_for_a_place_may_leave(monkeypatch: pytest.MonkeyPatch) -> Non
     (end,) = ends
     assert isinstance(end, GenerationResult)
     assert (end.finish_reason, told, len(written)) == ("cancelled", [3], 9)
-
-
-def _breaks(*_args: object) -> torch.Tensor:
-    raise EngineError(ErrorCode.INTERNAL, "This is a test.")
-
-
-def test_what_was_tried_in_vain_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are computed again, for rows of a job by itself too; what goes wrong there ends that answer alone, and
-    rows that a failure has left begin again."""
-    loaded, take_back = tiny_loaded("qwen3_next"), KvSession.take_back
-    sampling, prompts = SamplingParams(max_tokens=6), [random_prompt(9, seed=number) for number in range(2)]
-    expected = [Alone(loaded).generate_from_ids(ids, sampling, end_ids=NO_END).token_ids for ids in prompts]
-
-    def several(session: KvSession, ids: list[int]) -> torch.Tensor:
-        assert session._cache is not None
-        session._before = KvSnapshot(session._cache, session.tokens)
-        return torch.cat([session.step(torch.tensor([[each]]), each) for each in ids])
-
-    def fails(session: KvSession, tokens: int) -> None:
-        if session.ids[:9] == prompts[0]:
-            raise RuntimeError("of this test")
-        take_back(session, tokens)
-
-    monkeypatch.setattr(KvSession, "several", several)
-    monkeypatch.setattr(PagedRow, "guess", lambda _row, *_args: Guess((0,), (1.0,), (0,)))
-    monkeypatch.setattr("engine.runtime.batch.packed_sweep.why_not_packed", lambda _model: "this is a test")
-    asked = [
-        BatchRequest(number, ids=tuple(ids), sampling=sampling, end_ids=NO_END) for number, ids in enumerate(prompts)
-    ]
-    executor, answers, rows = BatchExecutor(loaded, POLICY), dict[int, GenerationResult](), iter(asked)
-    run = partial(executor.run, rows, lambda answer: answers.__setitem__(answer.row, answer))
-    with monkeypatch.context() as patched:
-        patched.setattr(StepModel, "__call__", _breaks)
-        with pytest.raises(EngineError):
-            run()
-    run()
-    executor.close()
-    assert [answers[number].token_ids for number in range(2)] == expected
-
-    monkeypatch.setattr(KvSession, "take_back", fails)
-    scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
-    for request in asked:
-        scheduler.submit(request, lambda outcome, number=request.row: ends.__setitem__(number, outcome))  # type: ignore[misc]
-    scheduler.serve()
-    assert isinstance(ends[0], SequenceError)
-    assert isinstance(ends[1], GenerationResult)
-    assert ends[1].token_ids == expected[1]
 
 
 def test_time_is_shared_evenly_once_everybody_has_begun() -> None:
@@ -499,23 +444,44 @@ def test_beams_are_forks_of_pages_and_share_steps(
         alone.close()
 
 
-class Copies:
-    """Beams with a cache each, of which every step is one alone."""
+class Copies(OneSequence):
+    """Beams with pages of their own, of which every step is one alone."""
 
     def __init__(self, loaded: LoadedModel, prompt: list[int], width: int) -> None:
-        session = KvSession(loaded, guesses=False)
-        self.first, _ = drained(session.read(prompt, ignore_progress, never_cancelled))
-        self._caches, self._held = [copy.deepcopy(session.cache) for _ in range(width)], len(prompt)
-        self._step = StepModel(loaded.model, loaded.context_tokens)
+        super().__init__(loaded)
+        self._prompt, self.first = prompt, self.read(prompt)
+        self._beams = [self._row, *(self._copy(self._row) for _ in range(width - 1))]
+
+    def _copy(self, row: PagedRow) -> PagedRow:
+        """As much as it holds, in other pages."""
+        caches, new = self._batch.model.caches, self._begun(self._prompt)
+        assert isinstance(caches, PagedCaches)
+        new.sequence.ids += row.sequence.ids
+        assert new.reserve_next()
+        new.piece(row.held)
+        for source, target in zip(row.pages.tolist(), new.pages.tolist(), strict=False):
+            caches.copy_page(source, target)
+        for place, window in row._windows.items():
+            caches.copy_window(window, new._windows[place])
+        if row.state is not None:
+            caches.copy_state(row.state, new._into)
+        new.has_read(row.held)
+        return new
 
     def reorder(self, sources: torch.Tensor) -> None:
-        self._caches = [copy.deepcopy(self._caches[source]) for source in sources.tolist()]
+        before, self._beams = self._beams, []
+        for source in sources.tolist():
+            is_first = before[source] not in self._beams
+            self._beams.append(before[source] if is_first else self._copy(before[source]))
+        for row in before:
+            if row not in self._beams:
+                row.close()
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        each = [
-            self._step(token[None], cache, self._held)[0] for token, cache in zip(tokens, self._caches, strict=True)
-        ]
-        self._held += 1
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        each = []
+        for token, row in zip(tokens.flatten().tolist(), self._beams, strict=True):
+            self._row = row
+            each.append(super().step(token))
         return torch.cat(each)
 
 

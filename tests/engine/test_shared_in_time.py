@@ -210,6 +210,7 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
     prefill_seconds(loaded, prompt)
     for remover in removers:
         remover.remove()
+    seen = seen[-len(removers) :]  # before the prompt, single tokens show how layers are called
     return np.stack([*seen[:-1], seen[-2]], 1).astype(np.int16)
 
 

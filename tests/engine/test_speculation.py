@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.speculation import GuessedSteps
 from engine.batch_files.rows import Constraint
 from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
@@ -20,7 +19,7 @@ from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ChanceLog, GenerationResult
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
-from engine.runtime.decode.speculation import StepPrices
+from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import DECODE
@@ -79,6 +78,58 @@ class ScriptedSession:
 
     def take_back(self, tokens: int) -> None:
         del self.ids[-tokens:]
+
+
+class GuessedSteps:
+    """The steps of an answer over a scripted session, with guesses."""
+
+    def __init__(self, session: ScriptedSession, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
+        self._session, self._prices = session, prices
+        self.speculation = Speculation(prices, prefix, most_tokens, session.drafters())
+        self._guess: Guess | None = None
+        self._rows = torch.empty(0)
+        self._at = 0
+        self._step_s = 0.0
+
+    def foresaw(self, token_id: int) -> bool:
+        """Whether the logits after this token are there already."""
+        guess = self._guess
+        return guess is not None and self._at < len(guess.ids) and guess.ids[self._at] == token_id
+
+    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
+        """The answer's next token; logits [1, V] after it."""
+        self.speculation.append((token_id,))
+        if self.foresaw(token_id):
+            self._at += 1
+            return self._rows[self._at : self._at + 1]
+        self.settle()
+        begun_s = clock.now()
+        guess = self.speculation.guess(self._session.takes)
+        guessed_s = clock.now()
+        if guess is None:
+            logits = self._session.step(token, token_id)
+            self._prices.took(1, clock.now() - guessed_s)
+            return logits
+        self._rows = self._session.several([token_id, *guess.ids])
+        now_s = clock.now()
+        self._step_s = now_s - begun_s
+        self._prices.took(1 + len(guess.ids), now_s - guessed_s)
+        self._guess, self._at = guess, 0
+        return self._rows[:1]
+
+    def settle(self) -> None:
+        """Takes back what the answer does not go on with, and learns from it.  Harmless if repeated."""
+        guess, self._guess = self._guess, None
+        if guess is None:
+            return
+        tried, came_true = len(guess.ids), self._at
+        if came_true < tried:
+            begun_s = clock.now()
+            self._session.take_back(tried - came_true)
+            back_s = clock.now() - begun_s
+            self._step_s += back_s
+            self._prices.took_back(back_s)
+        self.speculation.settle(guess, came_true, self._step_s)
 
 
 class Eager(StepPrices):

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.bench.opened import random_text, resolve_model
+from engine.bench.opened import OneSequence, random_text, resolve_model
 from engine.checkpoint import synthetic as synthetic_module
 from engine.checkpoint.synthetic import SHAPES, Shape, is_synthetic, make_synthetic
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
-from engine.runtime.decode.generation import drained
-from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 
@@ -40,13 +38,11 @@ def test_every_family_loads_and_stays_finite_over_a_long_context(
         assert loaded.info.family == family
         recorder = RoutingRecorder(loaded)
         recorder.begin_sequence()
-        session = KvSession(loaded)
-        prompt = random_text(300, 400, 0).prompt
-        with torch.inference_mode():
-            logits, _ = drained(session.read(list(prompt), lambda *_: None, lambda: False))
+        sequence = OneSequence(loaded)
+        logits = sequence.read(random_text(300, 400, 0).prompt)
         assert torch.isfinite(logits).all()
         assert logits.float().std() > 0.01
-        session.clear()
+        sequence.close()
         assert recorder.save(tmp_path / "routing.npz") > 300
     finally:
         loaded.close()
@@ -60,10 +56,9 @@ def test_other_tokens_choose_other_experts(tmp_path: Path) -> None:
     try:
         recorder = RoutingRecorder(loaded)
         recorder.begin_sequence()
-        session = KvSession(loaded)
-        with torch.inference_mode():
-            drained(session.read(list(random_text(512, 200, 0).prompt), lambda *_: None, lambda: False))
-        session.clear()
+        sequence = OneSequence(loaded)
+        sequence.read(random_text(512, 200, 0).prompt)
+        sequence.close()
         recorder.save(tmp_path / "routing.npz")
     finally:
         loaded.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -29,16 +30,17 @@ from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, ScheduleChoice, why_not_packed
 from engine.runtime.batch.row_mixers import RowMixers
-from engine.runtime.batch.session_rows import RowSession, SessionRows
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
+from engine.runtime.decode.encoder_decoder import decoder_start
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.decode.pieces import PromptPieces
-from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.pages import PageSizes
+from engine.runtime.kv.reuse import exact_tokens, long_rope_boundary
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
@@ -113,16 +115,11 @@ class _MicroBatch:
 class PackedModel:
     """A model whose layers process tokens of many rows as one sequence, or all of them but their mixers.
 
-    What rows hold is in pages, or else in sessions, and pages are only counted.
+    What rows hold is in pages, or else in caches of the library's, and pages are only counted.
 
     Args:
-        in_sessions: whether each row has a session even if there are pages for it; whether such rows share sweeps is
-            found out once there are two of them, see `packs`.
-        kept: where sessions find what others have read.
-        speculates: of sessions, see `SessionRows`.
-
-    Raises:
-        LookupError: its layers or its attention are not found where expected, or do not take many rows.
+        opens: whether it is found out now whether rows share sweeps, which takes some steps of the model; else that is
+            done once there are two of them, see `packs`.
     """
 
     def __init__(
@@ -130,9 +127,7 @@ class PackedModel:
         loaded: LoadedModel,
         policy: BatchPolicy,
         *,
-        in_sessions: bool = False,
-        kept: KeptPrefixes | None = None,
-        speculates: bool | None = None,
+        opens: bool = True,
     ) -> None:
         self._loaded, self._policy = loaded, policy
         self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
@@ -157,23 +152,20 @@ class PackedModel:
         """Of devices, when that was found out."""
         self._read: Cache | None = None
         """The library's cache after a token."""
-        if not in_sessions:
-            if self.apart:
-                raise LookupError(self.apart)
-            self.mixers = self._open(in_pages=True)
-        self.caches: PagedCaches | None = None
+        if opens:
+            self._try_to_open(is_first=True)
+        self.caches: PagedCaches | LibraryCaches | None = None
         """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
         self.leaves: Check = never
-        """Asked between the layers of a prompt that a session reads: whether it is left there, and begun again."""
-        self.sessions: SessionRows | None = None
-        """Of rows, if what they hold is not in pages."""
-        if in_sessions or (self.mixers is not None and not self.mixers.has_pages):
-            leaves = lambda: self.leaves()  # noqa: E731 - it changes
-            self.sessions = SessionRows(loaded, policy.kv_bytes, leaves, kept=kept, speculates=speculates)
-        self.state_bytes = 0
-        """Of what layers sum up of a sequence."""
-        if self.sessions is None and (own := self.mixers or self._native) is not None:
-            self.state_bytes = own.state_bytes
+        """Asked between the layers of a prompt that is read alone: whether it is left there, and begun again later."""
+        self.state_bytes, by_window = 0, dict[int, int]()
+        if self._is_open and self.mixers is None:
+            by_window = self._states.bytes_by_window(self._kv_type)
+            self.state_bytes = self._native.state_bytes if self._native is not None else 0
+        elif self._may_have_pages and (one := self._pages_of_library(1, 1)) is not None:
+            by_window, self.state_bytes = one.bytes_by_window(), one.state_bytes
+        else:
+            self.caches = LibraryCaches(loaded.model)
         self.context_tokens = loaded.context_tokens
         self.most_at_once = max(policy.sweep_tokens, PromptPieces(loaded).longest(loaded.chunk_tokens))
         """Tokens of a row in one sweep, at most."""
@@ -181,40 +173,39 @@ class PackedModel:
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         if self._encodes:
             self.context_tokens *= 2  # prompt and answer each have all of it
-        self.pages_beside: int | None = None
-        """See `PagePool`."""
-        if self.sessions is not None:
-            token, fixed = loaded.info.kv_bytes_per_token, loaded.kv_fixed_bytes
-            # Of the tokens of a page, and at least a share of what a row takes beside them.
-            self.sizes = PageSizes(max(1, token * PAGE_TOKENS, -(-fixed // _MOST_PAGES_BESIDE)))
-            self.pages_beside = -(-fixed // self.sizes.unit)
+        if isinstance(self.caches, LibraryCaches):
+            # A cache is counted by its tokens, and as much of what it has beside them as is in a page.
+            token, self.state_bytes = loaded.info.kv_bytes_per_token, max(1, loaded.kv_fixed_bytes)
+            self.sizes = PageSizes(max(1, token * PAGE_TOKENS, -(-self.state_bytes // _MOST_PAGES_BESIDE)))
         else:
-            by_window = self.mixers.bytes_by_window if self.mixers is not None else None
-            self.sizes = PageSizes.of(by_window or self._states.bytes_by_window(self._kv_type), self._slides())
+            self.sizes = PageSizes.of(by_window, self._slides())
         self.pages = max(1, policy.kv_bytes // self.page_bytes)
         """Pages that fit into the budget."""
-        if policy.on_device and loaded.devices is not None:
+        if (policy.on_device or isinstance(self.caches, LibraryCaches)) and loaded.devices is not None:
             self.pages = PageRoom.most(loaded.devices, self.page_bytes)
         self.room: PageRoom | None = None
         """What pages take of devices, if they lie there."""
-        self.logits_place = loaded.device if policy.on_device or self.sessions is not None else torch.device("cpu")
+        is_there = policy.on_device or isinstance(self.caches, LibraryCaches)
+        self.logits_place = loaded.device if is_there else torch.device("cpu")
         """Where a sweep's are."""
         self._attention = dict[torch.device, PagedAttention]()
         self._placed: tuple[Pieces, dict[int, PlacedRows]] | None = None
         """By the window, where pieces of one lie."""
         self._generation = 0
 
-    def _open(self, *, in_pages: bool) -> RowMixers | None:
+    def _open(self, *, is_first: bool) -> None:
         """Finds the layers, and what calls their mixers row by row, if anything does.
 
+        Args:
+            is_first: whether rows' caches are not chosen yet.
+
         Raises:
-            LookupError: as `PackedModel`.
+            LookupError: they or their attention are not found where expected, or do not take many rows.
         """
         loaded, policy = self._loaded, self._policy
         mixers: RowMixers | None = None
-        if not (in_pages and packs_mixers(loaded)) or (policy.on_device and keeps_latents(loaded.model)):
-            may_have_pages = in_pages and self._may_have_pages
-            mixers = RowMixers(loaded, self._kv_type, self._states, may_have_pages=may_have_pages)
+        if not (is_first and packs_mixers(loaded)) or (policy.on_device and keeps_latents(loaded.model)):
+            mixers = RowMixers(loaded, self._states, may_have_pages=self._may_have_pages)
         self._layers: DecoderLayers = mixers or DecoderLayers(loaded.model)
         if mixers is None:
             self._probe_attention()
@@ -225,17 +216,21 @@ class PackedModel:
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
         if policy.schedule is not HYBRID and mixers is None and not policy.on_device:
             self._pipeline = self._opened_pipeline()
-        self._is_open = True
-        return mixers
+        self.mixers, self._is_open = mixers, True
+        if mixers is not None and not is_first and self.caches is not None:
+            mixers.go_over(self.caches)
 
     def packs(self) -> bool:
-        """Whether rows share sweeps; it takes some steps of the model to find that out of those with sessions."""
+        """Whether rows share sweeps; it may take some steps of the model to find that out."""
+        self._try_to_open(is_first=False)
+        return self.are_packed
+
+    def _try_to_open(self, *, is_first: bool) -> None:
         if not self._is_open and not self.apart:
             try:
-                self.mixers = self._open(in_pages=False)
+                self._open(is_first=is_first)
             except LookupError as error:
                 self.apart = str(error)
-        return self.are_packed
 
     @property
     def places_of_states(self) -> int:
@@ -247,24 +242,17 @@ class PackedModel:
         """The same, as far as it is known."""
         return self._is_open and not self.apart
 
-    @property
-    def idle_tokens(self) -> int:
-        """Tokens that sessions hold of no row in progress."""
-        return self.sessions.idle_tokens if self.sessions is not None else 0
-
-    def idle_pages(self) -> int:
-        """As many pages as these would take."""
-        return pages_for(self.idle_tokens)
-
-    def give_up_idle(self) -> bool:
-        """Frees some of that; whether there was any."""
-        return self.sessions is not None and self.sessions.give_up()
-
     def held_bytes(self, pages: int) -> int:
-        """What so many pages take, with all that is in use as they are, or what sessions do."""
-        if self.sessions is not None:
-            return self.sessions.nbytes
+        """What so many pages take, with all that is in use as they are."""
+        if isinstance(self.caches, LibraryCaches):
+            return self.caches.nbytes
         return self.room.nbytes if self.room is not None else pages * self.page_bytes
+
+    @property
+    def exact_tokens(self) -> tuple[int, int]:
+        """See `PageKind.exact` and `PageKind.again`."""
+        model = self._loaded.model
+        return 0 if self._encodes else exact_tokens(model), long_rope_boundary(model) or sys.maxsize
 
     def repeats(self, row: PagedRow) -> bool:
         """Whether a row is to be computed as it would be another time; on a card none can be."""
@@ -272,7 +260,7 @@ class PackedModel:
 
     def answer_prefix(self, new: PreparedRow) -> list[int]:
         """The tokens that an answer continues."""
-        return EncoderDecoderSession.prefix(self._loaded) if self._encodes else new.text
+        return [decoder_start(self._loaded.model)] if self._encodes else new.text
 
     def _slides(self) -> bool:
         """Whether layers with a window have pages of their own."""
@@ -282,7 +270,6 @@ class PackedModel:
             and not self.state_bytes
             and (self._policy.on_device if loaded.devices is not None else loaded.device.type == "cpu")
             and self._pipeline is None
-            and self.sessions is None
         )
 
     @property
@@ -308,24 +295,26 @@ class PackedModel:
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
         if self.caches is not None:
-            is_over_pages = self._loaded.kernels is not None and (self.mixers is None or self.mixers.attends_over_pages)
-            is_over_pages = is_over_pages and not self.caches.are_of_card
+            is_over_pages = self._is_open and self._loaded.kernels is not None and not self.caches.are_of_card
+            is_over_pages = is_over_pages and (self.mixers is None or self.mixers.attends_over_pages)
             self._exact = PagedSteps.of(self._loaded, self.caches, self._attending if is_over_pages else None)
         return self._exact
 
     def allocate(self, pages: int, states: int = 0, windows: int = 0, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer, see `PagedStates.allocate`, and so many of what layers sum up."""
         self.pages = pages
-        if self.sessions is not None:
-            return
-        if self.mixers is not None:
-            self.caches = self.mixers.allocate(pages, states, windows, by_head=by_head)
+        if self.mixers is not None or not self._is_open:
+            if self.caches is None:
+                self.caches = self._pages_of_library(pages, states, windows, by_head=by_head)
+            if self.mixers is not None and self.caches is not None:
+                self.mixers.go_over(self.caches)
         elif not self._shares_pages(pages, windows, by_head=by_head):
             self._states.allocate(self._kv_type, pages, windows, by_head=by_head)
             if self._native is not None:
                 self._native.allocate_states(states)
                 self.caches = self._native.caches()
-        if self._policy.on_device and self.caches is not None and (devices := self._loaded.devices) is not None:
+        is_there = self._policy.on_device or isinstance(self.caches, LibraryCaches)
+        if is_there and self.caches is not None and (devices := self._loaded.devices) is not None:
             self.room = PageRoom(devices, self.caches, pages_for(self.context_tokens))
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
@@ -333,6 +322,22 @@ class PackedModel:
             among = min(pages, self._policy.rows * each)
             moving = math.ceil((self._policy.micro_batch_rows or self._policy.rows) * each * (1 - self._policy.cached))
             self._pipeline.keep_pages(self._policy.cached, among, moving)
+
+    def _pages_of_library(
+        self, pages: int, states: int, windows: int = 0, *, by_head: bool = False
+    ) -> PagedCaches | None:
+        """Those that hold what the library's cache of this model does; None if none do."""
+        read = self.mixers.read if self.mixers is not None else self._loaded.read
+        if read is None:
+            loaded = self._loaded
+            with torch.inference_mode():
+                token = torch.zeros(1, 1, dtype=torch.long, device=loaded.device)
+                _, read = StepModel(loaded.model, 1)(token, library_cache(loaded.model), 0)
+            self._loaded.read = read
+        own_positions = any(getattr(each, "indexer_position_ids", None) is not None for each in read.layers)
+        if own_positions and self._loaded.sight is not None:
+            return None  # behind pictures they are not as many as there are tokens
+        return PagedCaches.like(read, self._kv_type, pages, states, windows, by_head=by_head)
 
     def _shares_pages(self, pages: int, windows: int, *, by_head: bool) -> bool:
         """Whether modules attend over the same pages as the library's cache of this model, which are allocated then."""
@@ -380,9 +385,9 @@ class PackedModel:
         Args:
             is_exact: whether the sweep was of `PagedSteps`, which read as much at once as they are told.
         """
-        devices, had = self._loaded.devices, self.sessions is not None and self.sessions.forget()
-        if devices is None or had:
-            return had
+        devices = self._loaded.devices
+        if devices is None:
+            return False
         for device in devices.devices:
             device.recover()
         freed = sum(each.shrink() for each in devices.experts.activations)
@@ -430,29 +435,19 @@ class PackedModel:
         chosen = HYBRID if sees else self._schedule(tokens, len(work), reads)
         schedule = self._able(chosen)
         parts = self._parts(work, schedule)
-        with self._advancing(work):
-            micro_batches = [self._prepare(part) for part in parts]
-            for step in self._steps(micro_batches, schedule):
-                begun_s = clock.now()
-                step()
-                busy_s += clock.now() - begun_s
-                yield
-            if not sees:
-                self._choice.took(chosen, tokens, busy_s, reads=reads)
-            if not reads and len(work) >= self._policy.rows:
-                self._compare(schedule)
-                self._heed_plan()
-            self._record(work, since_ns)
-            return self._logits(work, parts, micro_batches)
-
-    @contextmanager
-    def _advancing(self, work: list[Work]) -> Iterator[None]:
-        """The sessions of rows take in all tokens of a sweep, or none if it is given up."""
-        with ExitStack() as sessions:
-            with torch.inference_mode():
-                for each in work if self.sessions is not None else ():
-                    sessions.enter_context(_own(each.row).advancing(each.ids))
+        micro_batches = [self._prepare(part) for part in parts]
+        for step in self._steps(micro_batches, schedule):
+            begun_s = clock.now()
+            step()
+            busy_s += clock.now() - begun_s
             yield
+        if not sees:
+            self._choice.took(chosen, tokens, busy_s, reads=reads)
+        if not reads and len(work) >= self._policy.rows:
+            self._compare(schedule)
+            self._heed_plan()
+        self._record(work, since_ns)
+        return self._logits(work, parts, micro_batches)
 
     @torch.inference_mode()
     def _exactly(self, work: list[Work]) -> torch.Tensor:
@@ -460,14 +455,13 @@ class PackedModel:
         first, since_ns = work[0], clock.now_ns()
         row, request = first.row, first.row.request
         reads = row.is_reading
-        if self.sessions is not None:
-            return self.sessions.compute(row, first.ids)
         assert self._exact is not None
         with self._exact.listening() as heard:
             if reads:
                 piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
                 given, at = row.given(first.ids, self._loaded.model), row.position(row.held)
-                logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled, at, given)
+                until = lambda: self.leaves() or request.cancelled()  # noqa: E731
+                logits = self._exact.read(first.ids, piece, len(row.prompt), told, until, at, given)
             else:
                 ids = [token for each in work for token in each.ids]
                 pieces = [
@@ -477,8 +471,11 @@ class PackedModel:
                 ]
                 positions = [of.position(piece.held) for of, piece in pieces]
                 own = [piece for _row, piece in pieces]
-                is_swept = len(ids) == len(own) > 1 and not self._exact.is_native and self._exact.most_rows == 1
-                logits = (self._beams if is_swept else self._exact.write)(ids, own, positions)
+                is_swept = self._is_open and len(ids) == len(own) > 1 and not self._exact.is_native
+                if is_swept and self._exact.most_rows == 1:
+                    logits = self._beams(ids, own, positions)
+                else:
+                    logits = self._exact.write(ids, own, positions, request.cancelled)
         begin = 0
         for each in work if heard else ():
             if (drafter := each.row.drafter) is not None:
@@ -512,8 +509,6 @@ class PackedModel:
         native = self._native
         if not all(each.tokens == 1 and each.wants_logits and each.picture is None for each in work):
             return None
-        if self.sessions is not None:
-            return partial(_own(work[0].row).step, work[0].ids) if len(work) == 1 else None
         return partial(self._in_one_go, native, work) if native is not None and native.takes_few(len(work)) else None
 
     @torch.inference_mode()
@@ -562,7 +557,7 @@ class PackedModel:
         pipeline, caches = self._pipeline, self.caches
         if pipeline is not None and pipeline.keeps_pages:
             self._states.elsewhere = pipeline.attend_now
-        elif self.mixers is None and caches is not None and caches.are_of_card:
+        elif self.mixers is None and isinstance(caches, PagedCaches) and caches.are_of_card:
             if self._generation != caches.generation:
                 self._generation = caches.generation
                 self._states.attend_over(caches)
@@ -600,8 +595,8 @@ class PackedModel:
             self._exact.close()
         if self.room is not None:
             self.room.release()
-        if self.sessions is not None:
-            self.sessions.close()
+        if isinstance(self.caches, LibraryCaches):
+            self.caches.close()
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
@@ -724,11 +719,6 @@ class PackedModel:
             return torch.inference_mode()
         self._states.pieces = pieces
         return _Attending(self._states, self._configs)
-
-
-def _own(row: PagedRow) -> RowSession:
-    assert row.own is not None
-    return row.own
 
 
 def _pictured(work: list[Work], ids: list[list[int]]) -> list[PromptPart]:

@@ -1,7 +1,7 @@
 """Layers whose mixers sum up what they read, choose tokens by an index or attend in ways of their own: row by row.
 
 A layer's mixers (attention, a recurrent state, a short convolution) are called with each row's cache, one row after the
-other: of its pages, or one of its own where these do not hold all that layers keep, and on a card.  All else of a
+other: of its pages, or the library's where these do not hold all that layers keep.  All else of a
 layer, above all its experts, is computed for the tokens of all rows at once, so that weights are read once.  What a
 layer is called with is recorded for each row; what is the same for every token is joined, the rest is handed through
 the layer as it is to the mixer, which takes its row's.
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from engine.kernels.native.paged_attention import KvType, Pieces
+from engine.kernels.native.paged_attention import Pieces
 from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.kv.layers import library_cache, new_cache
+from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, has_index
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.kv.window_masks import configs_of
@@ -62,51 +63,45 @@ class RowMixers(DecoderLayers):
     """The layers of a model, their mixers called row by row.
 
     Args:
-        kv_type: of keys and values in pages.
         states: has native attention compute over pages where that is what mixers attend by.
         may_have_pages: whether pages may hold what layers keep.
+
+    Attributes:
+        read: the library's cache of a token.
+        attends_over_pages: whether native attention does, for which nothing of them is copied.
 
     Raises:
         LookupError: the model does not hand its layers a cache, computes something between them, or its answer would
             depend on how a prompt is read.
     """
 
-    def __init__(self, loaded: LoadedModel, kv_type: KvType, states: PagedStates, *, may_have_pages: bool) -> None:
+    def __init__(self, loaded: LoadedModel, states: PagedStates, *, may_have_pages: bool) -> None:
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
+        if not may_have_pages and loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
+            raise LookupError("this model's layers are on several devices")
         self._loaded = loaded
-        self._caches: PagedCaches | None = None
+        self._caches: PagedCaches | LibraryCaches | None = None
+        self.attends_over_pages = False
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._states = states
         with torch.inference_mode():
             try:
                 may_attend = loaded.kernels is not None and loaded.device.type == "cpu" and not has_index(loaded.model)
                 with paged(states, configs_of(loaded.model)) if may_attend else nullcontext():
-                    self._mixers, self._read = self._probe()
+                    self._mixers, self.read = self._probe()
             except LookupError:  # it attends in another way
                 states.shapes.clear()
-                self._mixers, self._read = self._probe()
+                self._mixers, self.read = self._probe()
             states.are_met = True
             self._compare()
-        self._kv_type = kv_type
-        pages = PagedCaches.like(self._read, kv_type, 1, 1) if may_have_pages else None
-        if pages is None and loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
-            raise LookupError("this model's layers are on several devices")
-        self.has_pages = pages is not None
-        """Whether rows' caches are pages."""
-        self.attends_over_pages = pages is not None and bool(states.shapes) and states.attend_over(pages)
-        """Whether native attention does, for which nothing of them is copied."""
-        self.bytes_by_window = pages.bytes_by_window() if pages is not None else {}
-        self.state_bytes = pages.state_bytes if pages is not None else 0
 
-    def allocate(self, pages: int, states: int, windows: int, *, by_head: bool) -> PagedCaches:
-        """So many pages; see `PagedCaches.like`."""
-        self._caches = PagedCaches.like(self._read, self._kv_type, pages, states, windows, by_head=by_head)
-        assert self._caches is not None
-        if self.attends_over_pages:
-            self._states.attend_over(self._caches)
-        return self._caches
+    def go_over(self, caches: PagedCaches | LibraryCaches) -> None:
+        """Rows' caches are these from now on."""
+        self._caches = caches
+        of_pages = isinstance(caches, PagedCaches) and bool(self._states.shapes)
+        self.attends_over_pages = of_pages and self._states.attend_over(caches)  # type: ignore[arg-type]
 
     @property
     def apart(self) -> set[Any]:
@@ -117,9 +112,7 @@ class RowMixers(DecoderLayers):
         """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
         given = [row.given(of_row, self._loaded.model) for row, of_row in zip(rows, ids, strict=True)]
         held = [row.position(row.held) for row in rows]
-        if self._caches is not None:
-            return self.record_pieces(ids, held, pieces, given)
-        return self._record_rows(ids, held, [row.own.cache for row in rows if row.own is not None], given)
+        return self.record_pieces(ids, held, pieces, given)
 
     def record_pieces(
         self,
@@ -128,7 +121,7 @@ class RowMixers(DecoderLayers):
         pieces: Pieces,
         given: Sequence[Mapping[str, Any] | None] = (),
     ) -> RowsRecording:
-        """Those of tokens from these positions on, over pages."""
+        """Those of tokens from these positions on."""
         assert self._caches is not None
         caches = [self._caches.of(piece, passes=self.attends_over_pages) for piece in pieces.pieces]
         recording = self._record_rows(ids, begins, caches, given)
@@ -194,8 +187,7 @@ class RowMixers(DecoderLayers):
         return tuple(map(found, args)), {name: found(value) for name, value in kwargs.items()}
 
     def _empty(self) -> Cache:
-        loaded = self._loaded
-        cache = new_cache(loaded.model, loaded.context_tokens, loaded.kv_type)
+        cache = library_cache(self._loaded.model)
         if cache is None:
             raise LookupError("this model makes its cache itself")
         return cache
@@ -203,9 +195,7 @@ class RowMixers(DecoderLayers):
     def _probe(self) -> tuple[list[list[Any]], Cache]:
         """The mixers of each layer: the outermost modules in it that are called with the cache; and what that is like
         once it has read a token."""
-        cache = library_cache(self._loaded.model)
-        if cache is None:
-            raise LookupError("this model makes its cache itself")
+        cache = self._empty()
         found: list[list[Any]] = [[] for _ in range(len(self))]
 
         def look(index: int, module: Any, args: Any, kwargs: Any) -> None:

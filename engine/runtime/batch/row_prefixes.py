@@ -1,7 +1,7 @@
 """Where rows whose prompts begin alike part.
 
 What sums up what it reads cannot go back to where two prompts part.  So the first of some rows stops there for a moment
-and leaves a copy of its state, or of its session, which the others wait for and go on from.
+and leaves a copy of its state, which the others wait for and go on from.
 """
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from engine.common.chat import FinishReason, ToolCall
 from engine.common.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
-
-    from engine.runtime.kept.prefixes import Reused
 
 ProgressCallback = Callable[[int, int], None]
 """Prompt tokens read so far, and prompt tokens to read."""
@@ -62,32 +60,6 @@ class TokenConstraint(Protocol):
 
     def reset(self) -> None:
         """The answer begins again."""
-
-
-Reading = Generator[int, None, "tuple[torch.Tensor, Reused]"]
-"""Of a prompt: pauses before each forward, and says how many tokens that has."""
-
-_Result = TypeVar("_Result")
-
-
-def drained(steps: Generator[Any, None, _Result]) -> _Result:
-    """What a generator returns, without pauses."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: _Result = end.value
-            return result
-
-
-class BeamModel(Protocol):
-    """Several sequences in lock-step."""
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Appends one token to each sequence, tokens [B, 1] int64; logits [B, V]."""
-
-    def reorder(self, sources: torch.Tensor) -> None:
-        """Sequence i continues what sequence `sources[i]` was; [B] int64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from engine.common import clock
 from engine.runtime.decode.drafter import Experience, Guess
 from engine.runtime.draft_head import DraftHead
-from engine.runtime.kv.growing import GrowingLayer
 
 _KINDS = (0.3, 0.6, 0.85)
 """How sure of itself the head is, from which a guess is more likely than with less."""
@@ -32,18 +31,16 @@ class _Sequence(Protocol):
 
 
 class HeadDrafter:
-    """Of one sequence, or of one KV cache, across answers.
+    """Of one sequence.
 
     Args:
         model: that has the head.
-        most_tokens: length of the context.
     """
 
-    def __init__(self, model: Any, head: DraftHead, most_tokens: int) -> None:
+    def __init__(self, model: Any, head: DraftHead) -> None:
         self._head = head
         self._embed, self._logits = model.get_input_embeddings(), model.get_output_embeddings()
         self._rotary = model.get_decoder().rotary_emb
-        self._most_tokens = most_tokens
         self._experience = Experience(_PRIORS)
         self.takes_s = 0.0
         self._next: int | None = None
@@ -57,23 +54,7 @@ class HeadDrafter:
         self._waiting: list[tuple[int, torch.Tensor]] = []
         """Positions, and hidden states [1, 1, H] that the head was not given yet."""
         self._cache = DynamicCache()
-        self._cache.layers = [GrowingLayer(self._most_tokens)]
-
-    def listen(self) -> None:
-        """The model is going to compute."""
-        self._head.heard = []
-
-    def stop_listening(self) -> None:
-        """The model has not computed: what others compute with it meanwhile is not for here."""
-        self._head.heard = None
-
-    def heard(self, start: int, ids: Sequence[int]) -> None:
-        """It has computed tokens from position `start` on."""
-        hidden = self._head.all_heard()
-        if hidden is None or len(self._ids) < start:
-            self.clear()  # tokens before these were computed without this
-        else:
-            self.take(start, ids, hidden)
+        self._cache.layers = [DynamicLayer()]
 
     def take(self, start: int, ids: Sequence[int], hidden: torch.Tensor, of: _Sequence | None = None) -> None:
         """The hidden states [1, q, H] of tokens from position `start` on.

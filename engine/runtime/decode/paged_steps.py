@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from engine.common.errors import CancelCheck
+from engine.common.errors import CancelCheck, never_cancelled
 from engine.families import family_of
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
+from engine.runtime.decode.encoder_decoder import EncoderDecoderStep
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
@@ -27,22 +27,19 @@ from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.state_mixer import StateMixer
-from engine.runtime.kv.layers import StateLayer, library_cache
-from engine.runtime.kv.paged_cache import PagedCaches, compresses, index_of
-from engine.runtime.kv.reuse import exact_tokens
+from engine.runtime.kv.library_caches import LibraryCaches
+from engine.runtime.kv.paged_cache import PagedCaches, may_hold
+from engine.runtime.kv.reuse import exact_tokens, kinds_by_length, restart_angles
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
 
 Attending = Callable[[Pieces], AbstractContextManager[Any]]
 
-_IN_PAGES = (DynamicLayer, DynamicSlidingWindowLayer, StateLayer, DummyLayer)
-"""Layers of the library's cache that pages can hold."""
-
 
 def packs_mixers(loaded: LoadedModel) -> bool:
     """Whether mixers, too, take the tokens of all rows at once, over pages; else each row's is called by itself."""
     if family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows:
-        return True
+        return loaded.device.type != "mps"  # which has no kernel that attends over pages
     if loaded.devices is not None or loaded.stream is not None or loaded.device.type != "cpu":
         return False
     steps = [layer.__dict__.get("forward") for layer in decoder_layers(loaded.model)]
@@ -56,12 +53,9 @@ def packs_mixers(loaded: LoadedModel) -> bool:
 
 
 def has_pages(loaded: LoadedModel) -> bool:
-    """Whether sequences of a model are computed over pages only, as far as these can hold what its layers keep."""
-    return (
-        loaded.stream is None  # to see what attends, its layers would have to be read
-        and loaded.device.type != "mps"  # which shares the memory of the CPU, and has no kernel that attends over pages
-        and not getattr(loaded.model.config, "is_encoder_decoder", False)
-        and exact_tokens(loaded.model) >= loaded.context_tokens
+    """Whether pages may hold what a model's layers keep; nothing is computed to find that out."""
+    return not getattr(loaded.model.config, "is_encoder_decoder", False) and (
+        _are_native(loaded) or may_hold(loaded.model)
     )
 
 
@@ -82,19 +76,30 @@ class PagedSteps:
         attending: within it the library's modules attend over pages.
     """
 
-    def __init__(self, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, caches: PagedCaches | LibraryCaches, attending: Attending | None = None
+    ) -> None:
         self._model, self._attending = loaded.model, attending
-        self.is_native = _are_native(loaded)
-        self._step = StepModel(loaded.model, loaded.context_tokens, has_card=loaded.devices is not None)
-        self._caches, self._most_tokens = caches, loaded.context_tokens
+        self.is_native = _are_native(loaded) and isinstance(caches, PagedCaches)
+        encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
+        has_card = loaded.devices is not None
+        self._step = (
+            EncoderDecoderStep(loaded) if encodes else StepModel(loaded.model, loaded.context_tokens, has_card=has_card)
+        )
+        kinds = kinds_by_length(loaded.model)
+        self._follows_length = "dynamic" in kinds
+        self._caches = caches
         self._threads = torch.get_num_threads()
         self.chunk_tokens = loaded.chunk_tokens
-        self._device, self._has_card = loaded.device, loaded.devices is not None
+        self._device, self._has_card = loaded.device, has_card
+        self._stream = loaded.stream
         self._pieces, self._set_aside = PromptPieces(loaded), ExitStack()
-        self.guesses = loaded.speculates
+        self.guesses = loaded.speculates and not encodes
         self.graphs: GraphedSteps | None = None
         """What repeats steps on a card."""
-        if loaded.graph_device is not None and loaded.devices is not None:
+        is_alike = not kinds and exact_tokens(loaded.model) >= loaded.context_tokens and isinstance(caches, PagedCaches)
+        if loaded.graph_device is not None and loaded.devices is not None and is_alike:
+            assert isinstance(caches, PagedCaches)
             places = [device.torch_device for device in loaded.devices.devices]
             self.graphs = GraphedSteps(
                 self._step,
@@ -106,31 +111,21 @@ class PagedSteps:
                 takes_rows=family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows,
                 tokens=loaded.devices.experts.tokens,
             )
-            self.guesses = loaded.speculates and self.graphs.takes_guesses
+            self.guesses = self.guesses and self.graphs.takes_guesses
         self._head = draft_head_of(loaded.model) if self.guesses else None
 
-    @staticmethod
-    def are_likely(loaded: LoadedModel) -> bool:
-        """Whether a model may have them: nothing is computed to find that out."""
-        layers = decoder_layers(loaded.model)
-        if not layers or not has_pages(loaded):
-            return False
-        cache = library_cache(loaded.model)
-        return _are_native(loaded) or (
-            cache is not None
-            and all(type(each) in _IN_PAGES or index_of(each) is not None or compresses(each) for each in cache.layers)
-        )
-
     @classmethod
-    def of(cls, loaded: LoadedModel, caches: PagedCaches, attending: Attending | None = None) -> PagedSteps | None:
+    def of(
+        cls, loaded: LoadedModel, caches: PagedCaches | LibraryCaches, attending: Attending | None = None
+    ) -> PagedSteps | None:
         """That of a model, or `None` if its own cache does not hold what pages do, token by token."""
-        if not cls.are_likely(loaded) or not caches.can_hold(loaded.model):
+        if isinstance(caches, PagedCaches) and not (has_pages(loaded) and caches.can_hold(loaded.model)):
             return None
         return cls(loaded, caches, attending)
 
     def drafter(self) -> HeadDrafter | None:
         """What guesses coming tokens of one answer beside its text, if the model has a head for that."""
-        return HeadDrafter(self._model, self._head, self._most_tokens) if self._head is not None else None
+        return HeadDrafter(self._model, self._head) if self._head is not None else None
 
     @contextmanager
     def listening(self) -> Iterator[list[torch.Tensor]]:
@@ -163,9 +158,15 @@ class PagedSteps:
         if self.graphs is not None:
             self.graphs.forget()
 
-    def at_once(self, left: int) -> int:
-        """How many of the tokens that are left of a prompt to read next; on a card, memory for them is set aside."""
+    def at_once(self, left: int, undivided: int = 0) -> int:
+        """How many of the tokens that are left of a prompt to read next; on a card, memory for them is set aside.
+
+        Args:
+            undivided: that have to be read together, if any.
+        """
         self._set_aside.close()
+        if undivided:
+            return undivided
         return min(left, self._set_aside.enter_context(self._pieces.of(left, self.chunk_tokens)))
 
     def reads_less(self, tokens: int) -> bool:
@@ -199,21 +200,54 @@ class PagedSteps:
         if len(ids) == 1 and start and given is None:
             return self.write(ids, [piece], [position])
         watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
-        with self._set_aside, self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
+        threads = self._all_threads() if len(ids) > MOST_ROWS else nullcontext()
+        with self._set_aside, threads, watched, self._until(cancelled):
             if RECORDER.on:
                 RECORDER.forward()
             tokens = torch.tensor([list(ids)], device=self._device) if given is None else torch.empty(0)
-            logits, _ = self._step(tokens, self._caches.of(piece), position, given)
+            logits = self._library_step(tokens, piece, position, given)
         if RECORDER.on:
             RECORDER.head()
         return logits
 
-    def write(self, ids: Sequence[int], pieces: Sequence[Piece], positions: Sequence[int]) -> torch.Tensor:
+    def _library_step(
+        self,
+        tokens: torch.Tensor,
+        piece: Piece,
+        position: int,
+        given: Mapping[str, Any] | None = None,
+        *,
+        passes: bool = False,
+    ) -> torch.Tensor:
+        if self._follows_length:
+            restart_angles(self._model)  # others may have been longer
+        logits, cache = self._step(tokens, self._caches.of(piece, passes=passes), position, given)
+        self._caches.keep(piece, cache)
+        return logits
+
+    def _until(self, cancelled: CancelCheck) -> AbstractContextManager[Any]:
+        """While layers come from disk, a step may take so long that nobody wants to wait for its end."""
+        return self._stream.until(cancelled) if self._stream is not None else nullcontext()
+
+    def write(
+        self,
+        ids: Sequence[int],
+        pieces: Sequence[Piece],
+        positions: Sequence[int],
+        cancelled: CancelCheck = never_cancelled,
+    ) -> torch.Tensor:
         """Tokens of answers; logits [q, V] after each of them.  More than `most_rows`, of beams, take several steps.
 
         Args:
             positions: of the first token of each piece.
         """
+        if isinstance(self._caches, LibraryCaches) and len(pieces) > 1:
+            joined = self._caches.together(pieces)
+            if joined is not None:
+                tokens = torch.tensor(ids, device=self._device)[:, None]
+                logits, joined = self._step(tokens, joined, positions[0])
+                self._caches.apart(pieces, joined)
+                return logits
         if len(ids) > (most := self.most_rows) and len(ids) == len(pieces) > 1:
             parts = range(0, len(pieces), most)
             cut = [slice(at, at + most) for at in parts]
@@ -223,11 +257,13 @@ class PagedSteps:
             RECORDER.forward()
         step = self._step.rows_of(len(ids)) if self.is_native else None
         if step is not None:
+            assert isinstance(self._caches, PagedCaches)
             logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
         elif self.graphs is not None and (repeated := self.graphs.step(ids, places, pieces)) is not None:
             logits = repeated
         else:  # the library computes, or somebody listens to layers
-            logits = self._one_by_one(ids, pieces, positions)
+            with self._until(cancelled):
+                logits = self._one_by_one(ids, pieces, positions)
         if RECORDER.on:
             RECORDER.head()
         return logits
@@ -240,9 +276,8 @@ class PagedSteps:
                 held = piece.held + place
                 own, state = replace(piece, held=held, tokens=1, state=state), piece.next_state
                 with self._attending(Pieces([own])) if self._attending is not None else nullcontext():
-                    cache = self._caches.of(own, passes=passes)
                     token = torch.tensor([[next(left)]], device=self._device)
-                    singles.append(self._step(token, cache, position + place)[0])
+                    singles.append(self._library_step(token, own, position + place, passes=passes))
         return torch.cat(singles)
 
     @contextmanager

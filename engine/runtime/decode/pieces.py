@@ -17,7 +17,6 @@ from engine.experts.dispatcher import STEP_ELEMENTS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import OnCpu
 from engine.experts.shared import parts_of
-from engine.runtime.kv.growing import grown_capacity
 from engine.runtime.loaded_model import LoadedModel
 
 _MOST_TIMES = 4
@@ -65,7 +64,7 @@ def wanted_tokens(layers: Sequence[Layers], usual: int, most: int, left: int) ->
 
 
 class PromptPieces:
-    """The pieces of one session's prompts."""
+    """The pieces of a model's prompts."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -129,7 +128,7 @@ class PromptPieces:
             # The context takes its memory as it grows, from what is free and from the caches: that must be left to it.
             kv, held_kv = devices.kv[index], device.memory.use().by_category.get(MemoryCategory.KV, 0)
             there = max(0, held_kv - kv.fixed) // kv.per_token if kv.per_token else 0
-            capacity = grown_capacity(there, there + tokens, self._loaded.context_tokens)
+            capacity = max(there + tokens, min(2 * there, self._loaded.context_tokens))
             promised = kv.fixed + kv.per_token * capacity - held_kv
             if lacking > of_caches // _CACHE_SHARE or promised > of_caches - lacking:
                 break

@@ -110,36 +110,9 @@ class StepModel:
         """Why a step cannot be repeated as it was for the token before; empty if it can."""
         return "rotary embeddings that follow the length of the context" if self._angles_grow else ""
 
-    def takes(self, tokens: int, cache: Cache | None) -> bool:
-        """Whether `several` computes so many tokens: they come out as one by one, bit by bit."""
-        return (
-            0 < tokens <= MOST_ROWS
-            and cache is not None
-            and self._single is not None
-            and self._single.takes(tokens, cache)
-        )
-
     def rows_of(self, sequences: int) -> TokenStep | None:
         """What computes a token of so many sequences in one native call, if that is possible."""
         return self._single if self._single is not None and self._single.takes_rows(sequences) else None
-
-    def several(self, tokens: torch.Tensor, cache: Cache, start: int) -> torch.Tensor:
-        """Appends tokens [1, q] that it `takes`; logits [q, V] after each of them."""
-        end = start + tokens.shape[1]
-        if end > self._positions.shape[1]:
-            self._positions = self._lay_out(2 * end)
-        assert self._single is not None
-        logits = self._single.step(tokens, self._positions[:, start:end], start, cache)
-        assert logits is not None
-        return logits
-
-    def sweep(self, tokens: torch.Tensor, cache: Cache, start: int) -> torch.Tensor:
-        """As `several`, through the library's model: logits that may be rounded otherwise than one by one."""
-        count = tokens.shape[1]
-        end = start + count
-        if end > self._positions.shape[1]:
-            self._positions = self._lay_out(2 * end)
-        return self._all_logits(tokens, self._positions[:, start:end], cache)
 
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
@@ -271,23 +244,12 @@ class TokenStep:
         blocks = (layer.sparse for layer in self._layers if layer.sparse is not None)
         return next((block.tokens for block in blocks if block.tokens is not None), None)
 
-    def takes(self, tokens: int, cache: Cache) -> bool:
-        """Whether so many tokens at once, at most `MOST_ROWS`, come out as one by one, bit by bit."""
-        return (
-            self._angles.is_fixed
-            and not any(self._hooks)
-            and all(layer.is_native for layer in self._layers)
-            and all(layer.attention.can_claim(tokens, cache) for layer in self._layers)
-        )
-
     def step(self, tokens: torch.Tensor, position_ids: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
-        """Appends tokens [1, q] from position `start` on; positions are also in `position_ids` [1, q].
-
-        Several tokens only where the model `takes` them.
+        """Appends a token [1, 1] at position `start`, which is also in `position_ids` [1, 1].
 
         Returns:
-            Their logits [q, V]; `None`, and nothing was done, if the library has to compute this step: the cache is not
-            one to write into, or a hook is registered on a layer.
+            Logits [1, V]; `None`, and nothing was done, if the library has to compute this step: the cache is not one
+            of pages, or a hook is registered on a layer.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
@@ -366,10 +328,6 @@ class TokenStep:
     def _through_layers(
         self, hidden: torch.Tensor, angles: dict[str, Any], position_ids: torch.Tensor, cache: Cache
     ) -> torch.Tensor | None:
-        whole = None if self._norm._forward_hooks else self._whole  # somebody may listen to the last hidden states
-        logits = whole.step(hidden, cache, angles) if whole is not None else None
-        if logits is not None:
-            return self._ended(logits)
         first = True
         for layer in self._layers:
             its = angles[layer.attention.type]
@@ -378,7 +336,6 @@ class TokenStep:
                 if first:
                     return None
                 # A layer with a cache of another kind; a single token has nothing hidden from it.
-                assert hidden.shape[1] == 1
                 out = layer.in_library(
                     hidden,
                     attention_mask=None,

@@ -15,7 +15,6 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import is_readable, linear_struct, reads_together
 from engine.kernels.native.structs import CompressedAttentionStruct, CompressorStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles, type_of
-from engine.runtime.fast_path.native_attention import Claim
 
 
 class CompressedAttention:
@@ -56,14 +55,6 @@ class CompressedAttention:
         """The cosines and sines of so many tokens; `None` if they are of another number."""
         cos, sin = positions
         return Angles.of(cos, sin) if 2 * cos.numel() == tokens * self.rotated else None
-
-    def can_claim(self, _tokens: int, _cache: Any) -> bool:
-        """Never: what is compressed is in pages, or in a cache that the library writes to."""
-        return False
-
-    def claim(self, _tokens: int, _cache: Any) -> Claim | None:
-        """Nothing."""
-        return None
 
     def _described(self, layer: Any) -> CompressedAttentionStruct:
         attention, norm = layer.self_attn, layer.input_layernorm

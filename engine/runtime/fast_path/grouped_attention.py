@@ -9,16 +9,11 @@ from engine.families import fast_path_of
 from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, read_alike, reads_together
-from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct, BlockIndexStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles, type_of
-from engine.runtime.fast_path.native_attention import Claim, NativeAttention, holds_index
+from engine.runtime.fast_path.native_attention import NativeAttention
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, mixer_of, multiple_of, offset_of
-from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.narrow import NarrowLayer
 
-_KNOWN = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
-_BF16, _NO_SCALES = int(KvType.BF16), (None, None)
 _HALVES, _NEIGHBOURS = 0, 2
 """Which dimensions are rotated together, as switchyard_kernels.h numbers it."""
 
@@ -78,31 +73,6 @@ class GroupedAttention(NativeAttention):
         if self._angles and cos.numel() != tokens * self._angles:
             return None
         return Angles.of(cos, sin)
-
-    def can_claim(self, tokens: int, cache: Any) -> bool:
-        """Whether `claim` gives room for so many."""
-        held_layer = cache.layers[self._index]
-        if self._index_struct is not None:
-            return type(held_layer) is GrowingIndexedLayer and holds_index(held_layer, self._index_struct.dim, tokens)
-        return type(held_layer) in _KNOWN and held_layer.can_claim(tokens)
-
-    def claim(self, tokens: int, cache: Any) -> Claim | None:
-        """Room for so many tokens; `None` if the cache gives none."""
-        held_layer = cache.layers[self._index]
-        rows = held_layer.claim_rows(tokens) if self.can_claim(tokens, cache) else None
-        if rows is None:
-            return None
-        keys, values, held = rows
-        narrow = type(held_layer) is NarrowLayer
-        page = (
-            keys.data_ptr(),
-            values.data_ptr(),
-            *(held_layer.scales if narrow else _NO_SCALES),
-            keys.stride(1) // self._head_dim,
-            int(held_layer.kv_type) if narrow else _BF16,
-            address_of(held_layer.index_rows) if self._index_struct is not None else None,
-        )
-        return page, held
 
 
 def _fast_path(attention: Any) -> FastPath:

@@ -29,10 +29,8 @@ from engine.kernels.native.linear import (
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import IndexStruct, LatentAttentionStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles, type_of
-from engine.runtime.fast_path.native_attention import Claim, NativeAttention, holds_index
-from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
+from engine.runtime.fast_path.native_attention import NativeAttention
 
-_KNOWN = (GrowingLayer, GrowingWindowLayer)
 _BF16 = int(KvType.BF16)
 _HALVES, _PAIRS_TO_HALVES, _PAIRS, _NOT = 0, 1, 2, 3
 
@@ -78,24 +76,6 @@ class LatentAttention(NativeAttention):
             return Angles.of_complex(positions)
         cos, sin = positions
         return Angles.of(cos, sin) if cos.numel() == tokens * self.rotated else None
-
-    def can_claim(self, tokens: int, cache: Any) -> bool:
-        """Whether `claim` gives room for so many."""
-        held_layer = cache.layers[self._index]
-        if self._index_struct is not None:
-            return type(held_layer) is GrowingIndexedLayer and holds_index(held_layer, self._index_struct.dim, tokens)
-        return type(held_layer) in _KNOWN and held_layer.can_claim(tokens)
-
-    def claim(self, tokens: int, cache: Any) -> Claim | None:
-        """As `GroupedAttention.claim`: latents take the place of keys, rotary keys that of values."""
-        held_layer = cache.layers[self._index]
-        rows = held_layer.claim_rows(tokens) if self.can_claim(tokens, cache) else None
-        if rows is None:
-            return None
-        latents, rotary_keys, held = rows
-        room = latents.stride(1) // latents.shape[-1]
-        index = held_layer.index_rows if type(held_layer) is GrowingIndexedLayer else None
-        return (latents.data_ptr(), rotary_keys.data_ptr(), None, None, room, _BF16, address_of(index)), held
 
 
 def _can_look_up(attention: Any) -> bool:

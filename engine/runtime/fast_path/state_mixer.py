@@ -17,10 +17,9 @@ import torch
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels, out_of_memory
 from engine.kernels.native.linear import TurnedLinear, address_of, is_plain, is_readable, linear_struct, reads_together
-from engine.kernels.native.paged_attention import KvType, Piece, Pieces, StatePages
+from engine.kernels.native.paged_attention import Piece, Pieces, StatePages
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct, PagesStruct
 from engine.runtime.fast_path.angles import Angles
-from engine.runtime.fast_path.native_attention import Claim, ClaimedPage
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, multiple_of, offset_of
 from engine.runtime.kv.layers import StateLayer
 
@@ -144,7 +143,7 @@ class StateMixer:
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         net, norm = _net_of(layer), LayerNorms.of(layer).before_attention
-        self._net, self._norm, self._parts, self._page = net, norm, _Parts.of(net), ClaimedPage.apart()
+        self._net, self._norm, self._parts = net, norm, _Parts.of(net)
         parts = self._parts
         _compute_in_floats(parts, norm.weight.dtype)
         rates = parts.rates
@@ -218,8 +217,10 @@ class StateMixer:
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        claim = self.claim(tokens := hidden_states.shape[1], cache)
-        return None if claim is None else self._compute(hidden_states, self._page.take(claim, tokens))
+        if not self._can_go_on(cache):
+            return None
+        pieces = Pieces([Piece(_NO_PAGES, 0, hidden_states.shape[1])])
+        return self.rows(hidden_states, PagesStruct(*map(address_of, self._states(cache))), pieces, None)
 
     def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:  # noqa: ARG002
         """The same of the next tokens of several sequences, whose states are pages."""
@@ -251,7 +252,7 @@ class StateMixer:
         """None at all."""
         return Angles.none()
 
-    def can_claim(self, tokens: int, cache: Any) -> bool:  # noqa: ARG002 - any number
+    def _can_go_on(self, cache: Any) -> bool:
         """Whether the cache holds states of one sequence, which a step brings up to date."""
         held = cache.layers[self._index]
         if not isinstance(held, StateLayer) or held.record_past or not held.has_previous_state[0]:
@@ -268,13 +269,6 @@ class StateMixer:
                 for of in ((recent, held.recurrent_states[0]) if has_state else (recent,))
             )
         )
-
-    def claim(self, tokens: int, cache: Any) -> Claim | None:
-        """As `GroupedAttention.claim`: what convolutions read last takes the place of keys, states that of values."""
-        if not self.can_claim(tokens, cache):
-            return None
-        recent, states = self._states(cache)
-        return (recent.data_ptr(), address_of(states) or 0, None, None, 0, int(KvType.BF16), None), 0
 
     def _states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         held = cache.layers[self._index]
@@ -325,7 +319,7 @@ class StateMixer:
             if parts.rule != _CONVOLUTION:
                 held.lazy_initialization(recurrent_states=torch.zeros(1, *parts.state))
             held.has_previous_state[0] = True
-        return self.can_claim(1, cache)
+        return self._can_go_on(cache)
 
 
 def _compute_in_floats(parts: _Parts, dtype: torch.dtype) -> None:

@@ -21,14 +21,12 @@ from engine.kernels.native.structs import (
     LayerStruct,
     ModelStruct,
     PagesStruct,
-    PieceStruct,
     StreamsStruct,
 )
 from engine.runtime.fast_path.angles import Angles
 from engine.runtime.fast_path.compressed_attention import CompressedAttention
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
-from engine.runtime.fast_path.native_attention import ClaimedPage
 from engine.runtime.fast_path.norms import epsilon_of, offset_of
 from engine.runtime.fast_path.state_mixer import StateMixer
 
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 
 class WholeModel:
     """All layers of a model and its head.
-
-    A sequence of its own has a cache, which is a page for each layer; sequences that share memory have pages of it.
 
     Args:
         streams: what adds up the last streams of hidden states, if there are several.
@@ -52,17 +48,14 @@ class WholeModel:
         self._attentions = [layer.attention for layer in layers]
         self._kernels = self._attentions[0].kernels
         self._structs = (LayerStruct * len(layers))()
-        pieces = (PieceStruct * len(layers))()
-        self._pages = [ClaimedPage(struct.held, piece) for struct, piece in zip(self._structs, pieces, strict=True)]
         types = sorted({attention.type for attention in self._attentions})
         self._rotating = [
             max((each for each in self._attentions if each.type == name), key=lambda each: each.rotated)
             for name in types
         ]
         self._angles = (AnglesStruct * len(types))()
-        for struct, layer, page in zip(self._structs, layers, self._pages, strict=True):
+        for struct, layer in zip(self._structs, layers, strict=True):
             assert layer.sparse is not None
-            struct.pieces = page.piece_address
             if isinstance(layer.attention, LatentAttention):
                 struct.latent = layer.attention.address
             elif isinstance(layer.attention, StateMixer):
@@ -86,10 +79,6 @@ class WholeModel:
             offset_of(norm),
             *((self._wide_norm.data_ptr(), self._around(streams)) if streams is not None else ()),
         )
-        # What a cache's layers claim stays told: rows over pages have structs of their own.
-        self._row_structs = type(self._structs).from_buffer_copy(self._structs)
-        self._row_model = ModelStruct.from_buffer_copy(self._model)
-        self._row_model.layers = ctypes.addressof(self._row_structs)
         self._vocabulary: int = self._model.head.rows
         self._logits = torch.bfloat16 if self._model.head.format == BF16.native else torch.float32
 
@@ -122,13 +111,17 @@ class WholeModel:
         self._streams.append((struct, (mix, base)))
         return ctypes.addressof(struct)
 
-    def step(self, hidden: torch.Tensor, cache: Any, positions: dict[str, Any]) -> torch.Tensor | None:
-        """Hidden states [1, q, hidden] of the next tokens, float32, contiguous -> logits [q, V] after each.
+    def rows(
+        self, hidden: torch.Tensor, held: Sequence[PagesStruct], pieces: Pieces, positions: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Hidden states [1, q, hidden] of the next tokens of several sequences, float32, contiguous -> logits [q, V]
+        after each, as if each were alone, bit by bit.
 
         Logits are float32 unless the head is in bf16.
 
         Args:
-            cache: takes their keys and values.
+            held: the pages of each layer, into which keys and values go.
+            pieces: the sequences of these tokens.
             positions: their cosines and sines, by the type of the layers that they are for.
 
         Returns:
@@ -137,31 +130,12 @@ class WholeModel:
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        tokens = hidden.shape[1]
-        angles = self._turn_to(positions, tokens)
-        if angles is None or not all(attention.can_claim(tokens, cache) for attention in self._attentions):
-            return None
-        for page, attention in zip(self._pages, self._attentions, strict=True):
-            claim = attention.claim(tokens, cache)
-            assert claim is not None
-            page.take(claim, tokens)
-        return self._compute(self._model, 1, hidden, angles)
-
-    def rows(
-        self, hidden: torch.Tensor, held: Sequence[PagesStruct], pieces: Pieces, positions: dict[str, Any]
-    ) -> torch.Tensor | None:
-        """The same of the next tokens of several sequences: each as if alone, bit by bit.
-
-        Args:
-            held: the pages of each layer, into which keys and values go.
-            pieces: the sequences of these tokens.
-        """
         angles = self._turn_to(positions, pieces.tokens)
         if angles is None:
             return None
-        for struct, pages in zip(self._row_structs, held, strict=True):
+        for struct, pages in zip(self._structs, held, strict=True):
             struct.held, struct.pieces = pages, pieces.address_for(pages)
-        return self._compute(self._row_model, len(pieces.pieces), hidden, angles)
+        return self._compute(len(pieces.pieces), hidden, angles)
 
     def _turn_to(self, positions: dict[str, Any], tokens: int) -> list[Angles] | None:
         """The angles of so many tokens; `None` if they are of others, or no step may be computed now."""
@@ -171,14 +145,14 @@ class WholeModel:
         angles = [each for each in found if each is not None]
         return angles if len(angles) == len(found) else None
 
-    def _compute(self, model: ModelStruct, pieces: int, hidden: torch.Tensor, angles: list[Angles]) -> torch.Tensor:
+    def _compute(self, pieces: int, hidden: torch.Tensor, angles: list[Angles]) -> torch.Tensor:
         for into, found in zip(self._angles, angles, strict=False):
             into.cos, into.sin, into.angle_step, into.token_step = found.arguments
         kernels, tokens = self._kernels, hidden.shape[1]
         logits = hidden.new_empty((tokens, self._vocabulary), dtype=self._logits)
         failed = kernels.model_step(
             kernels.pool,
-            ctypes.addressof(model),
+            ctypes.addressof(self._model),
             pieces,
             tokens,
             hidden.data_ptr(),

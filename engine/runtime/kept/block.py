@@ -1,7 +1,7 @@
 """A block: keys and values of a few tokens of one sequence, of all layers, in one piece of memory.
 
-The same bytes lie in RAM and on disk, so keeping and bringing back are copies.  What a block looks like is found out
-from a cache that has something in it, and written beside it: before its first token a cache does not know.
+The same bytes lie in RAM and on disk, so keeping and bringing back are copies.  What a block looks like is written
+beside it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
 from engine.kernels.native.paged_attention import PAGE_TOKENS, LayerPages
 from engine.runtime.kept.files import Key
-from engine.runtime.kv.parts import has_parts, held_parts, keeps_rows, parts_of_pages
+from engine.runtime.kv.paged_cache import parts_of_pages
 
 BLOCK_TOKENS = 2 * PAGE_TOKENS
 """Few enough that little of a prompt is read again, and enough for a file of each block to be worth its name."""
@@ -49,10 +48,6 @@ class PartShape:
         """Of a block."""
         return int(self.heads * BLOCK_TOKENS * math.prod(self.width) * DTYPES[self.dtype].itemsize)
 
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Of one token."""
-        return torch.zeros((self.heads, 1, *self.width), dtype=DTYPES[self.dtype], device=device)
-
 
 DTYPES = {
     name: getattr(torch, name)
@@ -66,32 +61,6 @@ class BlockLayout:
     """What each layer has in a block; one that keeps nothing has no parts."""
 
     layers: tuple[tuple[PartShape, ...], ...]
-
-    @classmethod
-    def of_cache(cls, cache: Any, tokens: int) -> BlockLayout | None:
-        """That of a cache which holds at least `tokens` tokens of one sequence; None if some layer forgets tokens."""
-        layers = getattr(cache, "layers", [])
-        if not layers or not all(has_parts(states, tokens) for states in layers):
-            return None
-        found = cls._of(layers)
-        return found if found.nbytes and found.is_sound else None
-
-    @classmethod
-    def of_rows(cls, cache: Any) -> BlockLayout:
-        """That of the layers which keep all tokens, whatever the others do; these have no parts."""
-        return cls._of([each if keeps_rows(each) else None for each in cache.layers])
-
-    @classmethod
-    def _of(cls, layers: Sequence[Any]) -> BlockLayout:
-        return cls(
-            tuple(
-                tuple(
-                    PartShape(part.shape[0], tuple(part.shape[2:]), dtype_name(part.dtype))
-                    for part in (held_parts(each) if each is not None else [])
-                )
-                for each in layers
-            )
-        )
 
     @classmethod
     def of_pages(cls, layers: Sequence[LayerPages | None]) -> BlockLayout:

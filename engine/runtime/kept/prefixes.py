@@ -28,7 +28,7 @@ from engine.common.files import is_full
 from engine.devices.host_memory import available_ram
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, block_keys
 from engine.runtime.kept.files import KeptFiles, Key, Writing
-from engine.runtime.kept.state import HeldState, StateLayout, state_keys
+from engine.runtime.kept.state import PagedState, StateLayout, state_keys
 
 _READERS = max(1, min(4, os.cpu_count() or 1))
 _NICE = 10
@@ -276,7 +276,7 @@ class KeptPrefixes:
         ids: Sequence[int],
         layout: BlockLayout | None,
         copy: CopyBlock,
-        states: Sequence[HeldState],
+        states: Sequence[PagedState],
         chat: str = "",
     ) -> None:
         """The same of a cache whose layers forget tokens: it can only be gone on with from one of these states.

@@ -1,4 +1,4 @@
-"""Which of our cache layers stands in for which of the library's."""
+"""The library's cache of a model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ import torch
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
-
-from engine.families.library import BLOCK_INDEX
-from engine.kernels.native.paged_attention import KvType
-from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.narrow import NarrowLayer
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped
@@ -54,28 +46,3 @@ def library_cache(model: Any) -> Cache | None:
         StateLayer(layer.number_of_states) if type(layer) is LinearAttentionLayer else layer for layer in cache.layers
     ]
     return cache
-
-
-def new_cache(model: Any, most_tokens: int | None = None, kv_type: KvType | None = None) -> Cache | None:
-    """An empty cache for this model; `None` if the model insists on making its own.
-
-    Args:
-        most_tokens: length of the context, which bounds what is allocated ahead.
-        kv_type: of layers that see the whole context; `None` for the model's own.
-    """
-    cache = library_cache(model)
-    if cache is None:
-        return None
-    cache.layers = [_growing(layer, most_tokens, kv_type) for layer in cache.layers]
-    return cache
-
-
-def _growing(layer: Any, most_tokens: int | None, kv_type: KvType | None) -> Any:
-    """A new layer that does what the library's new `layer` does, in place where that is known."""
-    if type(layer) is DynamicLayer:
-        return GrowingLayer(most_tokens) if kv_type is None else NarrowLayer(kv_type, most_tokens)
-    if type(layer) is DynamicIndexedLayer or type(layer).__name__ == BLOCK_INDEX:
-        return GrowingIndexedLayer(most_tokens)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingWindowLayer(layer.sliding_window)
-    return layer

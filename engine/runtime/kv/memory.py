@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,9 @@ from transformers.cache_utils import Cache
 
 from engine.common.footprint import PAGE_TOKENS, window_pages
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.paged_cache import PagedCaches, compresses
 from engine.runtime.kv.pages import PageSizes
-
-_OURS = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +75,25 @@ def _of_decoder(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
-def cache_bytes(cache: Cache | None) -> int:
-    """Bytes held by every tensor of a cache, whatever its layers call them.  May be asked while a forward runs."""
-    if cache is None:
-        return 0
-    beside = _tensor_bytes([value for name, value in list(vars(cache).items()) if name != "layers"])
-    return sum(cache_layer_bytes(cache)) + beside
+def cache_bytes(cache: Any) -> int:
+    """Bytes held by every tensor of a cache, whatever its layers call them."""
+    return sum(tensor.nbytes for tensor in cache_tensors(cache))
 
 
-def cache_layer_bytes(cache: Cache | None) -> list[int]:
-    """Bytes held by each layer of a cache."""
-    return [
-        layer.allocated_bytes() if isinstance(layer, _OURS) else _tensor_bytes(vars(layer))
-        for layer in list(getattr(cache, "layers", ()))
-    ]
+def cache_tensors(cache: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a cache.  May be asked while a forward runs."""
+    for name, value in list(vars(cache).items()) if cache is not None else []:
+        if name == "layers":
+            yield from _tensors([vars(layer) for layer in value])
+        elif isinstance(value, Cache):
+            yield from cache_tensors(value)
+        else:
+            yield from _tensors(value)
 
 
-def _tensor_bytes(holder: Any) -> int:
+def _tensors(holder: Any) -> Iterator[torch.Tensor]:
     if isinstance(holder, torch.Tensor):
-        return holder.numel() * holder.element_size()
-    if isinstance(holder, dict):
-        return sum(_tensor_bytes(value) for value in list(holder.values()))
-    if isinstance(holder, list | tuple):
-        return sum(_tensor_bytes(value) for value in list(holder))
-    return 0
+        yield holder
+    elif isinstance(holder, dict | list | tuple):
+        for each in list(holder.values() if isinstance(holder, dict) else holder):
+            yield from _tensors(each)

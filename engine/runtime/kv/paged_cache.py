@@ -30,8 +30,24 @@ from engine.kernels.native.paged_attention import (
 )
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
-from engine.runtime.kv.narrow import narrowed, widened
-from engine.runtime.kv.parts import parts_of_pages
+
+_MOST_FP16 = 65504.0
+
+
+def narrowed(states: torch.Tensor, kv_type: KvType) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """States [..., D] as this type stores them, and their scales [...] if it has any."""
+    if kv_type is KvType.INT8:
+        most = states.float().abs().amax(-1)
+        stored = (states.float() * (127 / most.clamp(min=1e-30))[..., None]).round().nan_to_num(0)
+        return stored.to(torch.int8), most / 127
+    if kv_type is KvType.FP16:
+        return states.clamp(-_MOST_FP16, _MOST_FP16).to(torch.float16), None
+    return states, None
+
+
+def widened(stored: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What was `narrowed`, in another type."""
+    return stored.to(dtype) if scales is None else (stored.float() * scales[..., None]).to(dtype)
 
 
 class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -128,11 +144,12 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
 class PagedIndexedLayer(PagedCacheLayer):
     """The same with the keys of an index of important tokens."""
 
-    indexer_position_ids = None
-
     def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece, pages: torch.Tensor) -> None:
         super().__init__(paged, struct, 0, piece, pages)
         self._indexed = piece.held
+        # Where a model has the positions of its index kept here: of text, as many as there are tokens on each axis.
+        positions = torch.arange(piece.held, device=pages.device).expand(_AXES, 1, -1)
+        self.indexer_position_ids = positions if piece.held else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -153,6 +170,10 @@ class PagedIndexedLayer(PagedCacheLayer):
     def update_index(self, states: torch.Tensor) -> torch.Tensor:
         """The same of [1, 1, q, D], as MiniMax-M3 calls it."""
         return self.update_indexer(states[:, 0])[:, None]
+
+
+_AXES = 3
+"""Of positions: time, height and width."""
 
 
 class PagedCompressedLayer(PagedCacheLayer):
@@ -335,7 +356,7 @@ class PagedCaches:
                 and (layer.keys.dtype == kv_type.dtype or (is_narrow and not slides[-1]))
             ):
                 made.append(_pages_like(layer, kv_type, own_pages, by_head=by_head))
-            elif index is not None and getattr(layer, "indexer_position_ids", None) is None:
+            elif index is not None:
                 own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
                 made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
             elif compresses(layer):
@@ -436,6 +457,9 @@ class PagedCaches:
         cache.layers = list(map(layer_of, self.layers, self.structs, self.windows))
         return cache
 
+    def keep(self, piece: Piece, cache: Any) -> None:
+        """After a forward: what it wrote is in pages."""
+
     def copy_page(self, source: int, target: int) -> None:
         """What a page holds, into another one."""
         _copy(self.in_full, source, target)
@@ -468,6 +492,16 @@ class PagedCaches:
             paged.discard(pages)
 
 
+def parts_of_pages(paged: LayerPages | None) -> list[torch.Tensor]:
+    """Of each token, [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]; states have none."""
+    if isinstance(paged, CompressedPages):
+        return [*parts_of_pages(paged.recent), *parts_of_pages(paged.entries)]
+    if not isinstance(paged, PagedLayer):
+        return []
+    parts = (paged.keys, paged.values, paged.key_scales, paged.value_scales, paged.index)
+    return [part for part in parts if part is not None and part.shape[-1]]
+
+
 def _kinds(paged: LayerPages, *, slides: bool) -> tuple[LayerPages | None, LayerPages | None]:
     """What a layer has in pages of all tokens, and in those of a window."""
     if not slides:
@@ -489,6 +523,18 @@ def _discard(layers: Sequence[LayerPages | None], pages: Sequence[int]) -> None:
     for paged in layers:
         if paged is not None and not isinstance(paged, StatePages):
             paged.discard(pages)
+
+
+def may_hold(model: Any) -> bool:
+    """Whether pages may hold what a model's own cache does: nothing is computed to find that out."""
+    cache: Any = library_cache(model)
+    return type(cache) is DynamicCache and all(
+        type(each) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+        or (type(each) is StateLayer and each.number_of_states == 1)
+        or index_of(each) is not None
+        or compresses(each)
+        for each in cache.layers
+    )
 
 
 def index_of(layer: Any) -> int | None:

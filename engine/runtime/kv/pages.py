@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,9 @@ class PageKind(NamedTuple):
             again.
         window: tokens that layers with pages of their own see; 0 if all layers have their tokens in the same pages.
         at_once: most tokens that a row reads at once.
+        exact: of a longer context what a token gives depends on which others are computed with it: nobody shares it,
+            a prompt is read in one go and an answer token by token.
+        again: a longer context is computed again from its beginning, as all of its tokens are rotated differently.
     """
 
     root: Prefix = NO_PREFIX
@@ -52,6 +56,8 @@ class PageKind(NamedTuple):
     discard_windows: Discard = _keep
     window: int = 0
     at_once: int = 1
+    exact: int = sys.maxsize
+    again: int = sys.maxsize
 
     def most_windows(self, *, reads: bool = True) -> int:
         """Pages of a window, at most, that a row holds while it reads its prompt, or while it is answered."""
@@ -157,8 +163,6 @@ class PagePool:
     its own, and whoever goes on from pages copies the one behind them.
 
     Args:
-        beside: how many pages' memory a row takes for what it has beside its pages, without which nobody can go on from
-            these: they are not shared; `None` if pages are all that it has.
         state_weight: pages whose memory a state takes; 0 without any.
         sizes: of a page, and of a window's.
     """
@@ -166,7 +170,6 @@ class PagePool:
     def __init__(
         self,
         capacity: int,
-        beside: int | None = None,
         state_weight: int = 0,
         sizes: PageSizes = PageSizes(1),  # noqa: B008 - it cannot be changed
     ) -> None:
@@ -175,7 +178,8 @@ class PagePool:
         self.page_weight, self.window_weight = page_weight, window_weight
         self.room: Room | None = None
         """What gives memory to the first of each kind, where it does not come by itself."""
-        self.beside, self.shares = beside or 2 * state_weight, beside is None
+        self.beside = 2 * state_weight
+        """What a row takes beside its pages."""
         self._pages = _Places(capacity // page_weight, page_weight)
         # Not only as many as pages: what is on its way to disk holds a window's alone.
         self._windows = _Places(capacity // window_weight if window_weight else 0, window_weight)
@@ -201,8 +205,6 @@ class PagePool:
         of an answer that has to be repeated bit by bit may be shared."""
         self._idle: OrderedDict[tuple[_Places, int], None] = OrderedDict()
         """What no row holds but can still be shared, the least recently used first."""
-        self.elsewhere: Callable[[], int] = int
-        """Pages whose memory is in use as a cache of a sequence's own."""
 
     @property
     def pages(self) -> int:
@@ -236,9 +238,9 @@ class PagePool:
 
     @property
     def in_use(self) -> int:
-        """What is held or promised, and what is a cache of a sequence's own, in pages."""
+        """What is held or promised, in pages."""
         held = self.held * self.page_weight + self.held_states * self.state_weight
-        return held + self._windows_held * self.window_weight + self._reserved + self.elsewhere()
+        return held + self._windows_held * self.window_weight + self._reserved
 
     @property
     def filled(self) -> int:
@@ -396,7 +398,7 @@ class PagePool:
             before, tokens: the prefix of whole pages that these tokens follow.
         """
         prefix = prefix_after(before, tokens) if tokens else before
-        if not self.shares or prefix in self._state_of:
+        if prefix in self._state_of:
             return False
         self._state_of[prefix], self._behind[state] = state, (before, prefix)
         self._states_after.setdefault(before, {})[state] = tuple(tokens)
@@ -420,11 +422,15 @@ class PagePool:
                 return state, count
             end += PAGE_TOKENS
 
+    def discard_free_states(self) -> None:
+        """Returns the memory of those that nobody holds or can go on from."""
+        self._states.discard(self._states.free)
+
     # --- windows ----------------------------------------------------------------------------------------
 
     def offer_window(self, page: int, prefix: Prefix) -> None:
         """Offers a window's page for sharing as the end of this prefix, as `publish` does."""
-        if self.shares and prefix not in self._window_of and page not in self._prefix_of_window:
+        if prefix not in self._window_of and page not in self._prefix_of_window:
             self._window_of[prefix], self._prefix_of_window[page] = page, prefix
 
     def window_of(self, prefix: Prefix) -> int | None:
@@ -569,8 +575,6 @@ class PagePool:
         Args:
             before, tokens: the prefix that its own tokens follow, and those.
         """
-        if not self.shares:
-            return
         if prefix not in self._page_of:
             self._page_of[prefix] = page
             self._prefix_of[page], self._before[page] = prefix, before

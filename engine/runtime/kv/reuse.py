@@ -1,34 +1,14 @@
-"""What may be done to a KV cache without changing a single later token.
-
-Two questions, answered from the layers that the cache really has rather than from the model's name: may its last
-tokens be taken back, and if not, can it return to a snapshot?
-"""
+"""Which contexts are computed alike however they are divided, and where angles depend on how long they are."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-from transformers.cache_utils import (
-    Cache,
-    DummyLayer,
-    DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
-
 from engine.families import family_of
-from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.memory import cache_layer_bytes
-from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.window_masks import window_of_cache_alone
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds whose angles depend on how long the context of a forward is, and not on the position alone."""
-KEEPS_EVERY_TOKEN = (GrowingLayer, GrowingIndexedLayer, NarrowLayer, DynamicLayer, DynamicIndexedLayer, DummyLayer)
-"""Classes whose `crop` takes tokens back exactly.  By exact class: a subclass may hold more state (compressed entries,
-recurrent states) that its inherited `crop` does not know of."""
 
 
 def rotary_embeddings(model: Any) -> list[Any]:
@@ -65,24 +45,6 @@ def restart_angles(model: Any) -> None:
             original, now = getattr(rotary, f"{prefix}original_inv_freq"), getattr(rotary, f"{prefix}inv_freq")
             rotary.register_buffer(f"{prefix}inv_freq", original.to(now.device), persistent=False)
             setattr(rotary, cached, rotary.original_max_seq_len)
-
-
-def can_take_back(cache: Cache, tokens: int) -> bool:
-    """Whether `cache.crop(-tokens)` leaves exactly the state before those tokens.
-
-    A sliding window can be cropped as long as nothing has slid out of it.
-    """
-    if tokens == 0:
-        return True
-    if type(cache) is not DynamicCache:
-        return False
-    for layer in cache.layers:
-        if type(layer) in (DynamicSlidingWindowLayer, GrowingWindowLayer):
-            if layer.get_seq_length() >= layer.sliding_window:
-                return False
-        elif type(layer) not in KEEPS_EVERY_TOKEN:
-            return False
-    return True
 
 
 _FEW_INDEX_HEADS = 16
@@ -141,57 +103,3 @@ def _long_rope_length(model: Any) -> int | None:
     ]
     known = [int(length) for length in lengths if length]
     return min(known) if known else None
-
-
-class KvSnapshot:
-    """What `length` tokens left in a cache.
-
-    Args:
-        cache: a cache that holds exactly these tokens; `worth_taking` says whether this is of use for it.
-    """
-
-    def __init__(self, cache: Cache, length: int) -> None:
-        self.length = length
-        self._forgetful: dict[int, Any] = {
-            index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if not _keeps_all(layer)
-        }
-
-    @property
-    def forgetful(self) -> dict[int, Any]:
-        """The layers that forget, as they were, by their numbers."""
-        return self._forgetful
-
-    @property
-    def nbytes(self) -> int:
-        """What those take."""
-        return sum(cache_layer_bytes(Cache(layers=list(self._forgetful.values()))))
-
-    @staticmethod
-    def worth_taking(cache: Cache) -> bool:
-        """Whether the cache has layers that forget, all of them inside its list of layers."""
-        return type(cache) is DynamicCache and not all(_keeps_all(layer) for layer in cache.layers)
-
-    def give_up(self, cache: Cache) -> None:
-        """Takes a cache back to what it was, whatever layers have taken in since."""
-        for index, layer in enumerate(cache.layers):
-            if index in self._forgetful:
-                cache.layers[index] = self._forgetful[index]
-            elif (more := layer.get_seq_length() - self.length) > 0:
-                layer.crop(-more)
-
-    def restore(self, cache: Cache, tokens: int) -> None:
-        """Takes a cache that now holds `tokens` tokens, the first `length` of them the same, back to those."""
-        for index, layer in enumerate(cache.layers):
-            if index in self._forgetful:
-                cache.layers[index] = copy.deepcopy(self._forgetful[index])
-            else:
-                layer.crop(self.length - tokens)
-
-
-def forgetful_bytes(cache: Cache) -> int:
-    """What the layers take that forget."""
-    return sum(cache_layer_bytes(Cache(layers=[layer for layer in cache.layers if not _keeps_all(layer)])))
-
-
-def _keeps_all(layer: Any) -> bool:
-    return type(layer) in KEEPS_EVERY_TOKEN

@@ -21,8 +21,7 @@ from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages, pages_from
 from engine.kernels.reference import store_tokens
 from engine.runtime.kv.layers import StateLayer
-from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.kv.parts import parts_of_pages
+from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
 
 GATHERED_PAGES = 8
 """Pages that steps without a kernel attend to are a multiple of this: few steps have to be captured again."""

@@ -21,8 +21,9 @@ from engine.experts.shared import Ways
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.paged_attention import PAGE_TOKENS, StatePages
+from engine.kernels.native.paged_attention import PAGE_TOKENS, LayerPages, StatePages
 from engine.runtime.decoder_layers import LayerDevices
+from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.memory import KvCost
 from engine.runtime.kv.paged_cache import PagedCaches
 
@@ -322,13 +323,20 @@ class PageRoom:
 
     Args:
         caches: of the pages, all of which there may ever be if the CPU reads them: memory comes as it is written to.
+            Where they are the library's, pages count their tokens.
         longest: pages of the longest context, which there is room for once experts have given way.
     """
 
-    def __init__(self, devices: ModelDevices, caches: PagedCaches, longest: int) -> None:
+    def __init__(self, devices: ModelDevices, caches: PagedCaches | LibraryCaches, longest: int) -> None:
         self._devices, self._caches, self._longest = devices, caches, longest
         self._page, self._window, self._state = ([0] * len(devices.devices) for _ in range(3))
-        for number, (full, in_windows) in enumerate(zip(caches.in_full, caches.in_windows, strict=True)):
+        if isinstance(caches, LibraryCaches):
+            self._page = [PAGE_TOKENS * kv.per_token for kv in devices.kv]
+            self._state = [-(-kv.fixed // 2) for kv in devices.kv]  # a row has two, which share most of it
+            layers: Sequence[tuple[LayerPages | None, LayerPages | None]] = ()
+        else:
+            layers = list(zip(caches.in_full, caches.in_windows, strict=True))
+        for number, (full, in_windows) in enumerate(layers):
             index = devices.layers.of_cache_layer(number)
             if full is not None:
                 (self._state if isinstance(full, StatePages) else self._page)[index] += full.page_bytes
@@ -376,7 +384,7 @@ class PageRoom:
         try:
             for index, reservation in enumerate(self._reservations):
                 self._devices.resize_kv(index, reservation, self._bytes(index, *counts), pages * PAGE_TOKENS)
-            if self._caches.are_of_card:
+            if isinstance(self._caches, PagedCaches) and self._caches.are_of_card:
                 self._caches.resize(*counts)
         except (EngineError, RuntimeError) as error:
             # Some layers may have theirs, others not.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.cache_utils import DummyLayer, DynamicLayer
 
 from engine.checkpoint.shards import fingerprint
 from engine.common.errors import EngineError
@@ -19,8 +20,8 @@ from engine.common.kept_context import kept_context_dir
 from engine.devices.host_memory import available_ram
 from engine.runtime.kept.files import KeptFiles, Key
 from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.kept.state import CacheForm
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.paged_cache import index_of, may_hold
 from engine.runtime.kv.reuse import exact_tokens, long_rope_boundary
 from engine.runtime.loaded_model import LoadedModel
 
@@ -47,7 +48,7 @@ def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
 def why_not_kept(model: Any) -> str:
     if getattr(model.config, "is_encoder_decoder", False):
         return "What this model reads is not kept: it reads each prompt in one go."
-    if CacheForm.of(new_cache(model)) is None:
+    if not may_hold(model):
         return (
             "What this model reads is not kept for other chats: some of its layers hold more than keys, values and "
             "sums of what they have read."
@@ -59,8 +60,8 @@ def kept_note(model: Any) -> str:
     why = why_not_kept(model)
     if why:
         return why
-    form = CacheForm.of(new_cache(model))
-    if form is None or not form.has_state:
+    cache: Any = library_cache(model)
+    if all(type(each) in (DynamicLayer, DummyLayer) or index_of(each) is not None for each in cache.layers):
         return ""
     return (
         "Some layers of this model sum up or forget what lies further back: a chat is gone on with where one of its "

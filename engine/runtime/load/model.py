@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from engine.checkpoint.library import precision_words
 from engine.common.collector import without_collector
@@ -40,8 +41,7 @@ from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import decoder_layers, move_between
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.memory import KvCost, measure_kv
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.load.binding import bind_dense, bind_experts, speed_up_on_cards
@@ -336,8 +336,8 @@ def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = N
     wanted = _KV_TYPES.get(kv_precision)
     if wanted is None:
         return None, ""
-    cache, layers = new_cache(model), decoder_layers(model)
-    whole = cache is not None and all(isinstance(held, GrowingLayer | GrowingWindowLayer) for held in cache.layers)
+    cache, layers = library_cache(model), decoder_layers(model)
+    whole = cache is not None and all(type(held) in (DynamicLayer, DynamicSlidingWindowLayer) for held in cache.layers)
     fast = (layer.__dict__.get("forward") for layer in layers)
     if whole and layers and all(isinstance(path, SingleTokenLayer) and path.reads_narrow for path in fast):
         return wanted, ""
@@ -348,12 +348,12 @@ def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = N
 
 def narrow_token_bytes(model: Any, per_token: int, kv_type: KvType) -> int:
     """Bytes of a token where layers without a window hold it in this type; `per_token`: in the model's own."""
-    cache = new_cache(model)
+    cache = library_cache(model)
     config = model.config.get_text_config(decoder=True)
     if cache is None:
         return per_token
     width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    narrow = sum(isinstance(held, GrowingLayer) for held in cache.layers) / max(1, len(cache.layers))
+    narrow = sum(type(held) is DynamicLayer for held in cache.layers) / max(1, len(cache.layers))
     scale = 4 if kv_type is KvType.INT8 else 0
     ratio: float = (width * kv_type.dtype.itemsize + scale) / (width * model.dtype.itemsize)
     return int(per_token * (1 - narrow + narrow * ratio))

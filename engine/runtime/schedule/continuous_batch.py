@@ -33,6 +33,8 @@ from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kv.library_caches import LibraryCaches
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
 from engine.runtime.schedule.left_pages import LeftPages
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
@@ -49,7 +51,7 @@ _TAKEN = (
     "and go on."
 )
 _MOST_IN_TURNS = 8
-"""Rows, each with a session, that share no sweeps."""
+"""Rows that share no sweeps."""
 _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
@@ -115,8 +117,8 @@ class ContinuousBatch:
         """Of who asks by `submit` or `run`."""
         self.turns = 0
         """Sweeps begun so far."""
-        # With a window of its own a row holds other values than a chat.
-        self._kept = kept if not policy.window else None
+        # With a window of its own a row holds other values than a chat, and what is the library's is not written down.
+        self._kept = kept if not (policy.window or isinstance(model.caches, LibraryCaches)) else None
         self._keeps = keeps
         self._model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
@@ -129,18 +131,18 @@ class ContinuousBatch:
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
             kind = self._kind_of(model, window=sizes.window_tokens)
-            if exact or model.sessions is not None or policy.on_device:
-                longest = PagePool(0, model.pages_beside, state_weight, sizes).needs(model.context_tokens, kind)
+            if exact or policy.on_device or isinstance(model.caches, LibraryCaches):
+                longest = PagePool(0, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             if most_pages:
                 pages = min(pages, most_pages * (sizes.page + sizes.window))
-            self.pool, self._kind = PagePool(pages, model.pages_beside, state_weight, sizes), kind
+            self.pool, self._kind = PagePool(pages, state_weight, sizes), kind
             model.allocate(self.pool.pages, self.pool.states, self.pool.windows, by_head=exact)
             self.pool.room = model.room
             self.exact = model.exact_steps() if exact else None
-            self.pool.elsewhere = model.idle_pages
         else:
             self.pool, self._kind = above.pool, above._kind
+            self.exact = above.exact if exact else None
             above.below.append(self)
             if model is not above.model:
                 weight = -(-model.sizes.nbytes // (above.model.sizes.page * above.model.page_bytes))
@@ -183,7 +185,8 @@ class ContinuousBatch:
 
     def _kind_of(self, model: PackedModel, window: int) -> PageKind:
         discards = (model.discard, model.discard_states, model.discard_windows)
-        return PageKind(NO_PREFIX, 1, *discards, window=window, at_once=model.most_at_once)
+        exact, again = model.exact_tokens
+        return PageKind(NO_PREFIX, 1, *discards, window, model.most_at_once, exact, again)
 
     def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
         """Takes a request, which is answered in `sweep`.
@@ -195,7 +198,7 @@ class ContinuousBatch:
         if begun is None:
             self._new.append(new)
             return
-        row = self._row_of(new, begun)
+        row = self.row_of(new, begun)
         row.step_aside()
         self._own.rows.append(row)
         self._source_of[row] = self._own
@@ -248,7 +251,7 @@ class ContinuousBatch:
     @property
     def kv_tokens(self) -> int:
         """Tokens of context that rows hold, or that the last one left."""
-        return sum(row.held for row in self.rows) or self._left.tokens or self._model.idle_tokens
+        return sum(row.held for row in self.rows) or self._left.tokens
 
     def go_on(self, until: Check) -> bool:
         """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
@@ -375,7 +378,7 @@ class ContinuousBatch:
         """Rows to piggyback on a sweep over `work`, unless they would wait too long for their token."""
         sent_away, self._has_dropped_piggybacked = self._has_dropped_piggybacked, False
         expected_s = self._token_s * sum(each.tokens for each in work)
-        if sent_away or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
+        if sent_away or not self._model.are_packed or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
             return []
         return [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked()]
 
@@ -397,6 +400,7 @@ class ContinuousBatch:
         """As `close`, and also releases the device memory: no further run is possible."""
         self.close()
         self._left.give_up()
+        self._left.tokens = 0
         if self._above is None or self._model is not self._above.model:
             self._model.close()
             self.pool.leave(self._kind)
@@ -421,15 +425,12 @@ class ContinuousBatch:
             if isinstance(error, SequenceError):
                 only.row.error = error
                 self._ended(only.row)
-            elif only.row.own is not None:
-                self._put_aside(only.row)  # unless it is cancelled it goes on later from what it has
             return False
         except BaseException as error:
             # No row has advanced: the next try overwrites what was computed.
             self._sweep = None
             for each in self._work:
-                own, has_state = each.row.own, each.is_certain and each.row.state is not None
-                if has_state or (own is not None and not own.is_whole):  # what it has may be anything
+                if each.is_certain and each.row.state is not None:  # which may be anything
                     (self if each.row in self._source_of else self._above or self)._put_aside(each.row)
             if not _is_memory(error):
                 raise
@@ -440,10 +441,10 @@ class ContinuousBatch:
         return True
 
     def give_up(self, error: BaseException) -> list[tuple[int, BaseException]]:
-        """After an error: drops the row by itself whose session it was, or all where rows share sweeps; the numbers of
+        """After an error: drops the row that was computed by itself, or all where rows share sweeps; the numbers of
         those that were begun by `submit`, and what each is to be told."""
         work, self._work, self._sweep = self._work, [], None
-        if work and work[0].is_exact and self._model.sessions is not None:  # it may have been put aside
+        if work and not self._model.are_packed:  # it may have been put aside
             self._leave(work[0].row)
             return [(work[0].row.request.row, wrong_with_one(error))]
         begun = [row.request.row for row in self._own.rows]
@@ -511,6 +512,8 @@ class ContinuousBatch:
         source = self._source_of.pop(row)
         source.rows.remove(row)
         row.close()  # last: a lost device fails here, and again whenever what is left is given up
+        if isinstance(self._model.caches, LibraryCaches):
+            self.pool.discard_free_states()  # each is as long as its row
         # There may be memory for more again.
         self._most_rows, self._sweep_tokens = min(self._policy.rows, self._most_rows + 1), self._policy.sweep_tokens
         return source
@@ -535,7 +538,7 @@ class ContinuousBatch:
     def _most_at_once(self) -> int:
         """Rows in progress; few that take turns, and one if a card's experts want the memory of its context."""
         model = self._model
-        if model.sessions is None or model.are_packed:
+        if not self._is_exact or model.are_packed:
             return self._most_rows
         return min(self._most_rows, 1 if model.has_card else _MOST_IN_TURNS)
 
@@ -575,7 +578,7 @@ class ContinuousBatch:
         try:
             with of_one():
                 is_cancelled = new.request.cancelled()
-                sequence = new.begin(self._model.answer_prefix(new), self._model.logits_place)
+                row = self.row_of(new)
         except SequenceError as error:
             source.on_row(new.ended(error))
             return True
@@ -586,7 +589,6 @@ class ContinuousBatch:
         if self.pool.needs(needs, self._kind) > self.pool.capacity:
             source.on_row(new.ended(_too_long(new, self.pool.most_tokens(self._kind))))
             return True
-        row = self._row_of(new, sequence)
         if not self._reserve(row):
             source.next = new
             return False
@@ -596,18 +598,24 @@ class ContinuousBatch:
         self.most_rows = max(self.most_rows, len(self.rows))
         return True
 
-    def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
+    def row_of(self, new: PreparedRow, begun: AnswerSequence | None = None) -> PagedRow:
+        """A row that has no place yet.
+
+        Args:
+            begun: its answer, if some of it is there.
+        """
         most_tokens = new.limits.max_tokens
+        sequence = begun or new.begin(self._model.answer_prefix(new), self._model.logits_place)
         row = PagedRow(
             *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
             layout=new.layout,
         )
-        text, steps = self._model.answer_prefix(new), self.exact or (self._model.sessions if self._is_exact else None)
+        text, exact = self._model.answer_prefix(new), self.exact
         if new.request.sampling.beams > 1:
             row.search = partial(new.search, prefix=text)
-        elif steps is not None and steps.guesses:
-            if self.exact is not None and new.layout is None:  # it knows no positions of pictures
-                row.drafter = self.exact.drafter()
+        elif exact is not None and exact.guesses:
+            if new.layout is None:  # it knows no positions of pictures
+                row.drafter = exact.drafter()
             drafters = [row.drafter] if row.drafter is not None else []
             row.speculation = Speculation(self._prices, text, most_tokens, drafters)
         return row
@@ -620,7 +628,7 @@ class ContinuousBatch:
         """Reserves pages, after others have given up theirs if need be."""
         while not reserve():
             offers = (self._above or self)._left.give_up()
-            if not (offers or self._model.give_up_idle() or any(lane.give_way() for lane in self.below)):
+            if not (offers or any(lane.give_way() for lane in self.below)):
                 return False
         return True
 
@@ -653,37 +661,8 @@ class ContinuousBatch:
         if self.exact is not None:
             yield from self._sweeps(self.exact, rows)
             return
-        single = self._by_themselves(rows) if self._model.sessions is not None else []
-        for row in single:
-            if row not in self.rows or self._source_of[row].rests:
-                continue
-            if not row.is_reading:
-                work = self._with_guesses([row], MOST_ROWS)
-            else:
-                tokens = self._coming(row)
-                work = [Work(row, tokens, is_exact=True)] if tokens else []
-            if work:
-                yield work
-        if work := self._packed([row for row in rows if row in self.rows and row not in single]):
+        if work := self._packed(rows):
             yield work
-
-    def _by_themselves(self, rows: list[PagedRow]) -> list[PagedRow]:
-        """Those of some rows over their sessions that share no sweep."""
-        if not self._model.are_packed:
-            return rows
-        single = [row for row in rows if row.search is not None or (self._is_exact and self._model.repeats(row))]
-        others = [row for row in rows if row not in single]
-        return rows if self._is_exact and len(others) == 1 else single
-
-    def _coming(self, row: PagedRow) -> int:
-        """Tokens of its prompt that a row over its session reads next, by itself; 0 if something has ended it."""
-        if not self._finds_more(row):
-            return 0
-        tokens = 0
-        with self._work_for(row):
-            assert row.own is not None
-            tokens = row.own.coming()
-        return self._looked_at(row, tokens) if row.error is None else 0
 
     def _sweeps(self, exact: PagedSteps, rows: list[PagedRow]) -> Iterator[list[Work]]:
         """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
@@ -691,21 +670,32 @@ class ContinuousBatch:
         waiting = self._waiting(rows)
         reading = [row for row in rows if row.is_reading and row not in waiting and self._finds_more(row)]
         writing = [row for row in rows if not row.is_reading]
-        most = exact.most_rows
+        most, are_packed = exact.most_rows, self._model.are_packed
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
-        most_read = exact.at_once(len(only.prompt) - only.held) if only is not None else 0
-        if only is not None and (tokens := self._up_to(only, most_read)):
-            yield [Work(only, tokens, is_exact=True)]
-        shared = [row for row in reading if row is not only and not row.request.repeats]
-        if shared or len(writing) > most:
+        for row in reading if not are_packed else [only] if only is not None else []:
+            if self._goes_on_now(row):
+                most_read = exact.at_once(len(row.prompt) - row.held, row.undivided)
+                if tokens := self._up_to(row, most_read):
+                    yield [Work(row, tokens, is_exact=True)]
+        shared = [row for row in reading if are_packed and row is not only and not row.request.repeats]
+        if are_packed and (shared or len(writing) > most):
             shared += [row for row in writing if not (row.request.repeats or row.beams)]
             writing = [row for row in writing if row.request.repeats or row.beams]
         if work := self._packed([row for row in shared if row in self.rows]):
             yield work
-        while writing := [row for row in writing if row in self.rows]:
+        while writing := [row for row in writing if self._goes_on_now(row)]:
             count = max(1, bisect_right(list(accumulate(row.width for row in writing)), most))
             rows, writing = writing[:count], writing[count:]
             yield self._with_guesses(rows, most)
+
+    def _goes_on_now(self, row: PagedRow) -> bool:
+        """Whether a row is still there, and is not to begin again."""
+        if row not in self.rows or self._source_of[row].rests:
+            return False
+        if row.is_to_begin_again:
+            self._put_aside(row)
+            return False
+        return True
 
     def _with_guesses(self, rows: list[PagedRow], most: int) -> list[Work]:
         """The next tokens of answers, and what may come after them."""
@@ -741,12 +731,11 @@ class ContinuousBatch:
     def _waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
         """Those of some rows that wait for what others are reading of what both begin with, before they read
         themselves."""
-        sessions, readers, waiting = self._model.sessions, list[PagedRow](), set[PagedRow]()
-        partings = self._partings if sessions is None else sessions.partings
-        for row in rows if self.pool.states or sessions is not None else ():
-            if not row.is_reading or (row.request.repeats and sessions is None):
+        readers, waiting = list[PagedRow](), set[PagedRow]()
+        for row in rows if self.pool.states else ():
+            if not row.is_reading or row.request.repeats or not row.shares:
                 continue
-            if row.state is None and row.own is None and partings.waits(row, readers):
+            if row.state is None and self._partings.waits(row, readers):
                 waiting.add(row)
             else:
                 readers.append(row)
@@ -755,9 +744,7 @@ class ContinuousBatch:
     def _up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of its next tokens a row reads before it leaves something for others; 0 if one of its pictures has
         ended it."""
-        if row.own is not None:
-            tokens = row.own.up_to(tokens)
-        elif row.state is not None and not row.request.repeats:
+        if row.state is not None and not row.request.repeats and not row.undivided:
             tokens = self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
         return self._looked_at(row, tokens)
 
@@ -776,21 +763,18 @@ class ContinuousBatch:
         """Takes over what is there of a prompt; false if anything went wrong."""
         exact, begins, caches = self.exact, not row.held, self._model.caches
         with self._work_for(row):
-            if self._model.sessions is not None:
-                if row.own is None:
-                    repeats = self._is_exact and self._model.repeats(row)
-                    self._model.sessions.begin(row, keeps=self._keeps, repeats=repeats)
-            elif caches is not None and caches.have_states:
+            if caches is not None and caches.have_states:
                 if row.state is None:
                     row.find_state(caches, self._kept)
             elif exact is not None and row.request.repeats:
                 row.share_steady_pages(exact.chunk_tokens)
             else:
                 row.share_pages()
-                if self._kept is not None and caches is not None:
-                    row.bring_kept(self._kept, caches)
-                if exact is not None and caches is not None:
-                    row.copy_part(caches)
+                if isinstance(caches, PagedCaches):
+                    if self._kept is not None:
+                        row.bring_kept(self._kept, caches)
+                    if exact is not None:
+                        row.copy_part(caches)
             if exact is not None and begins and not row.sequence.ids:
                 row.request.on_progress(row.held, len(row.prompt))
         return row.error is None
@@ -805,8 +789,7 @@ class ContinuousBatch:
         is_single = bool(work[0].is_exact and self._request == work[0].row.recorded)
         for each in work:
             with self._work_for(each.row):
-                tells = not each.is_exact or self.exact is not None  # else its session has
-                if each.row.is_reading and not each.row.sequence.ids and tells:
+                if each.row.is_reading and not each.row.sequence.ids:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
                 if each.is_exact and self.exact is not None:
                     each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
@@ -836,9 +819,8 @@ class ContinuousBatch:
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
-        is_searched = work[0].row.own is not None and work[0].row.search is not None
         is_usual = self.exact is None or self.exact.was_usual
-        if tokens <= MOST_ROWS and not is_searched and is_usual:  # else they were several steps
+        if tokens <= MOST_ROWS and is_usual:  # else they were several steps
             self._prices.took(tokens, self._sweep_s)
         for each in work:
             row, guess, of_row, lag = each.row, each.guess, logits[at : at + each.tokens], each.row.lag
@@ -849,22 +831,13 @@ class ContinuousBatch:
                 continue
             if row.drafter is not None:
                 row.drafter.take_back(each.tokens - lag - taken)
-            back_s = 0.0
-            if row.own is not None and taken < each.tokens:
-                begun_s = clock.now()
-                with self._work_for(row):
-                    row.own.take_back(each.tokens - taken)
-                if row not in self._source_of:  # it has ended
-                    continue
-                back_s = clock.now() - begun_s
-                self._prices.took_back(back_s)
             if row.state is None or lag + taken == each.tokens:
                 row.has_read(lag + taken)  # else its state is that of before, and these are computed once more
             if lag and len(work) == 1 and row.speculation is not None:
                 row.speculation.took_back(self._sweep_s)
             if guess is not None and row.speculation is not None:
-                took_s, others = self._sweep_s + back_s, tokens - len(guess.ids)
-                row.speculation.settle(guess, taken - 1, took_s, rows=len(work), tokens=others)
+                others = tokens - len(guess.ids)
+                row.speculation.settle(guess, taken - 1, self._sweep_s, rows=len(work), tokens=others)
         if RECORDER.on:
             is_single = len(work) == 1 and self._request == work[0].row.recorded
             RECORDER.phase(lanes.DECODE if is_single else lanes.BATCH_STEP, chosen)
@@ -876,6 +849,7 @@ class ContinuousBatch:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
         if row.search is not None:
             caches = self._model.caches
+            assert caches is not None
             with self._work_for(row):
                 row.search_on(logits, caches)
             return 1
@@ -906,7 +880,7 @@ class ContinuousBatch:
     def _ended(self, row: PagedRow) -> None:
         """A row has its answer, or an error, whoever's it is; who lent it without being here looks at it by itself."""
         if row in self._source_of:
-            if row.error is None and row.own is None:
+            if row.error is None:
                 if self._keeps:
                     self._left.leave(row, self._model)
                 elif row.state is not None:

@@ -7,7 +7,6 @@ whose layers cannot take many rows at once are answered row by row, as chats.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from engine.common.errors import RequestCancelled
@@ -16,8 +15,9 @@ from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
-from engine.runtime.decode.paged_steps import PagedSteps, attends_there
+from engine.runtime.decode.paged_steps import attends_there, has_pages
 from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
@@ -31,25 +31,26 @@ def lane_for(
     Args:
         above: whose pages they share, if they can.
     """
-    asked, is_alike = policy, not policy.window and policy.kv_type is loaded.kv_type
-    if loaded.devices is not None and is_alike and not policy.by_hand and attends_there(loaded):
-        policy = replace(policy, on_device=True, schedule=HYBRID)
+    is_alike = not policy.window and policy.kv_type is loaded.kv_type
+    if is_alike and not policy.by_hand and attends_there(loaded):
+        policy = on_device(loaded, policy)
     if loaded.devices is not None and above is not None and not (policy.on_device and above.model.room is not None):
         above = None  # what they hold lies elsewhere
-    try:
-        if above is not None and above.model.sessions is None:
-            model = above.model if is_alike else PackedModel(loaded, policy)
-            return ContinuousBatch(model, policy, above=above, kept=loaded.kept), ""
-        model = PackedModel(loaded, policy)
-        if above is not None and model.sessions is not None and above.model.packs():
-            model.close()
-            return ContinuousBatch(above.model, policy, above=above, kept=loaded.kept), ""
-        return ContinuousBatch(model, policy, kept=loaded.kept), ""
-    except LookupError as error:
-        why = str(error)
-    policy = replace(asked, rows=1)
-    model = PackedModel(loaded, policy, in_sessions=True)
-    return ContinuousBatch(model, policy, exact=True), f"Rows are answered one by one: {why}."
+    model = above.model if above is not None and is_alike else PackedModel(loaded, policy)
+    if not model.packs():
+        policy, note = replace(policy, rows=1), f"Rows are answered one by one: {model.apart}."
+        if above is not None and above.exact is not None:
+            return ContinuousBatch(above.model, policy, above=above, exact=True), note
+        policy = on_device(loaded, policy)
+        return ContinuousBatch(PackedModel(loaded, policy, opens=False), policy, exact=True), note
+    if above is not None and model is not above.model and isinstance(model.caches, LibraryCaches):
+        above = None  # whose pages hold other states
+    return ContinuousBatch(model, policy, above=above, kept=loaded.kept), ""
+
+
+def on_device(loaded: LoadedModel, policy: BatchPolicy) -> BatchPolicy:
+    """With keys and values where the layers are."""
+    return replace(policy, on_device=True, schedule=HYBRID) if loaded.devices is not None else policy
 
 
 AHEAD_TOKENS = 256
@@ -57,19 +58,15 @@ AHEAD_TOKENS = 256
 
 
 def batch_for(loaded: LoadedModel, kept: KeptPrefixes | None) -> ContinuousBatch:
-    """Where requests are answered: over pages that are computed as if each were alone, else each with a session."""
-    policy = replace(policy_for(loaded), ahead=AHEAD_TOKENS)
-    paged = replace(policy, on_device=True, schedule=HYBRID) if loaded.devices is not None else policy
-    if PagedSteps.are_likely(loaded):
-        with suppress(LookupError):
-            found = ContinuousBatch(PackedModel(loaded, paged), paged, kept=kept, keeps=True, exact=True)
-            if found.exact is not None:
-                return found
-            found.free()
-    model = PackedModel(loaded, policy, in_sessions=True, kept=kept)
-    if model.sessions is not None:
-        model.sessions.prepare()
-    return ContinuousBatch(model, policy, kept=kept, keeps=True, exact=True)
+    """Where requests are answered."""
+    policy = on_device(loaded, replace(policy_for(loaded), ahead=AHEAD_TOKENS))
+    for opens in (True, False):
+        model = PackedModel(loaded, policy, opens=opens and has_pages(loaded) and loaded.stream is None)
+        batch = ContinuousBatch(model, policy, kept=kept, keeps=True, exact=True)
+        if batch.exact is not None:
+            return batch
+        batch.free()
+    raise AssertionError("the library's own caches always do")
 
 
 class BatchExecutor:
@@ -133,8 +130,6 @@ class BatchExecutor:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""
         if self._batch is not None:
             self._batch.pool.forget_prefixes()
-            if self._batch.model.sessions is not None:
-                self._batch.model.sessions.forget()
 
     def close(self) -> None:
         """Frees keys and values.  Safe to call twice."""

@@ -46,11 +46,11 @@ class LeftPages:
     def leave(self, row: PagedRow, model: PackedModel) -> None:
         """What an answer has read stays in its pages; a chat's is written to disk from there."""
         row.leave_part()
-        self.tokens = row.held
+        self.tokens = row.held if row.shares else 0
         kept, caches = self._kept, model.caches
         if kept is not None and kept.is_there(row.request.chat):
             self._left_by[row.request.chat] = self._pool.prefixes(row.pages.tolist())
-            if caches is not None and kept.keeps(row.request.chat):
+            if isinstance(caches, PagedCaches) and kept.keeps(row.request.chat):
                 pages = row.pages.clone()
                 for page in pages.tolist():
                     self._pool.fork(page)

@@ -20,7 +20,7 @@ from engine.runtime.batch.job_plan import costs_of
 from engine.runtime.decode.beam_search import Beams, decode_beams
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
-from engine.runtime.decode.encoder_decoder_session import source_prompt
+from engine.runtime.decode.encoder_decoder import source_prompt
 from engine.runtime.decode.generation import (
     ChanceLog,
     Decoded,

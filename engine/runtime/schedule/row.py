@@ -21,19 +21,21 @@ from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import into_pages, page_from_block, state_into_pages
 from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
 from engine.runtime.pictures import Layout
 from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
-    from engine.runtime.batch.session_rows import RowSession, SessionBeams
     from engine.runtime.decode.head_drafter import HeadDrafter
-    from engine.runtime.kv.paged_cache import PagedCaches
+    from engine.runtime.kv.library_caches import LibraryCaches
 
 _BEFORE_END = 16
 """How far before its end a prompt leaves a state at least: what a template puts there, the next turn has not."""
 _FEWEST_APART = 512
 """Tokens from one state to the next in the midst of a prompt."""
+_LONG = b"long"
+"""Before the prefixes of contexts that are rotated as long ones."""
 
 
 class PagedRow:
@@ -80,22 +82,18 @@ class PagedRow:
         """What it has room for, and the pages of tokens that this is for."""
         self.search: Callable[[torch.Tensor], Beams[Decoded]] | None = None
         """Begins the search for its answer, from logits after the prompt, if it has beams."""
-        self.beams: _RowBeams | SessionBeams | None = None
+        self.beams: _RowBeams | None = None
         self._least_of_beams = 0
         self.over: FinishReason | None = None
         """Why its answer has ended, once it has."""
         self.error: EngineError | None = None
         """What was wrong with it; it has ended then."""
-        self.held = 0
-        self.own: RowSession | None = None
-        """What it has in place of pages, which are only counted then."""
-        self.shared = 0
+        self.held = self.shared = 0
         self.kept = Reused()
         """What was brought from where it is kept; part of `shared`."""
         self._was_looked_for = self._has_copied = False
         self._once_read = 0
         """Tokens that had been read when it stepped aside: `shared` counts what it never had to read."""
-        self._prefix = kind.root
         self._published = 0
         """Tokens at the beginning that lie in pages offered to others; `_prefix` identifies them."""
         self.steady = 0
@@ -109,8 +107,6 @@ class PagedRow:
         """Number of its recorded request, while nobody shares its sweeps."""
         self.following: bytes | None = None
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
-        # A page that nobody holds any more is counted as one: those that take more of the budget cannot stay.
-        self._shares = pool.shares and kind.weight == 1
         self.state: int | None = None
         """What layers have summed up of the tokens held, if they do: its page of states."""
         self._spare = self._into = 0
@@ -119,7 +115,29 @@ class PagedRow:
         """Where it left states to others on its way."""
         self._found = 0
         """Tokens that it went on behind."""
+        self._begin()
+
+    def _begin(self) -> None:
+        kind, tokens = self._kind, len(self.prompt)
+        self._is_long = tokens > kind.again
+        self._prefix = _LONG + kind.root if self._is_long else kind.root
+        # A page that nobody holds any more is counted as one: those that take more of the budget cannot stay.
+        self.shares = kind.weight == 1 and tokens <= kind.exact
         self._look_ahead()
+
+    @property
+    def undivided(self) -> int:
+        """How many of its prompt's next tokens have to be read at once; 0 if any number may be."""
+        if self._is_long and self.held <= self._kind.again:
+            return len(self.prompt) - self.held
+        if len(self.prompt) <= self._kind.exact:
+            return 0
+        return max(1, self._prompt_tokens - self.held)  # of its answer, if it has stepped aside, one by one
+
+    @property
+    def is_to_begin_again(self) -> bool:
+        """Whether its answer reaches the length from which on all tokens are rotated otherwise."""
+        return not self.is_reading and not self._is_long and self.held >= self._kind.again
 
     @property
     def is_reading(self) -> bool:
@@ -136,7 +154,7 @@ class PagedRow:
 
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
-        if isinstance(self.beams, _RowBeams):
+        if self.beams is not None:
             return self._reserve_pages(self._pool.beside + self._taken + self.beams.taken + self.beams.needs)
         if self._needs(self.held + 1) <= self._reserved:
             return True
@@ -153,10 +171,10 @@ class PagedRow:
         self._once_read = max(self._once_read, self.held)
         self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
         self.held = self._published = self.steady = 0
-        self._prefix, self._has_copied, self.left = self._kind.root, False, []
-        self._look_ahead()
+        self._has_copied, self.left = False, []
+        self._begin()
 
-    def find_state(self, caches: PagedCaches, kept: KeptPrefixes | None) -> None:
+    def find_state(self, caches: PagedCaches | LibraryCaches, kept: KeptPrefixes | None) -> None:
         """Takes pages of states before it reads anything; goes on from what others have read of its prompt.
 
         Args:
@@ -172,7 +190,7 @@ class PagedRow:
         self.state = first
         self._into = self.state
         caches.clear_state(self.state)
-        if self.request.repeats or not self._shares:
+        if self.request.repeats or not self.shares:
             return
         found, tokens = self._pool.find_state(self._prefix, self.prompt[:-1])
         if tokens:
@@ -185,7 +203,7 @@ class PagedRow:
                     caches.copy_page(page, own)
                 self._add(own)
                 self._has_found(tokens - self.held)
-        if kept is not None:
+        if kept is not None and isinstance(caches, PagedCaches):
             self._bring_state(kept, caches)
         self._found = self.held
 
@@ -220,10 +238,10 @@ class PagedRow:
             _FEWEST_APART, self._pool.state_weight * PAGE_TOKENS
         )
 
-    def leave_state(self, caches: PagedCaches) -> None:
+    def leave_state(self, caches: PagedCaches | LibraryCaches) -> None:
         """Copies its state for others, where a page ends, if there is room for that."""
         pool, prefix = self._pool, self._prefix
-        if self.state is None or not self._shares or not self.held or self.held % PAGE_TOKENS:
+        if self.state is None or not self.shares or not self.held or self.held % PAGE_TOKENS:
             return
         if pool.state_of(prefix) is None:
             if not pool.reserve(pool.state_weight):
@@ -270,6 +288,8 @@ class PagedRow:
             return
         begun, prefixes = len(self._pages), self._known_prefixes(most)
         count = self._reach(begun, prefixes, step) if self._kind.window else len(prefixes)
+        if self._is_long and self.held + count * PAGE_TOKENS <= self._kind.again:
+            return  # it has to be read at once
         if count < len(prefixes):
             self._places.add(self.held + len(prefixes) * PAGE_TOKENS)  # this is where prompts part
         if not count:
@@ -329,7 +349,7 @@ class PagedRow:
         self._has_copied, pool, place = True, self._pool, len(self._pages)
         new = self.prompt[self.held : len(self.prompt) - 1][:PAGE_TOKENS]
         page, tokens = pool.longest(self._prefix, new, has_window=bool(self._kind.window))
-        if not tokens:
+        if not tokens or (self._is_long and self.held + tokens <= self._kind.again):
             return
         (prefix,) = pool.prefixes([page])
         window, own_window = pool.window_of(prefix), -1
@@ -354,11 +374,6 @@ class PagedRow:
         before = max(self.held, self._once_read)
         self.held += tokens
         self.shared += max(0, min(self.held, self._prompt_tokens) - before)
-
-    def starts_behind(self, tokens: int) -> None:
-        """Holds the first tokens of its prompt, which others have read."""
-        self.shared += max(0, min(tokens, self._prompt_tokens) - self._once_read)
-        self.has_read(tokens)
 
     def bring_kept(self, kept: KeptPrefixes, caches: PagedCaches) -> None:
         """Takes over what is kept of its prompt, if that is more than it holds; it is looked for once."""
@@ -450,25 +465,17 @@ class PagedRow:
 
     def pieces(self, tokens: int, *, in_place: bool = False) -> list[Piece]:
         """The same as several sequences if it has beams."""
-        return self.beams.pieces() if isinstance(self.beams, _RowBeams) else [self.piece(tokens, in_place=in_place)]
+        return self.beams.pieces() if self.beams is not None else [self.piece(tokens, in_place=in_place)]
 
-    def search_on(self, logits: torch.Tensor, caches: PagedCaches | None) -> None:
-        """Beams choose their next tokens, from logits [B, V], or [1, V] after the prompt.
-
-        Args:
-            caches: of its pages, if it has any.
-        """
+    def search_on(self, logits: torch.Tensor, caches: PagedCaches | LibraryCaches) -> None:
+        """Beams choose their next tokens, from logits [B, V], or [1, V] after the prompt."""
         try:
             if self.beams is None:
                 assert self.search is not None
                 begun = self.search(logits)
                 step = next(begun)
-                if self.own is not None:
-                    self.beams = self.own.beams(begun, len(step.tokens))
-                else:
-                    assert caches is not None
-                    prompt = _Tables(list(self._pages), dict(self._windows))
-                    self.beams = _RowBeams(begun, self._pool, self._kind, prompt, self.held, caches, self.state)
+                prompt = _Tables(list(self._pages), dict(self._windows))
+                self.beams = _RowBeams(begun, self._pool, self._kind, prompt, self.held, caches, self.state)
             else:
                 step = self.beams.search.send(logits)
                 self.beams.held += 1
@@ -512,7 +519,7 @@ class PagedRow:
         while self.held >= self._published + PAGE_TOKENS:
             begin, end = self._published, self._published + PAGE_TOKENS
             prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
-            if self._shares and self.own is None:
+            if self.shares and end <= self._kind.exact:
                 page, steady = self._pages[begin // PAGE_TOKENS], end <= self.steady
                 self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=steady)
                 self._offer_window(begin // PAGE_TOKENS, prefix)
@@ -531,11 +538,13 @@ class PagedRow:
     def leave_part(self) -> None:
         """It has ended: offers its last page, too, although that is not full."""
         rest = self._tokens(self._published, self.held)
-        if rest and self._shares and len(self._pages) * PAGE_TOKENS > self._published:
+        if self.held > self._kind.exact:
+            return
+        if rest and self.shares and len(self._pages) * PAGE_TOKENS > self._published:
             prefix = prefix_after(self._prefix, rest)
             self._pool.publish(self._pages[self._published // PAGE_TOKENS], prefix, self._prefix, rest)
             self._offer_window(self._published // PAGE_TOKENS, prefix)
-        if self.state is not None and self.held and self._shares:
+        if self.state is not None and self.held and self.shares:
             self._pool.offer_state(self.state, self._prefix, rest)
 
     @property
@@ -553,12 +562,8 @@ class PagedRow:
             return None
         self.speculation.append(self.sequence.ids[self._told :])
         self._told = len(self.sequence.ids)
-        most, own = min(most, self.room), self.own
-
-        def takes(count: int) -> bool:
-            return count <= most and (own is None or own.takes(count))
-
-        return self.speculation.guess(takes, rows=rows, tokens=tokens)
+        most = min(most, self.room)
+        return self.speculation.guess(lambda count: count <= most, rows=rows, tokens=tokens)
 
     def answer(self, reason: FinishReason = "cancelled", error: EngineError | None = None) -> GenerationResult:
         """The row's outcome."""
@@ -599,9 +604,6 @@ class PagedRow:
         self._pages = []
         self._windows = {}
         self._reserved = self._covered = 0
-        if self.own is not None:
-            self.own.close()
-            self.own = None
 
     def _reserve_up_to(self, tokens: int) -> bool:
         tokens = min(tokens, len(self._table) * PAGE_TOKENS)
@@ -657,7 +659,7 @@ class PagedRow:
     def _look_ahead(self) -> None:
         begin, end = self._published, self._published + PAGE_TOKENS
         # The prompt's last token is always computed, because its logits are needed.
-        follows = end < len(self.prompt) and self._shares
+        follows = end < len(self.prompt) and self.shares
         self.following = prefix_after(self._prefix, self.prompt[begin:end]) if follows else None
 
 
@@ -688,7 +690,7 @@ class _RowBeams:
         kind: PageKind,
         prompt: _Tables,
         held: int,
-        caches: PagedCaches,
+        caches: PagedCaches | LibraryCaches,
         state: int | None,
     ) -> None:
         self.search, self.held = search, held
@@ -776,6 +778,7 @@ class _RowBeams:
             own = self._pool.take_window(self._kind)
             self.taken += self._pool.window_weight
             if place in table.windows:
+                assert isinstance(self._caches, PagedCaches)
                 self._caches.copy_window(table.windows[place], own)
                 self._release([_Tables([], {place: table.windows[place]})])
             table.windows[place] = own

@@ -22,7 +22,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, KvShape, PagedLayer, Pieces
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows, work_of
-from engine.runtime.kv.parts import parts_of_pages
+from engine.runtime.kv.paged_cache import parts_of_pages
 from engine.telemetry import lanes
 
 _PLACES = 2

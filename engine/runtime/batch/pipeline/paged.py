@@ -24,7 +24,7 @@ from engine.kernels.native.paged_attention import (
     pages_from,
 )
 from engine.kernels.reference import attend_in_torch, store_tokens
-from engine.runtime.kv.parts import parts_of_pages
+from engine.runtime.kv.paged_cache import parts_of_pages
 from engine.runtime.kv.tabled import gathered_pages
 
 _MASK_ELEMENTS = 2**25
