@@ -21,7 +21,7 @@ from app.services.library import Library, Work
 from app.services.settings import Settings
 from engine.checkpoint.downloads import queue
 from engine.checkpoint.downloads.queue import Download, DownloadState
-from engine.checkpoint.hub import Candidate, RepoFile, Repository, http
+from engine.checkpoint.hub import Candidate, RepoFile, Repository, contents, http
 from engine.checkpoint.hub.http import HubError, HubReason
 from engine.checkpoint.library import LibraryEntry, Listing
 from engine.checkpoint.model_directories import Room, add_model_folder, drop_model_folder
@@ -149,8 +149,8 @@ def test_one_damaged_file_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
         return read_model("qwen3-30b-a3b")
 
     monkeypatch.setattr(engine_hub, "read_repository", lambda *_, **__: parts.REPOSITORY)
-    monkeypatch.setattr(engine_hub, "candidates", lambda *_, **__: (good, bad))
-    monkeypatch.setattr(engine_hub, "candidate_shape", shape)
+    monkeypatch.setattr(contents, "candidates", lambda *_, **__: (good, bad))
+    monkeypatch.setattr(contents, "candidate_shape", shape)
     said: list[RepositoryAnswer] = []
     answer = hub_service.read_candidates(parts.REPOSITORY.id, lambda: False, said.append)
     assert [(one.label, one.problem, found is None) for one, found in answer.shaped] == [

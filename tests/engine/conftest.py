@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.starter import build_all_experts_active, build_dense_parent
+from benchmarks.starter_parent import build_all_experts_active, build_dense_parent
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.hardware.profiles import DeviceProfile

@@ -23,7 +23,7 @@ from engine.experts.container import (
     open_container,
     reopen,
 )
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from tests.engine.made_up_records import (
     LARGE,
     SMALL,

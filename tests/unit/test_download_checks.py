@@ -1,13 +1,14 @@
 """What is checked of a download, the room that it takes, and how fast it may be."""
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import hashlib
+import itertools
 import os
 import struct
 import sys
-import threading
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,44 +16,49 @@ from typing import Any
 import pytest
 import xxhash
 
-from engine.checkpoint.downloads import transfer as space
-from engine.checkpoint.downloads.checking import Checker
-from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, MOST_CONNECTIONS, Crew, Limit, Waits
-from engine.checkpoint.downloads.parts import SEARCH, File, Job, Journal, Stopped
+from engine.checkpoint.downloads import parts as space
+from engine.checkpoint.downloads.parts import (
+    FIRST_CONNECTIONS,
+    MOST_CONNECTIONS,
+    SEARCH,
+    Crew,
+    File,
+    Job,
+    Journal,
+    Limit,
+    Meter,
+    Stopped,
+    Waits,
+)
 from engine.checkpoint.downloads.records import PlannedFile
+from engine.checkpoint.downloads.transfer import Transfer
+from engine.common.errors import ErrorCode
+from tests.refusals import refused
 
 PART = 100
 CONTENT = bytes(range(256)) + b"end of the file"
 
 
-class FromMemory:
+class FromMemory(Transfer):
     """Brings the parts of `content`; a line that takes jobs is a loop in `work`."""
 
     def __init__(self, folder: Path, content: bytes = CONTENT, told: str | None = None) -> None:
-        self.changed, self.is_open, self.is_stopped = threading.Condition(), True, False
-        self.content, self.jobs, self.fetched = content, deque[Job](), list[int]()
-        self.journal = Journal(folder / "journal")
+        self.content, self.fetched, self.is_ended = content, list[int](), False
+        plan: Any = SimpleNamespace(work=folder)
+        super().__init__(plan, Journal(folder / "journal"), SimpleNamespace())  # type: ignore[arg-type]
         path = folder / "file"
         path.write_bytes(bytes(len(content)))
-        self.journal.begin(0, PART)
+        self._journal.begin(0, PART)
         told = f"sha256:{hashlib.sha256(content).hexdigest()}" if told is None else told
         source: Any = SimpleNamespace(content=told)
-        self.file = File(0, PlannedFile("file", "file", len(content), ""), path, source, self.journal.of(0))
-        self.checker = Checker([self.file], self.journal, self)
+        self.file = File(0, PlannedFile("file", "file", len(content), ""), path, source, self._journal.of(0))
+        self._files.append(self.file)
 
     @property
-    def is_complete(self) -> bool:
-        return bool(self.file.record.verified)
+    def is_stopped(self) -> bool:
+        return self.is_ended or bool(self._ready)  # the checker's thread is this test's own: it must come back
 
-    def put_first(self, job: Job) -> None:
-        self.jobs.append(job)
-        self.is_stopped = True  # the checker's thread is this test's own: it must come back
-
-    def begin_again(self, file: File) -> None:
-        self.journal.begin(0, PART)
-        file.record, file.next_part, file.sha, file.unchecked = self.journal.of(0), 0, hashlib.sha256(), set()
-
-    def fetch(self, job: Job) -> None:
+    def _fetch(self, job: Job) -> None:
         self.fetched.append(job.part)
         self.write(job.part, self.content)
 
@@ -62,7 +68,7 @@ class FromMemory:
         with self.file.path.open("r+b") as out:
             out.seek(start)
             out.write(content[start:end])
-        self.journal.part(0, part, xxhash.xxh3_64_intdigest(content[start:end] if noted is None else noted))
+        self._journal.part(0, part, xxhash.xxh3_64_intdigest(content[start:end] if noted is None else noted))
 
     def write_all(self, content: bytes) -> None:
         for part in range(self.file.parts):
@@ -71,20 +77,26 @@ class FromMemory:
     def run(self) -> None:
         """The checker, and the line that does what it asks for, until nothing is left to do."""
         while not self.is_complete:
-            self.checker.run()
-            if not self.jobs:
+            self._hash()
+            if not self._ready:
                 return
-            self.is_stopped = False
-            job = self.jobs.popleft()
+            job = self._ready.popleft()
             if job.part == SEARCH:
-                self.checker.search(job)
+                self._search(job)
             else:
-                self.fetch(job)
+                self._fetch(job)
 
 
 @pytest.fixture
 def memory(tmp_path: Path) -> FromMemory:
     return FromMemory(tmp_path)
+
+
+def test_a_file_that_is_right_is_verified_without_another_byte(memory: FromMemory) -> None:
+    memory.write_all(CONTENT)
+    memory.run()
+    assert memory.file.record.verified == hashlib.sha256(CONTENT).hexdigest()
+    assert memory.fetched == []
 
 
 def test_parts_of_an_earlier_run_are_compared_with_the_journal(memory: FromMemory) -> None:
@@ -111,6 +123,51 @@ def test_the_wrong_part_is_found_and_the_first_suspects_come_first(memory: FromM
     assert memory.file.path.read_bytes() == CONTENT
 
 
+def test_a_search_that_a_kill_ended_goes_on_where_it_was(memory: FromMemory) -> None:
+    memory.write_all(CONTENT[:-1] + b"?")
+    memory._journal.search(0)
+    memory.write(0, CONTENT)
+    memory.run()
+    assert memory.is_complete
+    assert memory.fetched == [1, 2]
+
+
+def test_what_is_wrong_twice_is_said_and_begins_again(tmp_path: Path) -> None:
+    memory = FromMemory(tmp_path, told="sha256:" + "0" * 64)
+    memory.write_all(CONTENT)
+    with refused(ErrorCode.DOWNLOAD_FAILED, "wrong checksum twice"):
+        memory.run()
+    assert sorted(memory.fetched) == [0, 1, 2]
+    assert memory.file.record.digests == {}
+
+
+@pytest.mark.parametrize("content", [CONTENT, b""])
+def test_small_files_have_the_checksum_of_git(tmp_path: Path, content: bytes) -> None:
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    memory = FromMemory(tmp_path, content, told=f"git:{blob}")
+    memory.write_all(content)
+    memory.run()
+    assert memory.is_complete
+
+
+def test_without_a_checksum_what_came_counts(tmp_path: Path) -> None:
+    memory = FromMemory(tmp_path, told="")
+    memory.write_all(b"x" * len(CONTENT))
+    memory.run()
+    assert memory.is_complete
+
+
+def test_it_ends_when_all_is_to_end(memory: FromMemory) -> None:
+    memory.is_ended = True
+    memory._hash()
+    with pytest.raises(Stopped):
+        memory._is_repaired(memory.file)
+    memory.write_all(CONTENT[:-1] + b"?")
+    memory.is_open = False
+    memory._judge(memory.file)
+    assert not memory._ready  # the journal is closed: nothing is begun any more
+
+
 SIZE = 3 * 2**20
 
 
@@ -119,6 +176,27 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "file"
     path.write_bytes(b"begun")
     return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux does it")
+def test_on_linux_it_is_taken_at_once(file: Path) -> None:
+    if space.reserve(file, SIZE):  # a file system may be unable to
+        assert space.allocated(file) >= SIZE
+    assert file.stat().st_size == SIZE
+    assert file.read_bytes()[:6] == b"begun\0"
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32", "freebsd14"])
+def test_a_file_of_no_bytes_needs_none(file: Path, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not space.reserve(file, 0)
+    assert file.stat().st_size == 0
+
+
+def test_another_system_gets_the_size_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "freebsd14")
+    assert not space.reserve(file, SIZE)
+    assert file.stat().st_size == SIZE
 
 
 class MacOs:
@@ -216,6 +294,25 @@ def time() -> Time:
     return Time()
 
 
+def test_the_rate_is_that_of_the_last_seconds_and_falls_to_nothing(time: Time) -> None:
+    meter = Meter(time)
+    assert meter.eta_s(1000) is None
+    for _ in range(40):
+        time.now += 0.25
+        meter.add(250)
+        meter.rate()
+    assert meter.rate() == pytest.approx(1000, rel=0.1)
+    assert meter.eta_s(30_000) == pytest.approx(30, rel=0.1)
+    rates = []
+    for _ in range(30):
+        time.now += 0.25
+        rates.append(meter.rate())
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0
+    assert meter.eta_s(30_000) is None
+    assert meter.eta_s(0) == 0
+
+
 def test_a_limit_is_kept_to_whatever_the_lines_do(time: Time) -> None:
     limit = Limit(time, time.sleep)
     limit.set(1000)
@@ -228,6 +325,18 @@ def test_a_limit_is_kept_to_whatever_the_lines_do(time: Time) -> None:
     for _ in range(100):
         limit.wait(100, lambda: False)
     assert time.now - begun == pytest.approx(10, rel=0.02)
+
+
+def test_a_limit_can_be_lifted_while_somebody_waits(time: Time) -> None:
+    limit = Limit(time, lambda seconds: (time.sleep(seconds), limit.set(0))[0])
+    limit.set(1)
+    begun = time.now
+    limit.wait(1000, lambda: False)
+    assert time.now - begun < 1
+    limit.set(1)
+    stopped = time.now
+    limit.wait(1000, lambda: True)
+    assert time.now == stopped
 
 
 def looked(crew: Crew, time: Time, rate_of: dict[str, float], steps: int) -> int:
@@ -252,6 +361,23 @@ def test_a_server_that_has_enough_gets_fewer(time: Time) -> None:
     for _ in range(9):
         crew.too_many()
     assert crew.wanted == 1
+
+
+def test_waits_grow_with_jitter_and_start_over(time: Time) -> None:
+    waits, lengths = Waits(time), []
+    for _ in range(20):
+        waits.failed()
+        waits.failed()  # another line, at the same moment
+        lengths.append(waits.left_s)
+        time.now = waits.until
+    assert lengths[0] <= Waits.FIRST_S
+    assert Waits.LONGEST_S / 2 <= lengths[-1] <= Waits.LONGEST_S
+    assert all(later > earlier / 2 for earlier, later in itertools.pairwise(lengths))
+    waits.went_well()
+    waits.failed()
+    assert waits.left_s <= Waits.FIRST_S
+    waits.failed(least_s=300)
+    assert waits.left_s > 299
 
 
 def test_a_journal_survives_being_torn_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,25 +416,3 @@ def test_a_journal_survives_being_torn_anywhere(tmp_path: Path, monkeypatch: pyt
     flipped = Journal(path)
     flipped.close()
     assert 5 not in flipped.of(0).digests
-
-
-def test_it_ends_when_all_is_to_end(memory: FromMemory) -> None:
-    memory.is_stopped = True
-    memory.checker.run()
-    with pytest.raises(Stopped):
-        memory.checker._is_repaired(memory.file)
-    memory.write_all(CONTENT[:-1] + b"?")
-    memory.is_stopped, memory.is_open = False, False
-    memory.checker._judge(memory.file)
-    assert not memory.jobs  # the journal is closed: nothing is begun any more
-    job = Job(memory.file, 0, 0, Waits())
-    assert job.got == 0
-
-
-def test_a_search_that_a_kill_ended_goes_on_where_it_was(memory: FromMemory) -> None:
-    memory.write_all(CONTENT[:-1] + b"?")
-    memory.journal.search(0)
-    memory.write(0, CONTENT)
-    memory.run()
-    assert memory.is_complete
-    assert memory.fetched == [1, 2]
