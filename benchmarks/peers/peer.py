@@ -226,6 +226,9 @@ def chosen_types(source: Path, kind: str) -> dict[str, str]:
 
     For the IQ types it wants to know how important columns are: they are all said to be alike.
 
+    Args:
+        target: a file to write with them, if wanted.
+
     Raises:
         PeerError: llama.cpp is not built, or it cannot quantise the file.
     """
@@ -236,9 +239,8 @@ def chosen_types(source: Path, kind: str) -> dict[str, str]:
         if len(entry.shape) > 1
     }
     with _Child(LLAMA_CPP) as child:
-        types: dict[str, str] = child._ask(do="types", path=str(source), type=FILE_TYPES[kind], columns=columns)[
-            "types"
-        ]
+        asked = {"path": str(source), "type": FILE_TYPES[kind], "columns": columns, "target": str(target or "")}
+        types: dict[str, str] = child._ask(do="types", **asked)["types"]
     return types
 
 

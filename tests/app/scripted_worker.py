@@ -43,9 +43,8 @@ class ScriptedEngine:
     def unload(self):
         self.info = None
 
-    def begin(self, request, on_end, on_begin, *, on_reasoning, on_calls):
-        hears = request.on_progress, request.on_text, on_reasoning, request.cancelled, on_end
-        self._waiting.append((request.messages, *hears))
+    def begin(self, request, on_end, _on_begin, *, on_reasoning, **_calls):
+        self._waiting.append((request, on_reasoning, on_end))
 
     @property
     def scheduler(self):
@@ -73,15 +72,16 @@ class ScriptedEngine:
     def share(self, until):
         self.serve(until)
 
-    def _answer(self, messages, on_progress, on_text, on_reasoning, cancelled):
-        verb, _, argument = messages[-1].content.partition(" ")
-        on_progress(1, 1)
+    def _answer(self, request, on_reasoning):
+        on_text = request.on_text
+        verb, _, argument = request.messages[-1].content.partition(" ")
+        request.on_progress(1, 1)
         count = int(argument) if verb in ("count", "flood") else 0
         for n in range(1, count + 1):
-            for waiting in [each for each in self._waiting if each[-2]()]:
-                self._waiting.remove(waiting)
-                waiting[-1](GenerationResult("", "cancelled", 1, 0, 0, 0.0, 0.0))
-            if cancelled():
+            for asked in [each for each in self._waiting if each[0].cancelled()]:
+                self._waiting.remove(asked)
+                asked[-1](GenerationResult("", "cancelled", 1, 0, 0, 0.0, 0.0))
+            if request.cancelled():
                 return GenerationResult("", "cancelled", 1, 0, n - 1, 0.0, 0.0)
             on_text(f"{n} ", n)
             if verb == "count":

@@ -5,7 +5,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.model_info import ModelInfo
 from engine.protocol import Ask, Began, Failed, Finished, Token
 from engine.serving import engine_process
-from engine.serving.engine_process import EngineProcess, new_remarks
+from engine.serving.engine_process import EngineProcess
 from engine.serving.link import BrokerLink, EngineLink
 from tests.scripted_broker import ScriptedBroker
 
@@ -135,6 +133,36 @@ def test_nobody_connects_without_the_secret(link: EngineLink) -> None:
     engine.close()
 
 
+def test_a_note_is_made_once_whichever_engine_makes_it(link: EngineLink) -> None:
+    said = list[str]()
+    link.on_remark = said.append
+    for _restart in range(2):
+        engine = BrokerLink(link.address, link.secret, ScriptedBroker(ends=True))
+        for text, about in (
+            ("No card.", ""),
+            ("No template.", "a"),
+            ("No template.", "b"),
+            ("", "c"),
+            ("It broke.", None),
+        ):
+            engine.remark(text, about)
+        engine.close()
+    until(lambda: said.count("It broke.") == 2)
+    assert said == ["No card.", "No template.", "No template.", "It broke.", "It broke."]
+
+
+def test_a_message_that_cannot_be_handled_loses_the_line(link: EngineLink) -> None:
+    events = list[Any]()
+    link.on_model = lambda _model, _loading: 1 // 0  # type: ignore[assignment,return-value]
+    engine = BrokerLink(link.address, link.secret, ScriptedBroker(ends=False))
+    link.ask(ASK, events.append)
+    until(lambda: len(events) == 2)
+    engine.model_is(None)
+    until(lambda: isinstance(events[-1], Failed))
+    assert not link.is_connected
+    engine.close()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a pipe of Windows has no folder")
 def test_folders_of_servers_that_were_killed_go_with_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,13 +230,3 @@ def test_an_end_that_is_expected_is_no_news(
     engine.close()
     engine.wake()
     assert (ends, engine.pid) == ([], pid)
-
-
-def test_a_remark_on_a_model_is_made_once_and_not_at_each_load() -> None:
-    made = set[tuple[str, str]]()
-    plain = ModelInfo("tiny", "", "mixtral", "cpu", "bf16", 2, 1, 1, 1, 1, 8192, 1, 1, 1)
-    mine, other = (replace(plain, path=path, device_note="No card.", template_note="No template.") for path in "ab")
-    assert new_remarks(mine, made) == ["No card.", "No template."]
-    assert new_remarks(other, made) == ["No template."]  # another model's
-    assert new_remarks(mine, made) == new_remarks(replace(other, device_note="", template_note=""), made) == []
-    assert new_remarks(replace(mine, device_note="The card is full."), made) == ["The card is full."]

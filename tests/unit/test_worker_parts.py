@@ -128,7 +128,7 @@ def test_a_window_slow_to_read_holds_up_nobody_and_loses_nothing(pipe: tuple[int
     tokens = [Token("r", "x" * 100, n) for n in range(5_000)]  # more than any pipe takes
     for n, token in enumerate(tokens):
         writer.send(token)
-        writer.publish(sample(n))
+        writer.send(sample(n))
     last = Cancelled("r")
     writer.send(last)
     assert not writer.flush(0.05)  # nobody has read yet, and still everything above has returned
@@ -156,7 +156,7 @@ def read_all(stream: bytes, requests: RequestQueue, sink: Sink, pipe: tuple[int,
     read_end, write_end = pipe
     os.write(write_end, stream)
     os.close(write_end)
-    telemetry = TelemetryService(lambda _event: True, sink.send, sink.send, Recorder())
+    telemetry = TelemetryService(sink.send, Recorder())
     return read_commands(read_end, requests, sink, telemetry)  # type: ignore[arg-type]
 
 
