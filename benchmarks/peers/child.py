@@ -1,6 +1,6 @@
 """Runs llama.cpp or ik_llama.cpp: one JSON request per line on stdin, one answer per line on stdout.
 
-    {"do": "types", "path", "type", "columns", "target"} -> {"types"}   type: number of a llama_ftype; types: ggml's, by tensor
+    {"do": "types", "path", "type", "columns", "target"} -> {"types"}   type: a llama_ftype; types: ggml's, by tensor
     {"do": "load", "path", "repack"}             -> {"seconds"}
     {"do": "open", "threads", "context", "sequences", "flash", "fused", "latent"} -> {"seconds"}   an empty context
     {"do": "prefill", "ids"}                     -> {"seconds"}          from an empty context

@@ -221,7 +221,7 @@ class GgufPeer(_Child):
             return np.fromfile(path, np.float32).reshape(len(ids), vocabulary)
 
 
-def chosen_types(source: Path, kind: str) -> dict[str, str]:
+def chosen_types(source: Path, kind: str, target: Path | None = None) -> dict[str, str]:
     """ggml's types by tensor that llama.cpp chooses for a GGUF file of plain numbers and `kind` ("Q4_K_M").
 
     For the IQ types it wants to know how important columns are: they are all said to be alike.
