@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.bench.report import Report
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.measured import machine_profile, save_measurements

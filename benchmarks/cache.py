@@ -25,7 +25,7 @@ from engine.experts.record import LayerSpec, allocate_records
 from engine.experts.record_source import RecordSource
 from engine.experts.replay import ADOPTED, RoutingTrace, belady_hits, read_trace, replay
 from engine.experts.vram_cache import VramCache
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import LayerRecords
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from benchmarks.shapes import PUBLISHED, published_layers
 from engine.bench.opened import resolve_model, without_file_type
 from engine.bench.report import Report
-from engine.checkpoint.synthetic import SHAPES, is_synthetic, parse
+from engine.checkpoint.synthetic import SHAPES, is_synthetic, options_of, parse
 
 if TYPE_CHECKING:
     from engine.bench.decode import Found
@@ -28,7 +29,7 @@ class Cut:
     Attributes:
         layers, whole_layers: its own, and all that there are.
         vocabulary, whole_vocabulary: likewise.
-        shorter: the same with half of its layers, or None if it has one alone.
+        shorter: the same with half of its layers, or None if it has one alone, or layers of several kinds.
     """
 
     layers: int
@@ -54,7 +55,11 @@ def cut_of(model: str) -> Cut | None:
         return None
     plain, kind = without_file_type(model)
     name, _, query = plain.partition("?")
-    whole, shape = SHAPES[name.removeprefix("synthetic:")], parse(plain)[1]
+    if (published := name.removeprefix("synthetic:")) not in SHAPES:
+        chosen = options_of(plain, [*SHAPES, *PUBLISHED])[1]
+        layers = published_layers(published)
+        return Cut(chosen.get("layers", layers), layers, 0, 0, None) if chosen else None
+    whole, shape = SHAPES[published], parse(plain)[1]
     if (shape.layers, shape.vocab) == (whole.layers, whole.vocab):
         return None
     options = [part for part in query.split("&") if part and not part.startswith("layers=")]
@@ -74,7 +79,8 @@ def add_whole(name: str, cut: Cut, found: Found, report: Report) -> None:
     """What a layer takes, what the rest does, and the rate of all layers, from runs in pairs."""
     whole = f"{name} of all {cut.whole_layers} layers"
     if cut.shorter is None:
-        report.skip_peer(whole, "one layer alone does not say what a layer takes")
+        what = "one layer alone does" if cut.layers == 1 else "layers of several kinds do"
+        report.skip_peer(whole, f"{what} not say what a layer takes")
         return
     between = cut.layers - cut.layers // 2
     missing, same_words = cut.whole_layers - cut.layers, cut.vocabulary == cut.whole_vocabulary

@@ -103,7 +103,7 @@ def _write_noise(file: Path, megabytes: int) -> str:
 def _fetch(address: str, file: Path, sha256: str) -> float:
     """Seconds until all is verified and in place."""
     from engine.checkpoint.downloads import queue
-    from engine.checkpoint.hub.repository import Candidate, RepoFile, Repository
+    from engine.checkpoint.hub import Candidate, RepoFile, Repository
 
     files = (RepoFile(_NAME, file.stat().st_size, sha256),)
     repository = Repository("huggingface", "bench/model", "main", files, "", "", False, endpoint=address)

@@ -1,25 +1,21 @@
-"""GGUF files for the peers that read nothing else: of checkpoints, and of synthetic models in llama.cpp's own types.
+"""GGUF files of checkpoints, for the peers that read nothing else.
 
-Both lie in the cache folder, and are found again until what they are made of changes.
+They lie in the cache folder, and are found again until what they are made of changes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from gguf import TokenType
 
-from benchmarks.peers.peer import FILE_TYPES, quantise
-from engine.bench.report import PeerError
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.export import Metadata, Quantisation, write_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.shards import fingerprint, read_tensors
-from engine.checkpoint.synthetic import parse, plain_nbytes, write_checkpoint
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import cache_dir
@@ -106,41 +102,3 @@ def texts_of(checkpoint: Path) -> Metadata:
     if settings.get("chat_template"):
         found["tokenizer.chat_template"] = settings["chat_template"]
     return found
-
-
-_SYNTHETIC_FORMAT = 1
-"""Part of the file's name: increase it when the content for a shape and type changes."""
-
-
-def make_synthetic_gguf(model: str, kind: str, say: Callable[[str], None] = lambda _text: None) -> Path:
-    """The GGUF file of a synthetic model, in the cache folder, created if missing; what it is made of is deleted.
-
-    Args:
-        model: as in `make_synthetic`.
-        kind: llama.cpp's name of the mix of types, such as "Q4_K_M".
-        say: called with progress messages.
-    """
-    if kind not in FILE_TYPES:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"llama.cpp writes no GGUF files of type {kind!r}: try Q4_K_M.")
-    name, shape = parse(model)
-    file = cache_dir() / "gguf" / f"{name}-v{_SYNTHETIC_FORMAT}-{kind}.gguf"
-    if file.is_file():
-        return file
-    nbytes = plain_nbytes(shape)
-    with disk_errors_explained(file.parent), staging_folder(file.parent) as staged:
-        require_space(file.parent, 3 * nbytes)
-        checkpoint, plain, made = staged / "checkpoint", staged / "plain.gguf", staged / file.name
-        checkpoint.mkdir()
-        say(f"making {name} with random weights: {nbytes / 1e9:.1f} GB, deleted later")
-        write_checkpoint(checkpoint, shape)
-        say("writing them to a GGUF file, deleted later as well")
-        write_gguf(checkpoint, plain, Quantisation.BF16, vocabulary=texts_of(checkpoint))
-        say(f"quantising it to {kind} with llama.cpp: {file}, cached")
-        try:
-            quantise(plain, made, kind)
-        except PeerError as failure:
-            raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, f"There is no {file.name}: {failure}.") from failure
-        with made.open("rb+") as written:
-            os.fsync(written.fileno())
-        made.replace(file)
-    return file

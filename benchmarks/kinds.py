@@ -374,7 +374,7 @@ def _file_of_library(*, wanted: bool) -> str | None:
     """The user's GGUF file that was used last: what peers are best compared with, as both read it as it is."""
     if not wanted:
         return None
-    from engine.checkpoint.gguf.names import gguf_at
+    from engine.checkpoint.gguf import gguf_at
     from engine.checkpoint.library import list_models
 
     files = [entry for entry in list_models() if not entry.problem and gguf_at(entry.path) is not None]

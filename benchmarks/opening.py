@@ -16,7 +16,7 @@ import torch
 from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import files_of, opened
 from engine.bench.report import PeerError, Report, in_turn
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.measure.link import forget_cached, read_rate
 from engine.protocol import LoadModel, decode, encode

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from benchmarks.shared_experts import recorded_routing, with_quarter_resident
 from engine.bench.opened import ForcedText, decode_seconds, opened, own_text, random_text, resolve_model
 from engine.bench.report import Report, ReportRow, row
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.synthetic import is_synthetic
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError

@@ -22,8 +22,8 @@ from benchmarks.peers.editions import LLAMA_CPP
 from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import opened
 from engine.bench.report import PeerError, Report, ReportRow
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.export import Quantisation
-from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO
 

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from engine.checkpoint.downloads import parts, queue, source, transfer
-from engine.checkpoint.downloads.pace import Waits
+from engine.checkpoint.downloads.parts import Waits
 
 
 def main() -> None:

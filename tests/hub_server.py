@@ -267,7 +267,7 @@ class HubServer:
 
     def candidate(self, repo_id: str, label: str = "Q4_K_M", paths: Iterable[str] | None = None) -> Any:
         """The `Candidate` that fetches these files, without asking anybody."""
-        from engine.checkpoint.hub.repository import Candidate, RepoFile, Repository
+        from engine.checkpoint.hub import Candidate, RepoFile, Repository
 
         repo = self.repos[repo_id]
         files = tuple(

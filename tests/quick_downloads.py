@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from engine.checkpoint.downloads import checking, download, parts, source, transfer
-from engine.checkpoint.downloads.pace import Waits
+from engine.checkpoint.downloads import parts, queue, source, transfer
+from engine.checkpoint.downloads.parts import Waits
 
 
 def make_quick(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
@@ -19,6 +19,5 @@ def make_quick(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     monkeypatch.setattr(source, "STALL_S", 0.5)
     monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
     monkeypatch.setattr(transfer, "_LOOK_S", 0.01)
-    monkeypatch.setattr(checking, "_LOOK_S", 0.01)
-    monkeypatch.setattr(download, "_LOOK_S", 0.02)
-    monkeypatch.setattr(download, "_REPORT_S", 0.02)
+    monkeypatch.setattr(queue, "_LOOK_S", 0.02)
+    monkeypatch.setattr(queue, "_REPORT_S", 0.02)

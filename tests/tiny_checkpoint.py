@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.checkpoint.safetensors_numpy import write_safetensors
+from engine.checkpoint.packed import write_safetensors
 
 CONFIG = {
     "model_type": "mixtral",

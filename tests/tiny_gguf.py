@@ -22,8 +22,9 @@ from gguf import (
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 from numpy.typing import NDArray
 
+from benchmarks.shapes import random_blocks
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.safetensors_numpy import read_safetensors
+from engine.checkpoint.packed import read_safetensors
 from engine.formats.ggml import GGML
 from tests.k_quants import quantise_k
 
@@ -74,18 +75,8 @@ def _in_blocks(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
         return quantise_k(values, kind)
     with suppress(NotImplementedError, KeyError):
         return np.asarray(quantize(values, _type(kind)))
-    own, size = GGML[kind], values.std()
-    raw = np.random.default_rng(values.size).integers(0, 256, (values.size // own.elements, own.nbytes), np.uint8)
-
-    def scale(by: float) -> None:
-        scales = np.full(len(raw), by, np.float32)
-        if own.put is not None:
-            own.put(raw, scales)
-        for at in own.halves:
-            raw[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
-
-    scale(1.0)
-    scale(float(size / own.dequantise(raw).std()))
+    own = GGML[kind]
+    raw = random_blocks(own, values.size // own.elements, float(values.std()), seed=values.size)
     return raw.reshape(*values.shape[:-1], -1)
 
 

@@ -108,7 +108,7 @@ class Downloads(QObject):
 
         def doing() -> Download:
             from engine.checkpoint.downloads.queue import add
-            from engine.checkpoint.hub import find_candidate
+            from engine.checkpoint.hub.contents import find_candidate
 
             found = find_candidate(reference, cancelled=self._closing.is_set)
             return _limited(add(found, folder=_listed(folder)), limit)

@@ -198,7 +198,7 @@ class _Question(QObject):
 
 
 def _trouble(error: Exception) -> Trouble:
-    from engine.checkpoint.hub import HubError, HubReason
+    from engine.checkpoint.hub.http import HubError, HubReason
 
     if not isinstance(error, EngineError):
         raise error
@@ -221,7 +221,8 @@ def search_hub(text: str, cancelled: CancelCheck) -> tuple[Found, ...]:
 def read_candidates(
     reference: str, cancelled: CancelCheck, say: Callable[[RepositoryAnswer], object]
 ) -> RepositoryAnswer:
-    from engine.checkpoint.hub import candidates, read_repository
+    from engine.checkpoint.hub import read_repository
+    from engine.checkpoint.hub.contents import candidates
 
     found = candidates(read_repository(reference, cancelled=cancelled), cancelled=cancelled)
     shaped: list[Shaped] = []
@@ -234,7 +235,8 @@ def read_candidates(
 
 def _shaped(candidate: Candidate, cancelled: CancelCheck) -> Shaped:
     """With what it is; a candidate whose files are damaged or unknown does not keep the others from being judged."""
-    from engine.checkpoint.hub import HubError, candidate_shape
+    from engine.checkpoint.hub.contents import candidate_shape
+    from engine.checkpoint.hub.http import HubError
 
     if candidate.problem:
         return candidate, None

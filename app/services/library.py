@@ -189,7 +189,7 @@ class Library(QObject):
 
     def remove(self, model: LibraryEntry) -> None:
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
-            from engine.checkpoint.removing import remove
+            from engine.checkpoint.ownership import remove
 
             return remove(str(model.path))  # the name may be another's by now
 

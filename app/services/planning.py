@@ -8,7 +8,7 @@ from functools import lru_cache
 from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError

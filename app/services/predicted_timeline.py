@@ -101,7 +101,7 @@ def shape_of(config: EngineConfig, name: str) -> ModelShape:
     Raises:
         EngineError: the model is no longer on this machine.
     """
-    from engine.checkpoint.find_shape import find_shape
+    from engine.checkpoint.catalogue import find_shape
 
     try:
         return find_shape(config.model)

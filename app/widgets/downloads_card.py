@@ -180,7 +180,7 @@ class TokenDialog(FormDialog):
 
 def ask_token_of(download: Download, downloads: Downloads, parent: QWidget) -> None:
     """Tells how to get at a download that the hub refused; with a token it goes on."""
-    from engine.checkpoint.hub.repository import HUGGINGFACE, place_of
+    from engine.checkpoint.hub import HUGGINGFACE, place_of
 
     hub, _, name = download.reference.rpartition(":")[0].rpartition(":")
     page = place_of(hub or HUGGINGFACE, name).link

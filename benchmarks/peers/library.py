@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
-from engine.checkpoint.gguf.names import gguf_at
-from engine.runtime.load.library_models import quiet_library
+from engine.checkpoint.gguf import gguf_at
+from engine.checkpoint.gguf.checkpoint import gguf_config
+from engine.checkpoint.gguf.file import read_gguf
+from engine.runtime.load.library_models import model_class_for, quiet_library, read_library_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,13 +31,15 @@ OFFLOAD = "transformers with accelerate's offload"
 class TransformersPeer:
     """transformers' model of a checkpoint directory, on the CPU unless `placement` says otherwise.
 
+    Of a GGUF file, which the library would unpack, it is a model of the same shape in `dtype` with random weights.
+
     Args:
         experts_implementation: how transformers computes experts; `None` is its default for the model.
         placement: extra arguments for `from_pretrained`.
 
     Raises:
-        OSError, ValueError, KeyError, RuntimeError, ImportError: any error of the library while loading; a GGUF file,
-            which it would unpack first, is a ValueError as well.
+        OSError, ValueError, KeyError, RuntimeError, ImportError: any error of the library while loading; one of a GGUF
+            file's shape that does not fit into memory is a ValueError as well.
     """
 
     def __init__(
@@ -43,8 +51,11 @@ class TransformersPeer:
         placement: dict[str, Any] | None = None,
     ) -> None:
         self.name = name
-        if gguf_at(path) is not None:
-            raise ValueError("it does not run GGUF files as they are")
+        file, self._experts = gguf_at(path), ""
+        if file is not None:
+            self._model = _of_same_shape(file, dtype)
+            self._experts = experts_implementation or self._model.config._experts_implementation
+            return
         options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, **(placement or {})}
         if experts_implementation:
             options["experts_implementation"] = experts_implementation
@@ -79,6 +90,8 @@ class TransformersPeer:
 
     def _seconds(self, ids: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> float:
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
+        if self._experts:  # as peers share the model
+            self._model.set_experts_implementation(self._experts)
         started = time.perf_counter()
         with torch.inference_mode():
             self._model.generate(
@@ -95,6 +108,29 @@ class TransformersPeer:
         return time.perf_counter() - started
 
 
+@lru_cache(maxsize=1)
+def _of_same_shape(file: Path, dtype: torch.dtype) -> Any:
+    """One for peers with different ways to compute experts: two of them would not fit into memory."""
+    config = read_library_config(file, gguf_config(read_gguf(file)))
+    model_class, config = model_class_for(config, None)
+    config.dtype = dtype
+    with torch.device("meta"), no_init_weights():
+        needed = dtype.itemsize * sum(each.numel() for each in model_class(config).parameters())
+    if needed > psutil.virtual_memory().available:
+        raise ValueError(f"its weights would take {needed / 1e9:.1f} GB of memory")
+    with local_torch_dtype(dtype), no_init_weights():
+        model = model_class(config).eval()
+    pool = torch.randn(2**22).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            for part in parameter.data.view(-1).split(len(pool)):
+                torch.mul(pool[: len(part)], parameter.shape[-1] ** -0.5, out=part)
+    return model
+
+
 def accelerate_offload(path: Path, dtype: torch.dtype, vram_bytes: int | None) -> TransformersPeer:
     """The same model through accelerate: weights that do not fit on the card stay in RAM and are fetched on use.
 
@@ -107,8 +143,6 @@ def accelerate_offload(path: Path, dtype: torch.dtype, vram_bytes: int | None) -
         raise RuntimeError("it offloads from a CUDA card, and this machine has none")
     if find_spec("accelerate") is None:
         raise ImportError("the Python package accelerate is not installed")
-    import psutil
-
     budget = vram_bytes if vram_bytes is not None else int(0.9 * torch.cuda.mem_get_info(0)[0])
     memory = {0: budget, "cpu": int(psutil.virtual_memory().available)}
     return TransformersPeer(OFFLOAD, path, dtype, placement={"device_map": "auto", "max_memory": memory})

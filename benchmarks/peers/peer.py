@@ -221,13 +221,10 @@ class GgufPeer(_Child):
             return np.fromfile(path, np.float32).reshape(len(ids), vocabulary)
 
 
-def quantise(source: Path, target: Path, kind: str, threads: int = 0) -> None:
-    """Writes a GGUF file of plain numbers again, with the types that llama.cpp chooses for `kind` ("Q4_K_M").
+def chosen_types(source: Path, kind: str) -> dict[str, str]:
+    """ggml's types by tensor that llama.cpp chooses for a GGUF file of plain numbers and `kind` ("Q4_K_M").
 
     For the IQ types it wants to know how important columns are: they are all said to be alike.
-
-    Args:
-        threads: 0: all cores.
 
     Raises:
         PeerError: llama.cpp is not built, or it cannot quantise the file.
@@ -238,9 +235,11 @@ def quantise(source: Path, target: Path, kind: str, threads: int = 0) -> None:
         for name, entry in matrices
         if len(entry.shape) > 1
     }
-    request = {"path": str(source), "target": str(target), "type": FILE_TYPES[kind], "threads": threads}
     with _Child(LLAMA_CPP) as child:
-        child._ask(do="quantise", **request, columns=columns)
+        types: dict[str, str] = child._ask(do="types", path=str(source), type=FILE_TYPES[kind], columns=columns)[
+            "types"
+        ]
+    return types
 
 
 FILE_TYPES = {kind.name.removeprefix("MOSTLY_"): int(kind) for kind in LlamaFileType} | {"Q2_0": 41}

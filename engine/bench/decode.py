@@ -181,11 +181,15 @@ def bytes_per_token(loaded: LoadedModel) -> float:
     """Bytes of weights that one token has to read: all except unused experts and the embedding table."""
     info = loaded.info
     used = info.experts_per_token / info.experts if info.experts else 0.0
-    output, table = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
-    unread = 0
-    if table is not None and output is not None and table.weight is not output.weight:
-        unread = table.weight.numel() * table.weight.element_size()
+    shared = {tensor.data_ptr() for tensor in _held_by(loaded.model.get_output_embeddings())}
+    table = _held_by(loaded.model.get_input_embeddings()) if shared else ()
+    unread = sum(tensor.nbytes for tensor in table if tensor.data_ptr() not in shared)
     return info.weights_bytes - unread + info.experts_bytes * used
+
+
+def _held_by(module: torch.nn.Module | None) -> list[torch.Tensor]:
+    """Its numbers, or the blocks that it reads instead."""
+    return [] if module is None else [each for each in (*module.parameters(), *module.buffers()) if each.numel()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from engine.experts.dispatch import StandardExperts
 from engine.experts.record import allocate_records
 from engine.formats import FORMATS
 from engine.formats.ggml import GGML
-from engine.formats.layouts import RecordLayout
 from engine.formats.lut4 import LUT4, MXFP4_TABLE
-from engine.formats.tiles import Pairing
+from engine.formats.tiles import Pairing, RecordLayout
 from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
 from engine.kernels.native.build import build
 from engine.kernels.native.experts import NativeExperts
@@ -45,7 +44,7 @@ class Weights:
 WEIGHTS = (
     *(Weights(each.name, each.name) for each in FORMATS.values() if each.native is not None),
     Weights("lut4 (MXFP4)", LUT4.name, MXFP4_TABLE),
-    *(Weights(kind.name, kind.name) for kind in GGML.values() if kind.split is not None),
+    *(Weights(kind.name, kind.name) for kind in GGML.values() if kind.is_blocks),
 )
 _BESIDE = {"lut4": "int4"}
 """Precision -> the one whose weights per second in the same run its own are divided by."""

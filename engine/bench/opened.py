@@ -67,7 +67,7 @@ def resolve_model(model: str, say: Callable[[str], None]) -> Path:
     plain, kind = without_file_type(model)
     if not kind:
         return make_synthetic(model, say)
-    writer = from_checkout("gguf")
+    writer = from_checkout("shapes")
     if writer is None:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"Only a checkout writes synthetic models as {kind} files.")
     file: Path = writer.make_synthetic_gguf(plain, kind, say)

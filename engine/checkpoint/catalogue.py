@@ -1,24 +1,26 @@
 """The catalogue: models that are worth fetching, with what a choice among them needs, readable without a network.
 
-`python -m engine.checkpoint.catalogue check` is for maintainers: it compares every entry with what the hub says.
+And a model's shape by what the user names: a shipped profile, a model of the catalogue or of this machine, a folder, or
+a hub id. Where there is no profile, it follows from the configuration and the headers of the tensors.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.checkpoint.counted_shape import as_quantised
-from engine.checkpoint.hub import Repository, candidates, is_reference, parse_reference, read_repository
-from engine.checkpoint.hub.repository import QUALITIES, quality_of
-from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
-from engine.common.errors import EngineError
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.counted_shape import as_quantised, shape_of
+from engine.checkpoint.hub import QUALITIES, is_reference, quality_of
+from engine.checkpoint.hub.contents import candidate_shape, find_candidate
+from engine.checkpoint.model_directories import find_models
+from engine.checkpoint.model_shape import ModelShape, model_names, read_model, shape_in
+from engine.checkpoint.names import STARTER_NAME, find_named, in_library, is_path_like, name_of, resolve
+from engine.checkpoint.shards import read_tensors
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_private
-from engine.common.json_fields import MAX_PROFILE_BYTES, ProfileFile, refused
+from engine.common.json_fields import MAX_PROFILE_BYTES, ProfileFile, near_names, refused
 from engine.common.paths import data_dir, resources_dir
 from engine.common.plain_text import quoted
 from engine.common.untrusted import read_untrusted
@@ -37,8 +39,6 @@ class CatalogueFile:
 
     Attributes:
         reference: for `engine.checkpoint.hub.find_candidate`: `ORG/NAME:LABEL`.
-        bytes: of all its files.
-        quality: as in `Candidate`.
     """
 
     reference: str
@@ -56,15 +56,7 @@ class CatalogueEntry:
     """A model.
 
     Attributes:
-        name: for people.
         family: who made it, in words.
-        kind: `moe` or `dense`.
-        parameters, active: in all, and used per token.
-        licence, licence_link: its short name, and where it is written.
-        context: longest, in tokens.
-        strengths: what it is good at, in one plain sentence.
-        languages: in words.
-        abilities: those of `ABILITIES` that it has.
         files: quantisations, the best quality first.
         shape: the model, for predictions without a network.
         unchecked: names of the fields that nobody compared with the hub; `bytes` are those of the files.
@@ -106,7 +98,6 @@ class Catalogue:
 
 
 def catalogue_dir() -> Path:
-    """The shipped catalogue's folder."""
     return resources_dir() / "catalogue"
 
 
@@ -202,67 +193,46 @@ def _file(file: ProfileFile, model: str) -> CatalogueFile:
     return replace(found, quality=quality_of(found.label, model))
 
 
-# For maintainers
+def find_shape(model: str) -> ModelShape:
+    """The shape of a model, from headers alone.
+
+    Args:
+        model: `starter`, the name of a model on this machine, a checkpoint directory, a profile's name or file
+            (`.json`), a name of the catalogue, or a reference to a hub (`ORG/NAME`, `ORG/NAME:Q4_K_M`). Without a
+            profile, a hub model's headers are read over the network.
+
+    Raises:
+        EngineError: there is none, or it is not understood; the message says why, with suggestions.
+    """
+    if model.endswith(".json") or (model.casefold() in model_names() and in_library(model) is None):
+        return read_model(model)
+    found = find_named(model)
+    if found is None and is_reference(model) and not Path(model).exists():
+        return _known(model) or candidate_shape(find_candidate(model))
+    if found is None and not is_path_like(model) and (listed := catalogue_shape(model)) is not None:
+        return listed
+    if found is None and model.strip() and not is_path_like(model) and model != STARTER_NAME:
+        raise _unknown(model)
+    folder = resolve(model)
+    return shape_of(name_of(folder), read_config(folder), read_tensors(folder).values())
 
 
-def differences(catalogue: Catalogue) -> list[str]:
-    """What the hub says otherwise than the catalogue, a line each; an empty list if nothing differs."""
-    found: list[str] = []
-    for entry in catalogue.entries:
-        repositories: dict[str, Repository | EngineError] = {}
-        for file in entry.files:
-            where = parse_reference(file.reference)
-            key = f"{where.hub}:{where.id}"
-            if key not in repositories:
-                try:
-                    repositories[key] = read_repository(key)
-                except EngineError as error:
-                    repositories[key] = error
-                    found.append(f"{entry.name}: {error.message}")
-            repository = repositories[key]
-            if not isinstance(repository, EngineError):
-                found += _differences(entry, file, repository)
-    return list(dict.fromkeys(found))
+def is_on_hub(model: str) -> bool:
+    """Whether `find_shape` would have to ask a hub."""
+    return is_reference(model) and not Path(model).exists() and find_named(model) is None and _known(model) is None
 
 
-def _differences(entry: CatalogueEntry, file: CatalogueFile, repository: Repository) -> Iterator[str]:
-    where = parse_reference(file.reference)
-    if repository.id != where.id:
-        yield f"{entry.name}: {where.id} is called {repository.id} now"
-    if repository.licence and _plain(repository.licence) != _plain(entry.licence):
-        yield f"{entry.name}: {repository.id} is under {repository.licence}, not {entry.licence}"
-    if repository.gated:
-        yield f"{entry.name}: {repository.id} is gated"
-    able = {one.label: one for one in candidates(repository)}
-    one = able.get(where.what)
-    if one is None:
-        yield f"{entry.name}: {repository.id} has no {where.what}, but {', '.join(sorted(able))}"
-    elif one.problem:
-        yield f"{entry.name}: {file.reference} cannot run: {one.problem}"
-    elif one.bytes != file.bytes:
-        yield f"{entry.name}: {file.reference} has {one.bytes} bytes, not {file.bytes}"
+def _known(hub_id: str) -> ModelShape | None:
+    shapes = map(read_model, model_names())
+    return next((shape for shape in shapes if shape.hub_id.casefold() == hub_id.casefold()), None)
 
 
-def _plain(licence: str) -> str:
-    """`LFM 1.0` and `lfm1.0` are one."""
-    return re.sub(r"[^a-z0-9]", "", licence.casefold())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The maintainer's command; returns the exit code: 1 if something differs."""
-    parser = argparse.ArgumentParser(prog="python -m engine.checkpoint.catalogue", description=__doc__)
-    parser.add_argument("action", choices=["check"], help="compare every entry with what the hub says")
-    parser.add_argument("--file", type=Path, help="a catalogue (default: the shipped one)")
-    asked = parser.parse_args(arguments)
-    try:
-        catalogue = read_catalogue(asked.file or catalogue_dir() / "catalogue.json")
-    except EngineError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return 2
-    found = differences(catalogue)
-    sys.stdout.write("".join(f"{line}\n" for line in found) or f"All {len(catalogue.entries)} entries agree.\n")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _unknown(model: str) -> EngineError:
+    listed = [entry.name for entry in read_catalogue().entries]
+    near = near_names(model, model_names() + listed + [found.name for found in find_models()[0]])
+    meant = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(model_names())}."
+    return EngineError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"There is no model called {model!r} in the library or among the known models: {meant} "
+        "A model's folder works too, or its hub id, such as Qwen/Qwen3-30B-A3B.",
+    )

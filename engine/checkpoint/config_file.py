@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import quoted
 from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.checkpoint.config_file import text_part
@@ -22,11 +22,12 @@ from engine.checkpoint.stored import (
     in_rows,
     is_in_gguf,
     linear_format,
+    mixed_rows,
     pieces_of,
     precisions_of,
     type_of,
 )
-from engine.formats import BF16, GGML, SMALLEST, STORED, TiledFormat, WeightFormat, format_of, is_router
+from engine.formats import BF16, GGML, SMALLEST, STORED, WeightFormat, format_of, is_router
 from engine.formats.int8 import INT8
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
@@ -131,7 +132,7 @@ def as_quantised(shape: ModelShape, label: str) -> ModelShape:
         shape: of the model in 16 bits.
         label: `Q4_K_M`, say.
     """
-    named = [each.name for each in GGML.values() if each.split is not None and each.name in label.upper()]
+    named = [each.name for each in GGML.values() if each.is_blocks and each.name in label.upper()]
     mixes = (each[1:] for each in _BY_LABEL if each[0].search(label.upper()))
     in_file, half_in_file = next(mixes, (named[-1], named[-1]) if named else ("", ""))
     if not in_file:
@@ -162,42 +163,68 @@ def as_quantised(shape: ModelShape, label: str) -> ModelShape:
     return replace(shape, stored=replace(stored(most, half, INT8, INT8.bytes_per_weight + 2.0), in_place=in_place))
 
 
+@dataclass
+class _Dense:
+    """Bytes of what is no routed expert, by where it is, and the weights in each format."""
+
+    layers: list[int]
+    formats: Counter[str] = field(default_factory=Counter)
+    head: int = 0
+    embeddings: int = 0
+    tables: int = 0
+    others: int = 0
+
+    def add(self, entry: TensorEntry, nbytes: int, plain: int) -> None:
+        """Counts a tensor as `nbytes`, but a table, and an embedding, as `plain`."""
+        layer = _layer(entry.key)
+        if _HEAD.search(entry.key):
+            self.head += nbytes
+        elif _TABLE.search(entry.key):
+            self.tables += plain
+        elif layer < 0 and len(entry.shape) == 2:
+            self.embeddings += plain
+        elif 0 <= layer < len(self.layers):
+            self.layers[layer] += nbytes
+        else:
+            self.others += nbytes
+
+    def stored(
+        self, shape: ModelShape, precisions: tuple[str, ...], experts: list[tuple[str, str]], usual: str, head: int
+    ) -> StoredWeights:
+        used = {*(name for name in self.formats if name != BF16.name), *(name for pair in experts for name in pair)}
+        return StoredWeights(
+            precisions=precisions,
+            formats=tuple(sorted(used or {usual})),
+            experts=tuple(experts),
+            dense_bytes=sum(self.layers) + self.others + self.head + self.embeddings + self.tables,
+            layers=tuple(self.layers),
+            layer_bytes_per_weight=(sum(self.layers) + self.others) / max(shape.matrix_weights, 1),
+            head_bytes_per_weight=head / (shape.vocabulary * shape.hidden) or 2.0,
+            tables=self.tables + (0 if shape.tied_embeddings else self.embeddings),
+            is_repacked=True,
+        )
+
+
 def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntry]) -> StoredWeights | None:
     """What a model's tensors, those of routed experts among them, become; `None` if `auto` will not keep them."""
     precisions = precisions_of(mine, round(shape.parameters))
     if STORED not in precisions:
         return None
-    of_experts, formats = set(map(id, experts)), Counter[str]()
-    layers = [0] * shape.layers
-    others = head = embeddings = tables = 0
+    of_experts, dense = set(map(id, experts)), _Dense([0] * shape.layers)
     for entry in (entry for entry in mine if id(entry) not in of_experts):
-        plain, kept = 2 * entry.numel, _kept_linear(entry)
+        is_small = entry.numel < SMALLEST or is_router(entry.key.removesuffix(".weight"))
+        plain, kept = 2 * entry.numel, None if is_small else linear_format(entry)
         tiled = plain if kept is None else sum(kept.part_bytes(*entry.shape))
-        if _HEAD.search(entry.key):
-            head += tiled
-        elif _TABLE.search(entry.key):
-            tables += plain
-        elif _layer(entry.key) < 0 and len(entry.shape) == 2:  # an embedding is quantised only as a tied head
-            embeddings += plain
-            head += tiled if shape.tied_embeddings and kept is not None and entry.shape[1] == shape.hidden else 0
-        elif 0 <= _layer(entry.key) < shape.layers:
-            layers[_layer(entry.key)] += tiled
-        else:
-            others += tiled
-        formats[kept.name if kept is not None else BF16.name] += entry.numel
+        is_embedding = _layer(entry.key) < 0 and len(entry.shape) == 2 and not _HEAD.search(entry.key)
+        dense.add(entry, tiled, plain)
+        if is_embedding and not _TABLE.search(entry.key) and shape.tied_embeddings and kept is not None:
+            dense.head += tiled if entry.shape[1] == shape.hidden else 0  # it is quantised only as a tied head
+        dense.formats[kept.name if kept is not None else BF16.name] += entry.numel
     matrices = [entry for entry in experts if not _BIAS.search(entry.key)]
-    usual = formats.most_common(1)[0][0]
+    usual = dense.formats.most_common(1)[0][0]
     by_layer = _expert_formats(matrices) or [(usual, usual)] * shape.moe_layers
-    used = {*(name for name in formats if name != BF16.name), *(name for pair in by_layer for name in pair)}
-    return StoredWeights(
-        precisions=precisions,
-        formats=tuple(sorted(used or {usual})),
-        experts=tuple(by_layer),
-        dense_bytes=sum(layers) + others + head + embeddings + tables,
-        layers=tuple(layers),
-        layer_bytes_per_weight=(sum(layers) + others) / max(shape.matrix_weights, 1),
-        head_bytes_per_weight=head / (shape.vocabulary * shape.hidden) or 2.0,
-        tables=tables + (0 if shape.tied_embeddings else embeddings),
+    return replace(
+        dense.stored(shape, precisions, by_layer, usual, dense.head),
         is_repacked=all(type_of(piece) is not None for entry in matrices for piece in pieces_of(entry)),
         in_place=_in_place(shape, mine, matrices, precisions),
     )
@@ -222,66 +249,39 @@ def _in_place(
             if not isinstance(piece, TensorEntry) or not _is_read(piece):
                 return None
             by_layer.setdefault(_layer(entry.key), (set(), set()))[bool(_DOWN.search(entry.key))].add(piece.dtype)
-    experts, formats = set(map(id, matrices)), Counter[str]()
-    layers = [0] * shape.layers
-    head = embeddings = others = tables = 0
+    experts, dense = set(map(id, matrices)), _Dense([0] * shape.layers)
     for entry in (entry for entry in mine if id(entry) not in experts):
         stored = in_rows(entry) if len(entry.shape) == 2 else None
-        if stored is not None and not (is_blocks(stored.dtype) or (_is_read(stored) and _is_large(entry))):
+        if stored is not None and not (
+            is_blocks(stored.dtype)
+            or (_is_read(stored) and entry.shape[0] > 1 and not is_router(entry.key.removesuffix(".weight")))
+        ):
             stored = None
         if (turned := in_columns(entry)) is not None:
             stored, _ = turned
+        elif (mixed := mixed_rows(entry)) is not None:
+            (stored, *_), _ = mixed
         nbytes = entry.nbytes if stored is not None else 2 * entry.numel
         if stored is not None:
-            formats[stored.dtype] += entry.numel
-        if _HEAD.search(entry.key):
-            head += nbytes
-        elif _TABLE.search(entry.key):
-            tables += nbytes
-        elif _layer(entry.key) < 0 and len(entry.shape) == 2:
-            embeddings += nbytes
-        elif 0 <= _layer(entry.key) < shape.layers:
-            layers[_layer(entry.key)] += nbytes
-        else:
-            others += nbytes
-    if not by_layer and not formats:
+            dense.formats[stored.dtype] += entry.numel
+        dense.add(entry, nbytes, nbytes)
+    if not by_layer and not dense.formats:
         return None
-    usual = formats.most_common(1)[0][0] if formats else BF16.name
+    usual = dense.formats.most_common(1)[0][0] if dense.formats else BF16.name
 
     def largest(types: set[str]) -> str:
         return max(types, key=lambda name: format_of(name).bits, default=usual)
 
     pairs = [(largest(first), largest(down)) for _, (first, down) in sorted(by_layer.items())]
     pairs = pairs or [(usual, usual)] * shape.moe_layers
-    return StoredWeights(
-        precisions=precisions,
-        formats=tuple(sorted({*formats, *(name for pair in pairs for name in pair)})),
-        experts=tuple(pairs),
-        dense_bytes=sum(layers) + others + head + embeddings + tables,
-        layers=tuple(layers),
-        layer_bytes_per_weight=(sum(layers) + others) / max(shape.matrix_weights, 1),
-        head_bytes_per_weight=(head or embeddings) / (shape.vocabulary * shape.hidden) or 2.0,
-        tables=tables + (0 if shape.tied_embeddings else embeddings),
-        is_repacked=True,
-    )
+    return dense.stored(shape, precisions, pairs, usual, dense.head or dense.embeddings)
 
 
 def _is_read(entry: TensorEntry) -> bool:
     return is_blocks(entry.dtype) or (entry.dtype in GGML and is_in_gguf(entry))
 
 
-def _is_large(entry: TensorEntry) -> bool:
-    return entry.shape[0] > 1 and not is_router(entry.key.removesuffix(".weight"))
-
-
-def _kept_linear(entry: TensorEntry) -> TiledFormat | None:
-    """The format that keeps a tensor if it is the weight of a linear layer that is quantised."""
-    is_small = entry.numel < SMALLEST or is_router(entry.key.removesuffix(".weight"))
-    return None if is_small else linear_format(entry)
-
-
 def _expert_formats(matrices: list[TensorEntry]) -> list[tuple[str, str]]:
-    """Formats of the matrices of each MoE layer's experts: gate and up, down."""
     layers: dict[int, tuple[list[TensorEntry], list[TensorEntry]]] = {}
     for entry in matrices:
         layers.setdefault(_layer(entry.key), ([], []))[bool(_DOWN.search(entry.key))].append(entry)
@@ -308,19 +308,14 @@ def _full_attention(text: dict[str, Any], layers: int) -> int:
 
 
 def _attention(text: dict[str, Any], hidden: int) -> AttentionShape:
-    def number(*names: str) -> int:
-        places = (text, text.get("attn_config") or {})
-        values = (place.get(name) for place in places if isinstance(place, dict) for name in names)
-        return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-    heads = number("num_attention_heads", "n_heads", "n_head", "num_heads") or 1
-    rotary = number("qk_rope_head_dim")
-    latent = number("kv_lora_rank")
-    head_dim = number("v_head_dim") if latent else number("head_dim", "kv_channels")
+    heads = number_of(text, ("num_attention_heads", "n_heads", "n_head", "num_heads")) or 1
+    rotary = number_of(text, ("qk_rope_head_dim",))
+    latent = number_of(text, ("kv_lora_rank",))
+    head_dim = number_of(text, ("v_head_dim",) if latent else ("head_dim", "kv_channels"))
     return AttentionShape(
         heads=heads,
-        kv_heads=number("num_key_value_heads", "kv_n_heads", "num_key_value_groups") or heads,
+        kv_heads=number_of(text, ("num_key_value_heads", "kv_n_heads", "num_key_value_groups")) or heads,
         head_dim=head_dim or max(hidden // heads, 1),
         latent=latent + rotary if latent else 0,
-        query_latent=number("q_lora_rank"),
+        query_latent=number_of(text, ("q_lora_rank",)),
     )

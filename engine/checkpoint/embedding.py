@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_json
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import quoted
 from engine.common.untrusted import parse_json, read_untrusted
@@ -36,7 +36,6 @@ class Embedding:
     """How a model embeds.
 
     Attributes:
-        normalises: whether vectors have length 1.
         most_tokens: of a text; 0: as many as the model's positions.
         dense: folders of linear layers behind the pooling, in order.
         prompt: what is put before a text for which no other is asked.
@@ -50,7 +49,6 @@ class Embedding:
 
 
 def is_of_embedding(name: str) -> bool:
-    """Whether a file of this name, with its folder, says how a model embeds."""
     return _OF_EMBEDDING.fullmatch(name) is not None
 
 

@@ -60,7 +60,6 @@ class TensorEntry:
         return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + begin * each, nbytes=count * each)
 
     def below(self, index: int) -> TensorEntry:
-        """One row without the first dimension."""
         return replace(self.rows(index, 1), shape=self.shape[1:])
 
 

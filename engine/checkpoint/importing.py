@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
-from engine.checkpoint.gguf.names import SUFFIX, gguf_at
+from engine.checkpoint.gguf import SUFFIX, gguf_at
 from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, counted, sha256_of, write_manifest
 from engine.checkpoint.model_directories import NO_NAME, check_connected
@@ -152,10 +152,9 @@ def import_model(
         total = sum(file.stat().st_size for file in (*weights, *side_files))
         advance = counted(on_progress, total, cancelled)
         records = [_take(file, folder, staging, advance, may_link=False) for file in side_files]
-        records += [
-            _take(file, folder, staging, advance, may_link=True, called=_name_in_library(file, name))
-            for file in weights
-        ]
+        for file in weights:  # one whose name says nothing, as in Ollama's store, gets the model's
+            called = file.name if file.suffix.lower() in (SUFFIX, ".safetensors") else f"{name}{SUFFIX}"
+            records.append(_take(file, folder, staging, advance, may_link=True, called=called))
         # The source may have changed during the copy: check what the library now holds.
         weights_of(staging)
         if _states(weights) != before:
@@ -171,11 +170,7 @@ def import_model(
 
 
 def weights_of(source: Path) -> list[Path]:
-    """The files with the weights of a checkpoint, if it is whole and understood.
-
-    Raises:
-        EngineError: as `import_model`.
-    """
+    """The files with the weights of a checkpoint, if it is whole and understood."""
     read_config(source)
     tensors = read_tensors(source)
     check_filled(tensors.values())
@@ -199,19 +194,11 @@ def _side_files(source: Path) -> Iterable[Path]:
     for file in sorted(source.iterdir()):
         plain = file.name.lower()
         wanted = plain.endswith(_SIDE_SUFFIXES) or plain.startswith(_SIDE_NAMES)
-        if file.is_file() and wanted and not plain.startswith(".") and not _is_left_out(file.name):
+        # Neither our own manifest, which is rewritten, nor indexes of weights that are not imported.
+        is_other = file.name == MANIFEST_NAME or (plain.endswith(".index.json") and file.name != INDEX_NAME)
+        if file.is_file() and wanted and not plain.startswith(".") and not is_other:
             yield file
     yield from sorted((source / TEMPLATE_FOLDER).glob("*.jinja"))
-
-
-def _is_left_out(name: str) -> bool:
-    """Our own manifest, which is rewritten, and indexes of weights that are not imported."""
-    return name == MANIFEST_NAME or (name.endswith(".index.json") and name != INDEX_NAME)
-
-
-def _name_in_library(file: Path, model: str) -> str:
-    """Of a file with weights: its own, or the model's if that says nothing, as in Ollama's store."""
-    return file.name if file.suffix.lower() in (SUFFIX, ".safetensors") else f"{model}{SUFFIX}"
 
 
 def _take(

@@ -31,7 +31,7 @@ from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
 from engine.checkpoint.embedding import MODULES, PART_FOLDER, embedding_of, is_of_embedding
-from engine.checkpoint.gguf.names import LABEL, SUFFIX, all_parts, gguf_at
+from engine.checkpoint.gguf import LABEL, SUFFIX, all_parts, gguf_at
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
 from engine.checkpoint.model_directories import FOLDER, OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
@@ -41,9 +41,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, locked_file, new_folder, remove_unlocked, write_private
 from engine.common.json_fields import fields_of
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
-from engine.common.untrusted import open_untrusted, parse_json, read_untrusted, reason
+from engine.common.untrusted import open_untrusted, parse_json, read_record, read_untrusted, reason
 from engine.families.pictures import SIGHTS
-from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
+from engine.families.replies.reader import may_think, takes_tools, thinking_choices
 
 LEAST_TOKENS = 16
 """An answer of fewer tokens says nothing about speed."""
@@ -78,16 +78,13 @@ def where(model: Path) -> str:
 
 def model_at(place: str) -> Path | None:
     """The checkpoint whose place this stands for (`where`), if it was ever used."""
-    try:
-        return Path(str(parse_json(read_untrusted(data_dir() / "usage" / f"{place}.json", _MOST_BYTES))["model"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    model = read_record(data_dir() / "usage" / f"{place}.json", _MOST_BYTES).get("model")
+    return Path(model) if isinstance(model, str) else None
 
 
 def read_usage(model: Path) -> Usage:
-    """What is remembered of the checkpoint at a path; nothing if there is no readable record."""
+    found = read_record(_file(model), _MOST_BYTES)
     try:
-        found = parse_json(read_untrusted(_file(model), _MOST_BYTES))
         used, how, speeds = found["last_used"], str(found["how"]), found["tokens_per_s"]
         return Usage(float(used), how, tuple(float(speed) for speed in speeds if 0 < speed < 1e6)[-_ANSWERS:])
     except (OSError, ValueError, LookupError, TypeError, OverflowError):
@@ -95,7 +92,6 @@ def read_usage(model: Path) -> Usage:
 
 
 def is_any_known() -> bool:
-    """Whether any model was ever used on this machine."""
     return any(_file(Path()).parent.glob("*.json"))
 
 
@@ -122,7 +118,6 @@ def move_usage(model: Path, to: Path) -> None:
 
 
 def forget_usage(model: Path) -> None:
-    """Removes the record of a model that is gone."""
     with contextlib.suppress(OSError):
         _file(model).unlink(missing_ok=True)
 
@@ -175,14 +170,9 @@ def exclusive_use(model: Path) -> Iterator[None]:
         yield
 
 
-def _locks_of(model: Path) -> Path:
-    return data_dir() / "locks" / where(model)
-
-
 @contextlib.contextmanager
 def _announced(model: Path, prefix: str) -> Iterator[Path]:
-    """A locked file of ours in the model's folder of locks."""
-    folder, path = _locks_of(model), None
+    folder, path = data_dir() / "locks" / where(model), None
     new_folder(folder)
     try:
         with locked_file(folder, prefix) as path:
@@ -241,7 +231,6 @@ def remove_converted(files: list[Path]) -> int:
 
 
 def converted_dir() -> Path:
-    """Where converted weights are kept; need not exist."""
     own = os.environ.get(PREPARED_VARIABLE)
     return Path(own) if own else data_dir() / "converted"
 
@@ -264,7 +253,6 @@ def leftovers() -> list[Path]:
 
 
 def remove_leftovers() -> int:
-    """Deletes them and returns the bytes freed."""
     freed = remove_converted(leftovers())
     with contextlib.suppress(OSError):  # there is none, or something else is in it
         (data_dir() / "banks").rmdir()
@@ -281,8 +269,6 @@ class LibraryEntry:
     Attributes:
         name: what to call it; for a directory outside the library, its path.
         family: transformers' `model_type`; empty if unreadable.
-        parameters: of the whole model, not only the active ones.
-        bytes_on_disk: of all its files.
         dtype: how the weights are stored (`bfloat16`, `fp8`, ...), as the configuration says.
         experts, experts_per_token: 0 for dense models, or if the configuration does not give them.
         context_tokens: the model's own limit; 0 if unknown.
@@ -294,8 +280,6 @@ class LibraryEntry:
         last_used: when it was last loaded or answered on this machine, in seconds since the epoch.
         measured_tokens_per_s: the median decode speed of its last answers on this machine.
         precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
-        embeds: whether it is made for embeddings, and does not chat.
-        sees: whether it is given pictures, too.
         calls_tools, thinks: whether its chat template knows tools, and reasoning before an answer.
         content: what its weights are, for `listed_once`.
         also: other places where the same model lies: whose each is, as `origin`, and its path. Only in a list.
@@ -326,7 +310,6 @@ class LibraryEntry:
 
     @property
     def can_chat(self) -> bool:
-        """Whether it can be loaded to chat."""
         return not self.problem and not self.embeds
 
     @property
@@ -349,7 +332,6 @@ class Verification:
 
     Attributes:
         checked: `sha256` (every byte against the manifest) or `headers` (no manifest: structure and sizes only).
-        damaged: file -> its defect; empty if all is well.
     """
 
     name: str
@@ -386,11 +368,7 @@ def list_models() -> list[LibraryEntry]:
 
 
 def show(model: str) -> LibraryEntry:
-    """One model, by its name or at a path.
-
-    Raises:
-        EngineError: as `resolve`.
-    """
+    """One model, by its name or at a path."""
     path = resolve(model)
     if path.parent == models_dir():
         return describe(path, path.name)
@@ -441,7 +419,6 @@ def _entry(model: Found) -> LibraryEntry:
 
 
 def _read(path: Path) -> LibraryEntry:
-    """What the files of a model say about it."""
     manifest = read_manifest(path)
     entry = LibraryEntry(
         name="",
@@ -473,7 +450,6 @@ def _read(path: Path) -> LibraryEntry:
 
 
 def precision_words(path: Path, profile: ModelProfile) -> str:
-    """How its weights are stored, for people."""
     stored = profile.quantization or profile.dtype
     gguf = gguf_at(path)
     mix = LABEL.search(f"{gguf.name} {name_of(path)}".upper()) if gguf is not None else None
@@ -513,7 +489,6 @@ class _Descriptions:
             self.seen[model.path] = LibraryEntry(model.name, model.path, origin=model.origin, problem=problem)
 
     def load(self) -> None:
-        """Reads the file, once."""
         if self._is_loaded_from == _descriptions_file():
             return
         self._is_loaded_from = _descriptions_file()
@@ -633,7 +608,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def total_bytes(files: list[Path]) -> int:
-    """The size of files that are there."""
     total = 0
     for file in files:
         with contextlib.suppress(OSError):
@@ -661,12 +635,15 @@ def verify(
     path = entry.path
     with reading(path):
         manifest = read_manifest(path)
-        named = Manifest("", tuple(_named_by_content(files_of(path), path if path.is_dir() else path.parent)))
+        folder = path if path.is_dir() else path.parent
+        digests = ((file, digest) for file in files_of(path) if (digest := _digest(file)))
+        records = (
+            FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, digest) for file, digest in digests
+        )
+        named = Manifest("", tuple(records))
         manifest = manifest if manifest is not None and manifest.files else named
         if manifest.files:
-            damage = damaged_files(
-                path if path.is_dir() else path.parent, manifest, on_progress=on_progress, cancelled=cancelled
-            )
+            damage = damaged_files(folder, manifest, on_progress=on_progress, cancelled=cancelled)
             return Verification(entry.name, path, "sha256", len(manifest.files), damage)
         try:
             read_config(path)
@@ -676,12 +653,6 @@ def verify(
         except EngineError as error:
             return Verification(entry.name, path, "headers", 0, {str(path): error.message})
     return Verification(entry.name, path, "headers", len(files) + (path / CONFIG_NAME).is_file(), {})
-
-
-def _named_by_content(files: list[Path], folder: Path) -> Iterator[FileRecord]:
-    for file in files:
-        if digest := _digest(file):
-            yield FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, digest)
 
 
 def _digest(file: Path) -> str:

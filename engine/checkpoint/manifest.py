@@ -34,7 +34,6 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Total size of all files."""
         return sum(record.bytes for record in self.files)
 
 
@@ -70,13 +69,11 @@ def describe_files(folder: Path, cancelled: Callable[[], bool] = lambda: False) 
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into a folder under construction."""
     text = json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n"
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a model, or None if it has no readable one."""
     try:
         raw = parse_json(read_untrusted(folder / MANIFEST_NAME, _MAX_BYTES))
         files = tuple(FileRecord(str(item["path"]), int(item["bytes"]), str(item["sha256"])) for item in raw["files"])

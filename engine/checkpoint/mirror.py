@@ -15,7 +15,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, private_folder, write_private
 from engine.common.paths import config_dir
 from engine.common.plain_text import quoted
-from engine.common.untrusted import parse_json, read_untrusted
+from engine.common.untrusted import read_record
 
 _MOST_BYTES = 2**16
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -96,11 +96,7 @@ def chosen_proxy() -> str:
 
 
 def use_proxy(address: str) -> str:
-    """Reaches all but this machine through this proxy from now on; empty for the system's.  Returns what is kept.
-
-    Raises:
-        EngineError: as `use_mirror`.
-    """
+    """Reaches all but this machine through this proxy from now on; empty for the system's.  Returns what is kept."""
     before = chosen_proxy()
     kept = _use("proxy", address)
     for name in _PROXY_VARIABLES:
@@ -119,16 +115,8 @@ def begin_with_proxy() -> None:
 
 
 def _chosen(name: str) -> str:
-    address = _all().get(name, "")
+    address = read_record(_file(), _MOST_BYTES).get(name, "")
     return address if isinstance(address, str) and _is_address(address, _KINDS[name]) else ""
-
-
-def _all() -> dict[str, object]:
-    try:
-        found = parse_json(read_untrusted(_file(), _MOST_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _use(name: str, address: str) -> str:
@@ -141,7 +129,7 @@ def _use(name: str, address: str) -> str:
         )
     with disk_errors_explained(config_dir()):
         private_folder(config_dir())
-        write_private(_file(), json.dumps({**_all(), name: address}) + "\n")
+        write_private(_file(), json.dumps({**read_record(_file(), _MOST_BYTES), name: address}) + "\n")
     return address
 
 

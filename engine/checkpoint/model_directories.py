@@ -34,14 +34,14 @@ import platformdirs
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
 from engine.checkpoint.embedding import MODULES
-from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
+from engine.checkpoint.gguf import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, holding, private_folder, write_private
 from engine.common.paths import config_dir, models_dir
 from engine.common.plain_text import plain_line
-from engine.common.untrusted import parse_json, read_untrusted, reason
+from engine.common.untrusted import parse_json, read_record, read_untrusted, reason
 
 _MOST_BYTES = 2**20
 
@@ -53,14 +53,6 @@ def note_connected(folder: Path) -> None:
         with contextlib.suppress(OSError):
             private_folder(config_dir())
             write_private(_file(), json.dumps({**noted, str(folder): mount}, indent=2) + "\n")
-
-
-def forget_disk(folder: Path) -> None:
-    """The user means the folder as it is now, on whatever disk."""
-    noted = _noted()
-    if noted.pop(str(folder), None) is not None:
-        with contextlib.suppress(OSError):
-            write_private(_file(), json.dumps(noted, indent=2) + "\n")
 
 
 def trouble_with(folder: Path) -> str:
@@ -150,11 +142,8 @@ def _file() -> Path:
 
 
 def _noted() -> dict[str, str]:
-    try:
-        raw = parse_json(read_untrusted(_file(), _MOST_BYTES))
-        return {folder: mount for folder, mount in raw.items() if isinstance(folder, str) and isinstance(mount, str)}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    raw = read_record(_file(), _MOST_BYTES)
+    return {folder: mount for folder, mount in raw.items() if isinstance(mount, str)}
 
 
 OWN, FOLDER, HUB_CACHE = "switchyard", "folder", "hub cache"
@@ -188,8 +177,6 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A folder to look in, by the layout that its owner gives it."""
-
     origin: str
     folder: Path
 
@@ -216,7 +203,10 @@ def add_model_folder(folder: Path) -> tuple[Path, ...]:
     folder = Path(folder).expanduser().absolute()
     if not folder.is_dir():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a folder: check the path.")
-    forget_disk(folder)
+    noted = _noted()
+    if noted.pop(str(folder), None) is not None:  # it is meant as it is now, on whatever disk
+        with contextlib.suppress(OSError):
+            write_private(_file(), json.dumps(noted, indent=2) + "\n")
     with _changing():
         return _add(folder)
 
@@ -290,11 +280,9 @@ def _list_file() -> Path:
 
 
 def _added() -> tuple[Path, ...]:
-    try:
-        folders = parse_json(read_untrusted(_list_file(), _MOST_BYTES))["folders"]
-        paths = [Path(folder) for folder in folders if isinstance(folder, str) and "\0" not in folder]
-    except (OSError, ValueError, LookupError, TypeError):
-        return ()
+    folders = read_record(_list_file(), _MOST_BYTES).get("folders")
+    named = folders if isinstance(folders, list) else []
+    paths = [Path(folder) for folder in named if isinstance(folder, str) and "\0" not in folder]
     return tuple(path for path in paths if path.is_absolute())[:_MOST_FOLDERS]
 
 
@@ -317,7 +305,9 @@ def model_directories() -> list[ModelDirectory]:
 
 
 def _stores(home: Path) -> Iterator[ModelDirectory]:
-    yield ModelDirectory(HUB_CACHE, _hub_cache_folder(home))
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    hub = Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"  # the hub's library reads these only once
+    yield ModelDirectory(HUB_CACHE, Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser())
     for folder in dict.fromkeys((*_lm_studio_pointer(home), home / ".lmstudio", home / ".cache" / "lm-studio")):
         yield ModelDirectory(LM_STUDIO, folder / "models")
         yield from _set_elsewhere(LM_STUDIO, folder / "settings.json", "downloadsFolder")
@@ -339,14 +329,6 @@ def _stores(home: Path) -> Iterator[ModelDirectory]:
     yield ModelDirectory(GPT4ALL, Path(platformdirs.user_data_dir("nomic.ai", appauthor=False)) / "GPT4All")
     yield from _gpt4all_elsewhere(home)
     yield ModelDirectory(GPT4ALL, home / ".cache" / "gpt4all")
-
-
-def _hub_cache_folder(home: Path) -> Path:
-    """As the hub's library finds it; it reads the environment only once."""
-    if os.environ.get("HF_HUB_CACHE"):
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser() / "hub"
 
 
 def _lm_studio_pointer(home: Path) -> Iterator[Path]:
@@ -372,10 +354,9 @@ def _gpt4all_elsewhere(home: Path) -> Iterator[ModelDirectory]:
 
 def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[ModelDirectory]:
     """The folder that a program's own settings name."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        folder = Path(parse_json(read_untrusted(settings, _MOST_BYTES))[key])
-        if folder.is_absolute() and "\0" not in str(folder):
-            yield ModelDirectory(origin, folder)
+    named = read_record(settings, _MOST_BYTES).get(key)
+    if isinstance(named, str) and Path(named).is_absolute() and "\0" not in named:
+        yield ModelDirectory(origin, Path(named))
 
 
 def origin_of(model: Path) -> str:
@@ -499,11 +480,7 @@ class _Walk:
     seen: set[tuple[int, int]] = field(default_factory=set)
 
     def open(self, folder: Path) -> dict[str, os.DirEntry[str]]:
-        """What is in a folder, by name and without what is hidden; nothing if it was seen before.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """What is in a folder, by name and without what is hidden; nothing if it was seen before."""
         status = folder.stat()
         if (status.st_dev, status.st_ino) in self.seen:
             return {}
@@ -544,7 +521,6 @@ def _models_of(directory: ModelDirectory, walk: _Walk) -> Iterator[Found]:
 
 
 def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iterator[Found]:
-    """Every whole model in a folder and the folders in it."""
     try:
         entries = walk.open(folder)
     except OSError:
@@ -560,7 +536,12 @@ def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iter
         and (origin == FOLDER or MODULES in entries or _writes_text(folder / CONFIG_NAME))
     ):
         yield Found(plain_line(folder.name), folder, origin)
-    for first in dict.fromkeys(first_part(folder / name) for name in entries if _is_gguf_model(name)):
+
+    def is_model(name: str) -> bool:
+        """Not the part of a model that sees pictures, nor as GPT4All names one that is still arriving."""
+        return name.endswith(SUFFIX) and "mmproj" not in name and not name.startswith("incomplete-")
+
+    for first in dict.fromkeys(first_part(folder / name) for name in entries if is_model(name.lower())):
         parts = all_parts(first)
         if parts and all(_is_file(entries.get(part.name)) for part in parts):
             stem = stem_of(first)
@@ -596,18 +577,9 @@ def _writes_text(config: Path) -> bool:
 
     One that cannot be read may be; describing it says what is wrong.
     """
-    try:
-        classes = parse_json(read_untrusted(config, MAX_CONFIG_BYTES))["architectures"]
-        return not classes or any(TEXT_CLASS.search(each) for each in classes)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return True
-
-
-def _is_gguf_model(name: str) -> bool:
-    """Whether it is named like a GGUF file, not like the part of a model that sees pictures, nor as GPT4All names one
-    that is still arriving."""
-    name = name.lower()
-    return name.endswith(SUFFIX) and "mmproj" not in name and not name.startswith("incomplete-")
+    classes = read_record(config, MAX_CONFIG_BYTES).get("architectures")
+    known = isinstance(classes, list) and all(isinstance(each, str) for each in classes)
+    return not classes or not known or any(TEXT_CLASS.search(each) for each in classes)
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -5,7 +5,7 @@ Shapes of published models are shipped with the program: JSON in `resources/mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from engine.checkpoint.stored import StoredWeights
@@ -20,11 +20,9 @@ class AttentionShape:
     """One layer's attention.
 
     Attributes:
-        heads, head_dim: of queries.
         kv_heads: of keys and values; unused by latent attention.
         latent: width of the compressed keys and values of multi-head latent attention, including the rotary part;
             otherwise 0.
-        query_latent: width of its compressed queries; 0 if they are not compressed.
     """
 
     heads: int
@@ -34,7 +32,6 @@ class AttentionShape:
     query_latent: int = 0
 
     def weights(self, hidden: int) -> int:
-        """Parameters of the projections."""
         if not self.latent:
             return hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         rotary = 64
@@ -55,19 +52,10 @@ class ModelShape:
 
     Attributes:
         name: the profile's file name without `.json`.
-        hub_id, licence, source: its origin.
-        layers: number of layers; the first `dense_layers` have no experts.
         full_attention_layers: layers whose cache grows with the context; the others have a window or a state.
-        hidden, vocabulary: widths.
-        experts, experts_per_token: of each MoE layer.
-        expert_width: intermediate width of a routed expert.
         shared_width, dense_width: of all shared experts together, and of a dense layer's feed-forward block.
-        attention: of every layer.
-        context_tokens: longest supported context.
         parameters: as published, to be compared with `total_weights`.
-        tied_embeddings: whether the head shares the embedding's weights.
         expert_matrices: of a routed expert: gate, up and down, or up and down alone.
-        expert_biases: whether these have biases.
         other_weights: parameters outside the routed experts, counted from the files' headers; 0 to derive them.
         table_weights: parameters in tables of n-grams or of layers, of which a token reads a few rows.
         table_rows, table_columns: how many rows, and parameters of each.
@@ -78,7 +66,6 @@ class ModelShape:
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
-        sees: whether it is given pictures, too.
         tower_weights: parameters of what sees, which is read with the first picture.
         picture_gflops: billions of operations that this does for a picture of 1024 x 1024 pixels.
     """
@@ -137,7 +124,6 @@ class ModelShape:
 
     @property
     def dense_layer_weights(self) -> int:
-        """Parameters of one dense layer."""
         if self.other_weights:
             return self._mean_layer_weights
         return self.attention.weights(self.hidden) + 3 * self.hidden * self.dense_width
@@ -153,7 +139,6 @@ class ModelShape:
 
     @property
     def non_expert_weights(self) -> int:
-        """Everything but the routed experts."""
         return self.other_weights or (
             self.moe_layers * self.layer_weights
             + self.dense_layers * self.dense_layer_weights
@@ -266,20 +251,8 @@ class ModelShape:
 
 
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
-_WITH_DEFAULT = {
-    "expert_matrices": 3,
-    "other_weights": 0,
-    "kv_numbers": 0,
-    "window_numbers": 0,
-    "window_tokens": 0,
-    "state_bytes": 0,
-    "left_out_weights": 0,
-    "table_weights": 0,
-    "table_rows": 0,
-    "table_columns": 0,
-    "tower_weights": 0,
-    "picture_gflops": 0,
-}
+_COUNTS = [each for each in fields(ModelShape) if each.type == "int"]
+_WITH_DEFAULT = {each.name: each.default for each in _COUNTS if each.default is not MISSING}
 
 
 def model_names() -> list[str]:
@@ -305,8 +278,8 @@ def shape_in(file: ProfileFile, name: str) -> ModelShape:
     attention = file.part("attention")
     values: dict[str, Any] = {
         field.name: file.whole(field.name, 0 if field.name in _OPTIONAL_COUNTS else 1, 10**9)
-        for field in fields(ModelShape)
-        if field.type == "int" and field.name not in _WITH_DEFAULT
+        for field in _COUNTS
+        if field.name not in _WITH_DEFAULT
     }
     values |= {name: file.whole(name, 0, 10**13, default=usual) for name, usual in _WITH_DEFAULT.items()}
     if values["experts_per_token"] > values["experts"] or values["dense_layers"] >= values["layers"]:

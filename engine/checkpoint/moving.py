@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.checkpoint.gguf.names import SUFFIX
+from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.importing import copy_file, discard, staging_folder, sweep
 from engine.checkpoint.library import (
     LibraryEntry,
@@ -79,7 +79,11 @@ def move(
             write_manifest(source, Manifest(f"moved from {source}", ()))
         manifest = read_manifest(source)
         if manifest is None or manifest != read_manifest(target):
-            _check_is_free(target)
+            if target.name.casefold() in {entry.name.casefold() for entry in folder.iterdir()}:
+                raise EngineError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"{folder} already has a model called {target.name!r}: remove that first.",
+                )
             if not _renamed(source, target):
                 _check_is_copied_whole(source)
                 with staging_folder(folder) as staging:
@@ -118,7 +122,6 @@ def export(
 
 
 def _of_library(model: str) -> Found:
-    """A model that is ours to move."""
     found = named(model)
     if found.origin != OWN or not is_ours(found):
         whose = "is not in the library" if is_ours(found) else f"belongs to {owner(found)}"
@@ -127,14 +130,6 @@ def _of_library(model: str) -> Found:
             f"{found.name} {whose} and stays where it is: `switchyard models import` adds a copy to the library.",
         )
     return found
-
-
-def _check_is_free(target: Path) -> None:
-    """Raises if the folder has that name, or one that is the same where case does not count."""
-    if target.name.casefold() in {entry.name.casefold() for entry in target.parent.iterdir()}:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"{target.parent} already has a model called {target.name!r}: remove that first."
-        )
 
 
 def _renamed(source: Path, target: Path) -> bool:

@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME
-from engine.checkpoint.gguf.names import SUFFIX, gguf_at, stem_of
+from engine.checkpoint.gguf import SUFFIX, gguf_at, stem_of
 from engine.checkpoint.model_directories import OWN, Found, find_models, name_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
@@ -22,7 +22,6 @@ _WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com
 
 
 def starter_folder() -> Path:
-    """The starter's folder in the model library, built or not."""
     return models_dir() / STARTER_NAME
 
 
@@ -80,12 +79,7 @@ def check_new_name(name: str) -> None:
 def folder_name(name: str) -> str:
     """A name as one that a new model may have: other programs' have slashes, colons and spaces."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:90].rstrip("-.") or "model"
-    return f"model-{plain}" if _is_reserved(plain) else plain
-
-
-def _is_reserved(name: str) -> bool:
-    """Whether it means something else to Switchyard, or to Windows."""
-    return name.casefold() == STARTER_NAME or is_windows_device(name)
+    return f"model-{plain}" if plain.casefold() == STARTER_NAME or is_windows_device(plain) else plain
 
 
 def is_windows_device(name: str) -> bool:
@@ -118,7 +112,6 @@ def find_named(name: str) -> Found | None:
 
 
 def not_in_library(name: str) -> EngineError:
-    """The error for an unknown name."""
     return EngineError(
         ErrorCode.MODEL_NOT_FOUND,
         f"There is no model called {name!r} in the library: `switchyard models list` shows what there is, "
@@ -127,7 +120,6 @@ def not_in_library(name: str) -> EngineError:
 
 
 def is_path_like(model: str) -> bool:
-    """Whether this is meant as a path."""
     return any(character in model for character in "/\\~") or model in (".", "..") or Path(model).exists()
 
 

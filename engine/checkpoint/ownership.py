@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.gguf.names import SUFFIX
-from engine.checkpoint.library import is_about, model_files
+from engine.checkpoint.gguf import SUFFIX, gguf_at
+from engine.checkpoint.importing import discard
+from engine.checkpoint.library import (
+    converted_of,
+    exclusive_use,
+    files_of,
+    forget_usage,
+    is_about,
+    model_files,
+    remove_converted,
+    total_bytes,
+)
 from engine.checkpoint.manifest import read_manifest
-from engine.checkpoint.model_directories import FOLDER, OWN, Found, find_models, origin_of
+from engine.checkpoint.model_directories import FOLDER, OWN, Found, find_models, model_folders, origin_of
 from engine.checkpoint.names import find_named, in_library, is_path_like, not_in_library
 from engine.checkpoint.shards import PICKLE_SUFFIXES
 from engine.common.errors import EngineError, ErrorCode
@@ -27,7 +40,13 @@ def named(name: str) -> Found:
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `INVALID_REQUEST` (a path that is not listed).
     """
-    found = _listed_at(Path(name)) if Path(name).is_absolute() else find_named(name)
+    path = Path(name)
+    if not path.is_absolute():
+        found = find_named(name)
+    elif path.parent == models_dir():
+        found = Found(path.name, path, OWN) if in_library(path.name) is not None else None
+    else:
+        found = next((each for each in find_models()[0] if each.path == path), None)
     if found is None:
         if is_path_like(name) and Path(name).expanduser().exists():
             raise EngineError(
@@ -36,13 +55,6 @@ def named(name: str) -> Found:
             )
         raise not_in_library(name)
     return found
-
-
-def _listed_at(path: Path) -> Found | None:
-    """The model that is listed with this path."""
-    if path.parent == models_dir():
-        return Found(path.name, path, OWN) if in_library(path.name) is not None else None
-    return next((found for found in find_models()[0] if found.path == path), None)
 
 
 def is_ours(found: Found) -> bool:
@@ -95,7 +107,6 @@ def _of_the_hub(folder: Path) -> list[Path]:
 
 
 def has_record(path: Path) -> bool:
-    """Whether a manifest names the model's files."""
     manifest = read_manifest(path)
     return manifest is not None and bool(manifest.files)
 
@@ -119,9 +130,6 @@ def to_remove(found: Found, folders: Iterable[Path]) -> tuple[list[Path], list[P
 
     Args:
         folders: of models, which always stay.
-
-    Raises:
-        EngineError: as `own_files`.
     """
     path = found.path
     if path.is_symlink():
@@ -134,3 +142,94 @@ def to_remove(found: Found, folders: Iterable[Path]) -> tuple[list[Path], list[P
     if not has_record(path):  # a card or a licence may be about the others
         own = [file for file in own if not is_about(file)]
     return own, others_beside(path, own)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What became of a model.
+
+    Attributes:
+        bytes: of its files and of what was converted of them.
+        others: how many files in that folder were not the model's, and stay.
+    """
+
+    bytes: int
+    folder: Path
+    others: int = 0
+
+
+def remove(model: str, *, permanently: bool = False) -> Removed:
+    """Moves a model to the trash, or deletes it.  What was converted of it is deleted in any case.
+
+    Only the model's own files go, by its manifest, by the notes of the hub's library, or by their names: anything else
+    in its folder stays, and so does what belongs to another program.  A model that is a symbolic link is unlinked; its
+    target stays.
+
+    Args:
+        model: its name, or its path as it is listed.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (it belongs to another program, its files
+            cannot be told from others, or there is no trash on its disk).
+    """
+    found = _removable(model)
+    with exclusive_use(found.path):
+        is_link = found.path.is_symlink()
+        paths, others = to_remove(found, model_folders())
+        files = [file for path in paths for file in (files_of(path) if path.is_dir() else [path])]
+        size = 0 if is_link else total_bytes(files)
+        converted = [] if is_link else converted_of(found.path)  # looked up before the path is gone
+        folder = found.path if found.path.is_dir() else found.path.parent
+        if not is_link:
+            _forget_tokenizer(found.path)
+        try:
+            for path in paths:
+                if permanently or is_link:
+                    discard(path)
+                else:
+                    _to_trash(path)
+        except OSError as error:
+            code = ErrorCode.BUSY if error.errno in (errno.EBUSY, errno.EACCES) else ErrorCode.INVALID_REQUEST
+            raise EngineError(
+                code,
+                f"Cannot remove {found.path} ({error.strerror or error}): close whatever is using it and try again.",
+            ) from error
+        for each in sorted({path.parent for path in paths}, reverse=True):  # the innermost first
+            if each.is_relative_to(found.path) and each not in model_folders():
+                with contextlib.suppress(OSError):  # others' files lie there
+                    each.rmdir()
+        if not is_link:
+            forget_usage(found.path)
+        return Removed(size + remove_converted(converted), folder, len(others))
+
+
+def _forget_tokenizer(path: Path) -> None:
+    from engine.checkpoint.gguf.kept_tokenizer import forget_tokenizer  # imports numpy, which others do not need
+
+    with contextlib.suppress(EngineError):  # of a file that cannot be read none was kept
+        gguf = gguf_at(path)
+        if gguf is not None:
+            forget_tokenizer(gguf)
+
+
+def _removable(model: str) -> Found:
+    found = named(model)
+    if not is_ours(found):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{found.name} belongs to {owner(found)}, so Switchyard never removes it: remove it there ({found.path}).",
+        )
+    return found
+
+
+def _to_trash(path: Path) -> None:
+    from send2trash import TrashPermissionError, send2trash
+
+    try:
+        send2trash(path)
+    except TrashPermissionError:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The disk of {path} has no trash that can be written to: `switchyard models remove --permanently` deletes "
+            "it for good.",
+        ) from None

@@ -1,20 +1,25 @@
 """Tensors that are stored in a form of their own: as blocks of codes, in another order, or as several tensors.
 
-`TensorReader.read` gives them as plain numbers by way of `unpacked`.
+`TensorReader.read` gives them as plain numbers by way of `unpacked`.  Whole small files are read and written with numpy
+alone: it has no bfloat16, which is kept as uint16.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import deserialize
 
 from engine.checkpoint.headers import TensorEntry
+from engine.formats.coded import from_bfloat16
 from engine.formats.ggml import GGML
 
 _NUMPY = {
@@ -63,6 +68,11 @@ class PackedEntry(TensorEntry):
 
     sources: tuple[TensorEntry, ...]
     packing: Packing
+
+    @classmethod
+    def of(cls, key: str, shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
+        first, nbytes = sources[0], sum(source.nbytes for source in sources)
+        return cls(first.file, key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -173,7 +183,7 @@ def is_packed(entry: TensorEntry) -> bool:
 
 
 def is_blocks(dtype: str) -> bool:
-    return dtype in GGML and GGML[dtype].split is not None
+    return dtype in GGML and GGML[dtype].is_blocks
 
 
 def as_array(entry: TensorEntry, raw: NDArray[np.uint8]) -> Array:
@@ -191,7 +201,7 @@ def numbers(dtype: str, array: Array) -> Floats:
     if is_blocks(dtype):
         return GGML[dtype].dequantise(array)
     if dtype == "BF16":
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return from_bfloat16(array)
     if dtype == "F8_E4M3":
         return _E4M3[array]
     return array.astype(np.float32, copy=False)
@@ -206,3 +216,50 @@ def unpacked(entry: TensorEntry, arrays: Sequence[Array]) -> Iterator[Floats]:
     rows = max(1, _AT_ONCE * len(array) // max(entry.numel, 1))
     for begin in range(0, len(array), rows):
         yield numbers(entry.dtype, array[begin : begin + rows])
+
+
+_DTYPES: dict[str, Any] = {
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "I16": np.dtype("<i2"),
+    "U8": np.dtype("u1"),
+}
+_NAMES = {np.dtype("<u2"): "BF16", np.dtype("<f4"): "F32"}
+_ALIGNMENT = 64
+
+Tensors = dict[str, NDArray[Any]]
+
+
+def read_safetensors(path: Path) -> Tensors:
+    """Every tensor of a small file, in memory; bfloat16 as uint16 bits.
+
+    Raises:
+        safetensors.SafetensorError, KeyError: if the file is damaged or holds another type.
+    """
+    return {
+        name: np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    }
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Writes uint16 arrays as bfloat16 and float32 arrays unchanged, flushed to disk.
+
+    Not atomic: the caller moves the file to its place.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces pad the header (the format allows it) so that the data starts aligned for the kernels that map it.
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).data)
+        file.flush()
+        os.fsync(file.fileno())

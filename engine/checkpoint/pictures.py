@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_config, read_json
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.families.pictures import SIGHTS, Grid, Sizes
 
@@ -21,7 +21,6 @@ _TOWER = re.compile(
 
 
 def is_of_tower(key: str) -> bool:
-    """Whether a tensor of this name is a part of what sees."""
     return _TOWER.search(key) is not None
 
 

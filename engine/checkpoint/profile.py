@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import EXPERTS, MAX_CONFIG_BYTES, PER_TOKEN, read_config, read_json, text_part
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
 from engine.checkpoint.manifest import read_manifest
 from engine.checkpoint.pictures import why_blind
-from engine.checkpoint.quantised.declared import quantisation_of
+from engine.checkpoint.quantised import quantisation_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
@@ -212,7 +212,6 @@ def number_of(config: dict[str, Any], names: Iterable[str]) -> int:
 
 
 def _kinds(text: dict[str, Any], layers: int) -> list[str]:
-    """The type of each layer."""
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and types:
         return [str(kind) for kind in types]
@@ -295,16 +294,12 @@ class ModelProfile:
 
     Attributes:
         family: transformers' `model_type`; of models round a text part of any family (InternVL) that of the text part.
-        layers, hidden: depth and width of the language model.
         experts, experts_per_token: per MoE layer; 0 for a dense model.
         parameters, expert_parameters: in elements, unpacked, without scales.
-        bytes, expert_bytes: of the tensors in the files.
         context_tokens: longest supported context; 0 if unknown.
         trained_tokens: context length of the training, if the rotary embedding extends it.
-        kv: what layers hold of a sequence.
         dtype: from config.json, e.g. `bfloat16`; empty if unknown.
         quantization: `fp8`, `gptq`, ...; empty for plain weights; of a GGUF file the type of most of them (`q4_k`).
-        sees: whether it is given pictures, too.
     """
 
     family: str
@@ -334,7 +329,6 @@ def read_profile(directory: Path) -> ModelProfile:
 
 
 def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelProfile:
-    """The profile of a model with this configuration and these tensors."""
     text = text_part(config)
     tensors = list(tensors)
     experts = [entry for entry in tensors if is_expert_key(entry.key)]
@@ -402,7 +396,6 @@ def _stretched(rope: dict[str, Any], trained: int, own: object) -> int:
 
 
 def _layers(text: dict[str, Any]) -> int:
-    """Number of layers, including an encoder's."""
     if text.get("is_encoder_decoder"):
         return number_of(text, ("encoder_layers", *LAYERS)) + number_of(text, DECODER_LAYERS)
     types = text.get("layers_block_type") or text.get("layer_types")
@@ -410,7 +403,6 @@ def _layers(text: dict[str, Any]) -> int:
 
 
 def is_expert_key(key: str) -> bool:
-    """Whether a tensor of this name belongs to routed experts."""
     return _EXPERT_KEY.search(key) is not None and _SHARED_KEY.search(key) is None
 
 

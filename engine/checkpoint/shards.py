@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_json
-from engine.checkpoint.gguf.names import all_parts, gguf_at
+from engine.checkpoint.gguf import all_parts, gguf_at
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, damaged, read_header
-from engine.checkpoint.quantised.declared import BESIDE, LIBRARY_METHODS, check_none_is_packed, declared_quantisation
+from engine.checkpoint.quantised import BESIDE, LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line, quoted
 from engine.common.untrusted import Opener, open_untrusted, reason
@@ -151,8 +151,11 @@ def _check_numbers(entries: list[TensorEntry], places: int) -> None:
                     raw = np.frombuffer(read, np.uint8)
                     if kind is None:
                         is_broken = (raw == 0xFF).all()
-                    elif kind.split is None:  # a mask beside the weights may be infinite
+                    elif not kind.is_blocks:  # a mask beside the weights may be infinite
                         is_broken = np.isnan(kind.dequantise(raw)).any()
+                    elif kind.halves:
+                        scales = raw.reshape(-1, size)[:, [at + byte for at in kind.halves for byte in (0, 1)]]
+                        is_broken = not np.isfinite(np.ascontiguousarray(scales).view("<f2")).all()
                     else:
                         is_broken = not np.isfinite(kind.dequantise(raw)).all()
                     if is_broken:
@@ -281,9 +284,6 @@ def _unsafe(directory: Path, name: str) -> EngineError:
 def fingerprint(directory: Path) -> dict[str, Any]:
     """What tells this checkpoint, where it lies, from any other and from what it was before: names, sizes and times of
     its weights' files, and `content_digest`.
-
-    Raises:
-        EngineError: as `content_digest`.
     """
     described: list[list[Any]] = []
     return {"content": _digest(directory, described), "files": described}

@@ -6,12 +6,12 @@ Loading and the planner go by the same rules, from the table of tensors alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.names import SUFFIX
+from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import LatentHeads, PackedEntry, RotaryRows, Rows, is_blocks
 from engine.checkpoint.quantised.packings import ByRows
@@ -37,7 +37,6 @@ class StoredWeights:
         layers: the part of it that each layer has.
         tables: the part of it that is in tables whose rows are looked up, the embedding of tokens among them.
         layer_bytes_per_weight: of what is neither expert nor embedding nor head.
-        head_bytes_per_weight: of the head.
         is_repacked: whether experts' records are made of what is stored, without their numbers in between.
         in_place: the same where it is used as it lies in its files; None if that cannot be.
         is_in_place: whether this is that: what does not fit into memory is read from those files.
@@ -140,11 +139,14 @@ def is_in_gguf(entry: TensorEntry) -> bool:
 
 def in_rows(entry: TensorEntry) -> TensorEntry | None:
     """The stored tensor that has a tensor's rows, perhaps in another order, in one of ggml's types, which include plain
-    numbers; `None` if there is none."""
+    numbers; what several of one type are together, if blocks of them have its rows; `None` if there is none."""
     if isinstance(entry, PackedEntry):
         if order_of(entry) is None:
             return None
-        (entry,) = entry.sources
+        first, *others = entry.sources
+        if others:
+            return replace(first, shape=entry.shape, nbytes=entry.nbytes)
+        entry = first
     return entry if entry.dtype in GGML else None
 
 
@@ -157,6 +159,17 @@ def in_columns(entry: TensorEntry) -> tuple[TensorEntry, NDArray[np.int64]] | No
     if packing.axis != -1 or packing.order is None or packing.transposed or len(stored.shape) != 2:
         return None
     return (stored, packing.order.astype(np.int64)) if is_blocks(stored.dtype) else None
+
+
+def mixed_rows(entry: TensorEntry) -> tuple[Sequence[TensorEntry], NDArray[np.int64]] | None:
+    """The stored matrices of blocks whose rows a matrix has in an order that mixes them, and this order; `None` if
+    there are none."""
+    packing = rows_of(entry)
+    if packing is None or packing.order is None or packing.axis != -2 or packing.transposed:
+        return None
+    assert isinstance(entry, PackedEntry)
+    usable = len(entry.sources) > 1 and all(is_blocks(each.dtype) and len(each.shape) == 2 for each in entry.sources)
+    return (entry.sources, packing.order.astype(np.int64)) if usable else None
 
 
 def heads_in_rows(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
@@ -182,11 +195,15 @@ def rows_of(entry: TensorEntry) -> Rows | None:
 
 
 def order_of(entry: PackedEntry) -> NDArray[np.int64] | None:
-    """Which rows of its only source a matrix has one after the other; `None` if that is not what it is made of."""
-    if len(entry.sources) != 1:
-        return None
+    """Which rows of its only source a matrix has one after the other, or of several in the same blocks that lie below
+    one another; `None` if that is not what it is made of."""
+    packing = rows_of(entry)
+    if len(entry.sources) > 1:
+        is_one_type = {each.dtype for each in entry.sources} == {entry.dtype} and is_blocks(entry.dtype)
+        is_joined = packing is not None and packing.are_below and is_one_type and len(entry.shape) == 2
+        return np.arange(entry.shape[0]) if is_joined else None
     if isinstance(entry.packing, RotaryRows):
         return entry.packing.reorder(np.arange(entry.sources[0].shape[0], dtype=np.int64))
-    if isinstance(entry.packing, Rows) and entry.packing.axis == -2 and not entry.packing.transposed:
-        return None if entry.packing.order is None else entry.packing.order.astype(np.int64)
+    if packing is not None and packing.axis == -2 and not packing.transposed:
+        return None if packing.order is None else packing.order.astype(np.int64)
     return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.importing import put_in_place, staging_folder
-from engine.checkpoint.safetensors_numpy import to_bfloat16, write_safetensors
+from engine.checkpoint.packed import write_safetensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import cache_dir
+from engine.formats.coded import to_bfloat16
 
 
 class Role(Enum):
@@ -425,11 +426,25 @@ def parse(model: str) -> tuple[str, Shape]:
     Raises:
         EngineError: as `make_synthetic`.
     """
-    name, _, query = model.removeprefix(_PREFIX).partition("?")
-    shape = SHAPES.get(name)
-    if shape is None:
+    name, options = options_of(model, SHAPES)
+    shape = SHAPES[name].changed(**options)
+    if shape.experts < shape.top_k:
         raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND, f"There is no synthetic model {name!r}: use one of {', '.join(SHAPES)}."
+            ErrorCode.INVALID_REQUEST, f"A token of {name} uses {shape.top_k} experts, so it needs at least that many."
+        )
+    return "-".join([name, *(f"{key}{value}" for key, value in sorted(options.items()))]), shape
+
+
+def options_of(model: str, known: Iterable[str]) -> tuple[str, dict[str, int]]:
+    """The name of the shape, one of those known, and the options.
+
+    Raises:
+        EngineError: as `make_synthetic`.
+    """
+    name, _, query = model.removeprefix(_PREFIX).partition("?")
+    if name not in known:
+        raise EngineError(
+            ErrorCode.MODEL_NOT_FOUND, f"There is no synthetic model {name!r}: use one of {', '.join(known)}."
         )
     options: dict[str, int] = {}
     for part in filter(None, query.split("&")):
@@ -441,12 +456,7 @@ def parse(model: str) -> tuple[str, Shape]:
                 f"{part!r} is not an option of a synthetic model: use for example {_PREFIX}{name}?layers=4&vocab=8192.",
             )
         options[key] = int(value)
-    shape = shape.changed(**options)
-    if shape.experts < shape.top_k:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"A token of {name} uses {shape.top_k} experts, so it needs at least that many."
-        )
-    return "-".join([name, *(f"{key}{value}" for key, value in sorted(options.items()))]), shape
+    return name, options
 
 
 def plain_nbytes(shape: Shape) -> int:

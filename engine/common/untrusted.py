@@ -107,6 +107,15 @@ def parse_json(
     return value
 
 
+def read_record(path: Path, most_bytes: int) -> dict[str, Any]:
+    """A JSON object that we keep; empty if there is none that can be read."""
+    try:
+        content = parse_json(read_untrusted(path, most_bytes))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def json_text(value: Any) -> str:
     """JSON that every parser takes, in UTF-8 too: NaN and infinities become null, half surrogate pairs U+FFFD."""
     try:

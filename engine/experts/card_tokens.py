@@ -28,7 +28,7 @@ from engine.experts.executor import record_uses
 from engine.experts.misses import MIXED
 from engine.experts.path_choice import CopyPace, PathChoice
 from engine.experts.vram_cache import VramCache
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.cuda.driver import NvidiaCard
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
 from engine.kernels.gpu.experts import CardExperts

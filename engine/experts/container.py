@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_digest
 
+from engine.checkpoint.gguf import MAGIC
 from engine.checkpoint.gguf.file import CONVERTED, read_converted
-from engine.checkpoint.gguf.names import MAGIC
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import is_full, take_lock
@@ -38,7 +38,7 @@ from engine.common.footprint import RECORD_ALIGNMENT
 from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.direct_file import DirectFile, Part, bytes_of
 from engine.experts.record import LayerSpec
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 
 VERSION = 3
 """Of the content: incremented when kernels read the bytes of a part in another way.  Another one is made again."""

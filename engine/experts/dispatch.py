@@ -18,7 +18,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.executor import recorded_experts
 from engine.experts.record import ExpertBank, LayerSpec
 from engine.families.library import CHOSEN_EXPERTS, EXPERTS_INTERFACE
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels import choose_kernel
 from engine.kernels.native.library import NativeKernels
 from engine.telemetry.recorder import RECORDER

@@ -20,7 +20,7 @@ from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
 from engine.experts.record import RecordMemory, RecordTable
 from engine.experts.record_source import Held, RecordSource
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.paged_attention import CAN_DISCARD
 

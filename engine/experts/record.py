@@ -21,7 +21,7 @@ from engine.common.footprint import RECORD_ALIGNMENT
 from engine.devices.host_memory import HostMemory
 from engine.experts.file_image import HUGE as _HUGE
 from engine.experts.file_image import map_in_huge_pages
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import LayerRecords
 from engine.kernels.native.paged_attention import discard
 

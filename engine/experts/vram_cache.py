@@ -26,7 +26,7 @@ from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.cache.policies import Key, Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Copy, Purpose, Tier, TierCounters
 from engine.experts.record_source import Held, RecordSource
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.telemetry import lanes
 

@@ -35,7 +35,7 @@ from engine.experts.executor import ExpertExecutor
 from engine.experts.file_image import MappedFile
 from engine.experts.record_source import Arrivals, RecordSource
 from engine.experts.vram_cache import KernelMaker, Segment
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.hardware.surroundings import count_as_used
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER

@@ -99,8 +99,6 @@ class FastPath:
         delta: the gated delta net, Mamba 2 or short convolution that some layers have in place of attention; empty if
             none has.
         block: the sparse block in place of the MLP; empty for dense families.
-        mixer: of the layer: its attention.
-        mlp: of the layer: the one or the other.
         of_one_part: whether a layer is one of both, not one after the other.
         shared: of the layer: the expert that every token goes to besides, which is all where there is no block; empty
             if the block itself has it, or none.
@@ -112,10 +110,8 @@ class FastPath:
         angles_by_type: whether layers of different `layer_types` rotate by different angles.
         rotates_neighbours: whether dimensions 2i and 2i + 1 are rotated together, and stay where they are.
         rotates: attention module -> whether it rotates at all; `None` if all do.
-        norms: of the layer: those before attention and before the MLP.
         after_norms: those of what attention and the MLP add, if there are any.
         norm_offset: added to the weights of all norms.
-        embedding: of the model.
         last_norm: of the model, before the head.
         head_norms: of queries and keys, where a model has any.
         head_norms_last: whether they come after the rotation.
@@ -223,8 +219,8 @@ class Family:
         types: its `model_type`s; empty: the name of the library's package.
         refused: why its models cannot run, completing "it ..."; empty if they can.
         own: whether the library lacks it, and its classes are in `engine.runtime.own`.
-        adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface, and
-            layers that cannot go on from where they were.
+        adapter: module and class in `engine.runtime.adapters`, for experts that do not go through the library's
+            interface, and layers that cannot go on from where they were.
         with_layer_types: the `model_type` whose code the library uses for configurations that have `layer_types`, if it
             is another one.
         experts_per_token: where the configuration does not give it.

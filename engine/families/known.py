@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from engine.common.paths import resources_dir
 from engine.families import PACKAGES, family_of
-from engine.families.family import Family
 from engine.families.gguf.table import GGUF
 
 _EXPERTS = "experts"
@@ -60,7 +59,6 @@ class Known:
 
 @functools.cache
 def known_types() -> dict[str, bool]:
-    """Their names, and whether they have experts."""
     lines = (resources_dir() / "model_types.txt").read_text(encoding="utf-8").splitlines()
     return {line.split()[0]: line.endswith(f" {_EXPERTS}") for line in lines}
 
@@ -80,21 +78,16 @@ def family_of_layers(model_type: str) -> str:
 
 def _known(whole: str, parts: list[str]) -> Known:
     families = [family_of(name) for part in parts for name in (part, family_of_layers(part))]
+    takes_turns = any(family.takes_turns for family in families)
     return Known(
         model_type=whole,
         has_experts=any(known_types()[part] for part in parts),
         refused=next((family.refused for family in families if family.refused), ""),
         architectures=tuple(sorted(one for one, rows in GGUF.items() if {row.model_type for row in rows} & {*parts})),
         is_native=any(family.fast_path is not None for family in families),
-        shares=_shares(families),
+        shares="yes" if any(family.packs_rows for family in families) else "" if takes_turns else "experts",
         has_draft_head=any(family.draft_head is not None for family in families),
     )
-
-
-def _shares(families: list[Family]) -> str:
-    if any(family.packs_rows for family in families):
-        return "yes"
-    return "" if any(family.takes_turns for family in families) else "experts"
 
 
 def _whole(model_type: str) -> str:

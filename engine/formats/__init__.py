@@ -42,30 +42,7 @@ AS_IN_FILE = SizedFormat(name="stored", words="as in the file", bits=4.9, tiled=
 """Each matrix in the format that keeps what its file holds; the bits are those of the most common files (Q4_K_M)."""
 
 
-__all__ = [
-    "AUTO",
-    "BF16",
-    "FORMATS",
-    "GGML",
-    "GROUP",
-    "LADDER",
-    "PRECISIONS",
-    "SMALLEST",
-    "STORED",
-    "TILE_ROWS",
-    "PlainFormat",
-    "TiledFormat",
-    "WeightFormat",
-    "as_stored",
-    "careful",
-    "format_of",
-    "head_format",
-    "is_precision",
-    "is_router",
-    "measured_as",
-    "next_smaller",
-    "tiled_format",
-]
+__all__ = ["GGML", "GROUP", "PRECISIONS", "TILE_ROWS", "PlainFormat", "TiledFormat", "WeightFormat"]
 
 _ALL: tuple[WeightFormat, ...] = (FP32, BF16, INT8, INT4, LUT4, AWQ4, HQQ4, AS_IN_FILE)
 

@@ -34,7 +34,6 @@ class CodedMatrix:
     """A matrix [rows, columns] of codes with a scale per 32 columns: w = scale * (code - zero) or scale * table[code].
 
     Attributes:
-        format: that holds such codes.
         codes: uint8, or int8 where the format's are signed, [rows, columns]; columns are whole groups.
         scales: float32 [rows, columns / 32]; may be negative.
         zeros: float32 [rows, columns / 32] in units of the scale, if the format has them.
@@ -109,7 +108,7 @@ def record_scales(matrix: CodedMatrix) -> tuple[NDArray[np.uint16], NDArray[np.u
         kept = strange | (near & (matrix.groups != -128).all(-1))  # a record's codes are from -127
         return np.where(strange, _HALF_NAN, halves.view(np.uint16)).astype(np.uint16), None, kept
     if zeros is None:
-        return np.where(strange, _NAN, _bf16(scales)).astype(np.uint16), None, kept
+        return np.where(strange, _NAN, to_bfloat16(scales)).astype(np.uint16), None, kept
     strange |= ~np.isfinite(zeros)
     kept = strange | ((zeros >= -_CLAMPED) & (zeros <= _HIGHEST_ZERO / 16 + _CLAMPED))
     with np.errstate(all="ignore"):  # in groups that are not kept, or strange
@@ -117,7 +116,7 @@ def record_scales(matrix: CodedMatrix) -> tuple[NDArray[np.uint16], NDArray[np.u
         exact = (np.rint(sixteenths) == sixteenths) & (sixteenths >= 0) & (sixteenths <= _HIGHEST_ZERO)
         settled = exact | (np.abs(scales) < _TINY)
         best_scale, best_zero = _best(matrix.groups, scales, np.ascontiguousarray(zeros, np.float32))
-        best_scale = np.where(settled, _bf16(scales), best_scale)
+        best_scale = np.where(settled, to_bfloat16(scales), best_scale)
         best_zero = np.where(settled, np.rint(np.clip(sixteenths, 0, _HIGHEST_ZERO)), best_zero)
         best_zero = np.where(strange | ~kept, 0, best_zero)
     return np.where(strange, _NAN, best_scale).astype(np.uint16), best_zero.astype(np.uint8), kept
@@ -136,7 +135,7 @@ def _best(
     found: list[tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.float32]]] = []
     for step in range(2):
         bits = below + np.uint16(step)
-        scale = (bits.astype(np.uint32) << 16).view(np.float32)
+        scale = from_bfloat16(bits)
         zero = np.rint(np.clip((total - values / scale) * np.float32(0.5), 0, _HIGHEST_ZERO))
         a, b = scales - scale, scale * (zero * np.float32(0.0625)) - offset
         found.append((bits, zero, a * a * squares + 2 * a * b * total + 32 * (b * b)))
@@ -145,7 +144,12 @@ def _best(
     return np.where(better, high, low), np.where(better, high_zero, low_zero)
 
 
-def _bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Bits of the nearest bf16, ties to even."""
-    bits = values.view(np.uint32)
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of the nearest bfloat16, ties to even, as torch rounds; of any shape."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Exact; of any shape."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -14,8 +14,7 @@ import torch
 from engine.families import family_at
 from engine.families.family import ClampedGate
 from engine.families.library import gate_of, gates_as_usual
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing
+from engine.formats.tiles import Pairing, RecordLayout
 
 
 class ActivationKind(IntEnum):

@@ -13,11 +13,11 @@ from engine.checkpoint.quantised.packings import Arrangement, Codes
 from engine.formats import TiledFormat
 from engine.formats.coded import CodedMatrix, codes_of
 from engine.formats.ggml import BlockType
-from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import (
     ROUNDS,
     Pairing,
     RecordCodes,
+    RecordLayout,
     TiledMatrix,
     TiledShape,
     dequantise,

@@ -26,8 +26,7 @@ from engine.experts.record import allocate_records
 from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import VramCache
 from engine.formats import tiled_format
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing
+from engine.formats.tiles import Pairing, RecordLayout
 from engine.hardware.measured import Arithmetic, CallTime, ExpertTime, RamRead
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords

@@ -24,7 +24,7 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.experts.direct_file import DirectFile, bytes_of
 from engine.experts.disk_tier import DEFAULT_READERS, PIECE_BYTES
 from engine.experts.record import allocate_records
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.hardware.measured import CopyTime, DiskRead
 from engine.measure.run import NotMeasuredError, Run
 

@@ -60,7 +60,7 @@ def begin_reading(config: EngineConfig) -> None:
 
 def _tokenizer_folder(model: Path) -> Path:
     """Where a model's tokenizer.json is, or would be: a GGUF file has one only if it was kept."""
-    from engine.checkpoint.gguf.names import gguf_at
+    from engine.checkpoint.gguf import gguf_at
 
     gguf = gguf_at(model)
     if gguf is None:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS, read_config, read_json
 from engine.checkpoint.embedding import Embedding, how_it_embeds
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.profile import read_profile
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, never_cancelled

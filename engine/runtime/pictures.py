@@ -39,7 +39,7 @@ from engine.devices.host_memory import available_ram
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.families.library import CHOSEN_EXPERTS
 from engine.families.pictures import Grid, Sizes
-from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.adapters import Adapter
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.library_conversion import load_rest, plan_loading, tensors_of
 from engine.runtime.load.library_models import build_skeleton
@@ -598,7 +598,7 @@ def open_tower(
     tensors: Mapping[str, TensorEntry],
     dtype: torch.dtype,
     quantizer: Any | None,
-    adapter: FamilyAdapter | None,
+    adapter: Adapter | None,
 ) -> Any:
     """The tower and what joins it to the text side, with weights, on the CPU: a model with `get_image_features`.
 

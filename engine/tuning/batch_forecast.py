@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.library import resolve
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, EngineConfig, Sharing

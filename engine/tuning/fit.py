@@ -12,8 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from engine.checkpoint.catalogue import Catalogue, CatalogueEntry
 from engine.checkpoint.counted_shape import as_quantised
-from engine.checkpoint.hub import Candidate
-from engine.checkpoint.hub.repository import QUALITIES
+from engine.checkpoint.hub import QUALITIES, Candidate
 from engine.checkpoint.library import LibraryEntry, is_any_known, list_models
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.names import resolve
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, RequestCancelled

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import holding, private_folder

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf import gguf_at
 from engine.common.chat import ROLES
 from engine.common.confined import dies_after, limit_memory
 from engine.common.falls import passed_over

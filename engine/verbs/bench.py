@@ -127,7 +127,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         default="starter",
         metavar="M",
         help="starter, a library name, a checkpoint folder, a GGUF file, or synthetic:NAME?layers=4 for random weights "
-        "(&gguf=Q4_K_M: in a GGUF file, quantised by llama.cpp)",
+        "(&gguf=Q4_K_M: in a GGUF file, with the types that llama.cpp chooses)",
     )
 
 

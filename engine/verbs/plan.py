@@ -418,7 +418,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans and prints; see `add_parser`."""
-    from engine.checkpoint.find_shape import find_shape
+    from engine.checkpoint.catalogue import find_shape
 
     prices = (args.deadline, args.watts, args.per_kwh, args.endpoint_price, args.endpoint_speed)
     if args.rows is None and any(price is not None for price in prices):

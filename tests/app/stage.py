@@ -39,8 +39,8 @@ from app.services.services import Services
 from app.services.settings import Settings
 from app.services.updates import UpdateStage
 from app.theme import ThemeController
+from app.views.batch.job_view import CUT_OFF
 from app.views.batch.page import BatchPage
-from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView

@@ -27,8 +27,8 @@ from app.models.batch_rows import Column
 from app.services.batch_job import JobState
 from app.services.engine_client import EngineState
 from app.theme import ThemeController
+from app.views.batch.job_view import CUT_OFF
 from app.views.batch.page import BatchPage
-from app.views.batch.rows_card import CUT_OFF
 from app.widgets.asking import before_loading
 from app.widgets.page import BatchDraft
 from engine.batch_files.openai_format import errors_path

@@ -16,7 +16,7 @@ from app.services.chat_files import ChatFiles
 from app.services.chat_store import ChatStore, Conversation, Folder, Message
 from app.services.chat_store.database import ChatDatabase
 from app.services.formulas import Formula, formulas
-from app.widgets.chat_document import chat_html, put_on_paper, write_pdf
+from app.views.chat.chat_transfer import chat_html, put_on_paper, write_pdf
 from tests.unit.test_chats_of_other_programs import conversation
 
 Open = Callable[[str], tuple[ChatStore, ChatFiles]]

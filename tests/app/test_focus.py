@@ -28,7 +28,7 @@ from app.services.history.history import History
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
-from app.views.chat.user_message import UserMessage
+from app.views.chat.transcript import UserMessage
 from app.views.main_window.window import ShortcutsDialog
 from app.views.monitor.engine_cards import EngineCards, ExpertCard
 from app.widgets.fields import ComboBox, DoubleSpinBox, Slider, SpinBox

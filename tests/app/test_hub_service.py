@@ -13,7 +13,7 @@ from pytestqt.qtbot import QtBot
 import app.services.hub as hub_service
 import engine.checkpoint.hub as engine_hub
 from app.services.hub import Hub, RepositoryAnswer, SearchAnswer
-from engine.checkpoint.hub import Candidate
+from engine.checkpoint.hub import Candidate, contents
 from engine.checkpoint.hub.http import HubError, HubReason
 from engine.checkpoint.model_directories import Room
 from engine.checkpoint.model_shape import ModelShape, read_model
@@ -137,8 +137,8 @@ def test_one_damaged_file_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
         return read_model("qwen3-30b-a3b")
 
     monkeypatch.setattr(engine_hub, "read_repository", lambda *_, **__: parts.REPOSITORY)
-    monkeypatch.setattr(engine_hub, "candidates", lambda *_, **__: (good, bad))
-    monkeypatch.setattr(engine_hub, "candidate_shape", shape)
+    monkeypatch.setattr(contents, "candidates", lambda *_, **__: (good, bad))
+    monkeypatch.setattr(contents, "candidate_shape", shape)
     said: list[RepositoryAnswer] = []
     answer = hub_service.read_candidates(parts.REPOSITORY.id, lambda: False, said.append)
     assert [(one.label, one.problem, found is None) for one, found in answer.shaped] == [

@@ -16,7 +16,7 @@ from app.models.conversation_list import ConversationListModel
 from app.models.headed_table import HeadedTable
 from app.models.library import LibraryTable
 from app.services.chat_store import Conversation
-from app.views.batch.rows_card import RowsCard
+from app.views.batch.job_view import RowsCard
 from app.views.chat.conversation_panel import ConversationDelegate, ConversationPanel
 from app.views.models import search_card
 from app.views.models.on_this_pc import OnThisPcCard

@@ -27,7 +27,7 @@ from app.widgets.fit_table import fit_bars
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Verification
 from engine.checkpoint.model_directories import Room, model_folders
-from engine.checkpoint.removing import Removed
+from engine.checkpoint.ownership import Removed
 from engine.common.config import KvPrecision
 from engine.common.paths import models_dir
 from engine.planner.plan_parts import Limits, PicturePlan

@@ -34,8 +34,8 @@ from app.views.settings.page import SettingsPage
 from app.widgets.fields import ComboBox, Slider, SpinBox
 from app.widgets.scaffold import WrappedLabel
 from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
+from engine.checkpoint.hub import HUGGINGFACE, endpoint_of
 from engine.checkpoint.hub import http as tokens
-from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir, models_dir
 from engine.tools.servers import with_values

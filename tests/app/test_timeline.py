@@ -20,7 +20,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.history.history import History
 from app.theme import ThemeController
-from app.views.monitor.timeline_card import LaneTable
+from app.views.monitor.page import LaneTable
 from app.widgets.scaffold import MARK_PX
 from app.widgets.timeline.blocks import MOST_ROWS, averages_text, rows_of, token_at
 from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading

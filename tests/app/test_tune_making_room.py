@@ -12,7 +12,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
-from app.views.tune.run_following import MakingRoom
+from app.views.tune.page import MakingRoom
 from engine.common.config import BatchJob, SamplingParams
 from tests.app.scripted_batches import ScriptedBatches
 from tests.app.scripted_engine import STARTER

@@ -16,7 +16,7 @@ from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanTable
 from app.views.tune.machine_boxes import machine_boxes
 from app.views.tune.page import page_report
 from app.views.tune.phrases import tier_bars
-from app.views.tune.race_card import RaceView
+from app.views.tune.run_card import RaceView
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars, adding_up
 from app.widgets.roofline_plot import RooflinePlot

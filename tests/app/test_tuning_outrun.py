@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from pytestqt.qtbot import QtBot
 
-from app.services.tuning_outrun import TuningOutrun
+from app.services.tuning import TuningOutrun
 from engine.common.config import EngineConfig
 from engine.protocol import Finished
 from engine.tuning.result import TuningResult

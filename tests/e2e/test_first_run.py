@@ -15,9 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.checkpoint.catalogue import use_catalogue
+from engine.checkpoint.catalogue import find_shape, use_catalogue
 from engine.checkpoint.downloads.queue import Download, DownloadState, downloads
-from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.common.paths import models_dir
 from tests.e2e.screen import Screen

@@ -14,8 +14,7 @@ from engine.experts.dispatch import StandardExperts
 from engine.experts.record import allocate_records
 from engine.formats import FORMATS
 from engine.formats.ggml import GGML, BlockType
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing, dequantise
+from engine.formats.tiles import Pairing, RecordLayout, dequantise
 from engine.kernels.gpu.experts import CardExperts, can_compute
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.interface import ExpertMath, LayerRecords, activation_of

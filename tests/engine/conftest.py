@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.starter import build_all_experts_active, build_dense_parent
+from benchmarks.starter_parent import build_all_experts_active, build_dense_parent
 from tests.starter import lasting_home, package_to_be_had, starter_for_tests
 
 

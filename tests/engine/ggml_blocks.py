@@ -16,7 +16,7 @@ def made_up_blocks(kind: BlockType, rows: int, blocks: int, seed: int, strange: 
     """`rows` of so many blocks; a share `strange` of all scales is one of `STRANGE`."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows * blocks, kind.nbytes), np.uint8)
-    if kind.split is None:
+    if not kind.is_blocks:
         values = rng.standard_normal((rows * blocks, 1)).astype(np.float32)
         if kind.name == "BF16":
             raw = (values.view(np.uint32) >> 16).astype("<u2").view(np.uint8)

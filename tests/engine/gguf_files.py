@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import lzma
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,10 @@ from typing import Any
 import numpy as np
 from gguf import GGUFValueType
 
+from benchmarks import shapes
 from benchmarks.peers.editions import LLAMA_CPP
+from benchmarks.shapes import Published, run
+from engine.bench.report import PeerError
 from engine.checkpoint.gguf.file import Strings, read_gguf
 from tests.tiny_gguf import dequantised, write_gguf, write_model
 
@@ -32,16 +34,10 @@ PROMPT = [1, *(int(token) for token in np.random.RandomState(5).randint(4, VOCAB
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Published):
     """A tiny model.
 
     Attributes:
-        config: beside `_BASE`.
-        written: what the converter must find in config.json besides: the library drops what published files have.
-            `None`: what it must not find.
-        renamed: patterns of names of tensors -> what published files have instead; nothing, if they lack them.
-        options: of the converter.
-        split: whether published files have gates, ups and experts apart.
         architecture: the file is said to be of this one instead, of which the library has no model of its own.
         keys: more metadata that it has then.
         changed: the tensors of the file -> those that it has then.
@@ -50,12 +46,6 @@ class Case:
             llama.cpp alone where the library's model was another one.
     """
 
-    model_type: str
-    config: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, Any] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
-    renamed: dict[str, str] = field(default_factory=dict)
-    split: bool = False
     architecture: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
     changed: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors
@@ -664,30 +654,6 @@ CASES: dict[str, Case] = {
                                 "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
 }  # fmt: skip
 
-_CONVERT = """
-import logging, numpy as np, pathlib, sys
-sys.path[:0] = [SOURCE + "/gguf-py", SOURCE]
-logging.basicConfig(level=logging.ERROR)
-import importlib
-import conversion.base as base
-base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-base.TextModel._set_vocab_glm = lambda self: self._set_vocab_gpt2()
-import convert_hf_to_gguf
-for file in pathlib.Path(SOURCE, "conversion").glob("[a-z]*.py"):
-    for kind in vars(importlib.import_module("conversion." + file.stem)).values():
-        if isinstance(kind, type) and issubclass(kind, base.TextModel) and kind is not base.TextModel:
-            kind.set_vocab = lambda self: self._set_vocab_gpt2()
-            kind._get_suppress_tokens = lambda self: None
-from conversion.deepseek import DeepseekV4Model
-def as_they_are(self, bid, proj, key):
-    names = [f"layers.{bid}.ffn.experts.{each}.{proj}.weight" for each in range(self.hparams["n_routed_experts"])]
-    stack = [base.LazyTorchTensor.to_eager(self.model_tensors[name]()).numpy() for name in names]
-    self.gguf_writer.add_tensor(self.format_tensor_name(key, bid), np.stack(stack))
-    return names
-DeepseekV4Model._write_mxfp4_expert_tensor = as_they_are
-sys.argv = ["convert", FOLDER, "--outfile", FILE, "--outtype", "f32", "--model-name", "tiny", *OPTIONS]
-convert_hf_to_gguf.main()
-"""
 _REFERENCE = """
 import json, numpy as np
 from llama_cpp import Llama
@@ -720,7 +686,7 @@ def _make(name: str, case: Case, folder: Path) -> None:
     try:
         peer = _peers(file, folder)
         theirs = peer if case.judge == "llama.cpp alone" else theirs
-    except subprocess.CalledProcessError:
+    except PeerError:
         if case.judge.startswith("llama.cpp"):
             raise
         peer = theirs
@@ -746,7 +712,7 @@ def as_llama_cpp_computes(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def _peers(file: Path, folder: Path) -> dict[str, Any]:
-    _run(str(LLAMA_CPP.python()), _REFERENCE, folder, file)
+    run(str(LLAMA_CPP.python()), _REFERENCE, FOLDER=str(folder), FILE=str(file), PROMPT=PROMPT, NEW=NEW_TOKENS)
     with np.load(folder / "reference.npz") as read:
         return {key: read[key] for key in ("rows", "tokens", "found")}
 
@@ -759,23 +725,6 @@ def _described(found: dict[str, Any]) -> dict[str, Any]:
         "margins": np.round(ends[:, 1] - ends[:, 0], 5).tolist(),
         "rows": {place: np.round(found["rows"][place].astype(float), 5).tolist() for place in (3, len(PROMPT) - 1)},
     }
-
-
-def _run(python: str, program: str, folder: Path, file: Path, options: Sequence[str] = ()) -> None:
-    source = str(LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp")
-    names = {
-        "SOURCE": source,
-        "FOLDER": str(folder),
-        "FILE": str(file),
-        "PROMPT": PROMPT,
-        "NEW": NEW_TOKENS,
-        "OPTIONS": list(options),
-    }
-    text = "\n".join(f"{key} = {value!r}" for key, value in names.items()) + program
-    done = subprocess.run([python, "-c", text], env=LLAMA_CPP.environment(), capture_output=True, text=True)
-    if done.returncode:
-        sys.stderr.write(done.stderr[-2000:])
-    done.check_returncode()
 
 
 def _build(name: str, case: Case, folder: Path) -> Any:
@@ -820,8 +769,7 @@ def convert(case: Case, folder: Path, file: Path) -> None:
     if case.unheard:
         write_model(folder, file, case.architecture, unheard=case.unheard, **case.keys)
         return
-    _as_published(case, folder)
-    _run(sys.executable, _CONVERT, folder, file, case.options)
+    shapes.convert(case, folder, file)
     if not case.architecture:
         return
     read = read_gguf(file)
@@ -837,42 +785,6 @@ def convert(case: Case, folder: Path, file: Path) -> None:
                 writer.add_key_value(own, plain, kind)
 
     write_gguf(file, tensors, architecture=case.architecture, keys=keys)
-
-
-def _split(tensors: dict[str, Any]) -> dict[str, Any]:
-    """With experts one by one, and gates and ups apart."""
-    found: dict[str, Any] = {}
-    for name, values in tensors.items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            parts = {"w2": values} if "down" in name else dict(zip(("w1", "w3"), np.split(values, 2, 1), strict=True))
-            stem = name.rpartition(".")[0]
-            found |= {
-                f"{stem}.{expert}.{part}.weight": np.ascontiguousarray(matrix)
-                for part, stack in parts.items()
-                for expert, matrix in enumerate(stack)
-            }
-        elif name.endswith("gate_up_proj.weight"):
-            for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
-                found[name.replace("gate_up", part)] = np.ascontiguousarray(half)
-        else:
-            found[name] = values
-    return found
-
-
-def _as_published(case: Case, folder: Path) -> None:
-    """Changes the checkpoint into the form that the converter expects."""
-    from safetensors.numpy import load_file, save_file
-
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | case.written
-    kept = {key: value for key, value in config.items() if value is not None or key not in case.written}
-    (folder / "config.json").write_text(json.dumps(kept), encoding="utf-8")
-    tensors = load_file(folder / "model.safetensors")
-    for pattern, published in case.renamed.items():
-        tensors = {re.sub(pattern, published, name): values for name, values in tensors.items()}
-    tensors.pop("", None)
-    if case.split:
-        tensors = _split(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _theirs(model: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from engine.common.model_info import ModelInfo
-from engine.runtime.adapters.jamba import ADAPTER as JAMBA
+from engine.runtime.adapters.jamba import JambaAdapter
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import output_embeddings, tiny_model
 from tests.engine.tiny_tokenizer import TEMPLATE, save_tiny_tokenizer
@@ -49,7 +49,7 @@ def tiny_loaded(family: str, *, context_tokens: int = 256, **overrides: Any) -> 
     """
     model = tiny_model(family, drawn={"index_topk": overrides.get("index_topk", 256)}, **overrides)
     if family == "jamba":
-        JAMBA.prepare(model)
+        JambaAdapter().prepare(model)
     with torch.no_grad():
         output_embeddings(model).weight.mul_(40)
     return as_loaded(model, context_tokens=context_tokens)

@@ -10,7 +10,7 @@ import torch
 from engine.experts.container import ContainerWriter, Contents, open_container
 from engine.experts.disk_tier import DiskTier
 from engine.experts.record import LayerSpec, allocate_records
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,7 @@ from transformers.masking_utils import (
 
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
-from engine.families import family_of
-from engine.families.table import TABLE
+from engine.families import TABLE, family_of
 from engine.jobs.rows import BatchOutcome
 from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced

@@ -21,7 +21,7 @@ from engine.kernels.native import linear
 from engine.kernels.repack import Blocks, unpacked
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.load import binding as device_binding
-from engine.runtime.load import in_place
+from engine.runtime.load import forms
 from tests.combinations import some
 from tests.engine.card_experts import KINDS, check, check_nobody, layer_of, module_of
 from tests.engine.emulated_cuda_card import IN_BLOCKS, emulated_kernels, needs_compiler
@@ -38,7 +38,7 @@ pytestmark = needs_compiler
 CPU = torch.device("cpu")
 KERNELS = emulated_kernels()
 IN_GROUPS = CardKernels(KERNELS.few, 4, KERNELS.many, KERNELS.unpack)
-TYPES = [kind for kind in BLOCK_TYPES.values() if kind.split is not None]
+TYPES = [kind for kind in BLOCK_TYPES.values() if kind.is_blocks]
 COMPILED = (*IN_BLOCKS, "Q4_K Q6_K")
 """What the emulated card multiplies."""
 
@@ -154,7 +154,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
     found = replace(emulated_kernels(), most_few=4)
     # The CPU's experts, which lie in RAM of their own, are computed as before.
     in_ram = lambda layer: getattr(layer, "name", "slots") != "slots"  # noqa: E731
-    for module in (dense, in_place):
+    for module in (dense, forms):
         monkeypatch.setattr(module, "kernels_of", lambda place: found)
     monkeypatch.setattr(
         device_binding,

@@ -24,7 +24,7 @@ from engine.experts.container import (
     part_path,
     reopen,
 )
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from tests.engine.made_up_records import (
     LARGE,
     SMALL,

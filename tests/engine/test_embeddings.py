@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.embedding import Embedding, embedding_of
 from engine.checkpoint.library import describe, model_files
-from engine.checkpoint.safetensors_numpy import read_safetensors
+from engine.checkpoint.packed import read_safetensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.families.known import ENCODERS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.common.footprint import PART_ALIGNMENT, RECORD_ALIGNMENT
 from engine.experts.record import allocate_records
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels import choose_kernel
 from engine.kernels.interface import LayerRecords
 from engine.kernels.reference import reference_experts

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine.bench.opened import OneSequence, decode_seconds, opened, random_text
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.counted_shape import as_quantised
-from engine.checkpoint.find_shape import find_shape
-from engine.checkpoint.hub import Candidate, RepoFile, Repository
-from engine.checkpoint.hub.repository import quality_of
+from engine.checkpoint.hub import Candidate, RepoFile, Repository, quality_of
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig

@@ -126,6 +126,11 @@ def test_keys_and_values_of_layers_that_share_others_are_left_out(tmp_path: Path
     loads_alike(file, rewritten(file, tensors=with_own))
 
 
+def test_what_would_be_rotated_is_no_matter_where_nothing_is(tmp_path: Path) -> None:
+    file, _ = unpacked("nemotron-h-moe", tmp_path)
+    loads_alike(file, rewritten(file, rope__dimension_count=10))
+
+
 def test_files_from_before_llama_cpp_divided_the_latent_heads(tmp_path: Path) -> None:
     file, _ = unpacked("deepseek3", tmp_path)
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from benchmarks.gguf import gguf_of
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
-from engine.checkpoint.safetensors_numpy import from_bfloat16, read_safetensors, write_safetensors
+from engine.checkpoint.packed import read_safetensors, write_safetensors
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.errors import EngineError, ErrorCode
+from engine.formats.coded import from_bfloat16
 
 SHAPE = "synthetic:qwen3-moe-tiny?layers=1&vocab=259"
 LARGEST_ERROR = {

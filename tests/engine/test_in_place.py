@@ -20,7 +20,14 @@ from engine.experts.file_image import EARLY_READS, FileImage
 from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.kernels.native import library
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear, TurnedLinear, route_rows
+from engine.kernels.native.linear import (
+    BlockEmbedding,
+    LatentHeads,
+    MixedRows,
+    QuantisedLinear,
+    TurnedLinear,
+    route_rows,
+)
 from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlockStruct
 from engine.kernels.repack import Blocks
 from engine.runtime.decode.step_model import StepModel
@@ -288,14 +295,18 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
     assert ((torch.stack(rows) - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.04
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", "qwen35"])
-def test_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> None:
-    """llama.cpp has the value heads of a delta net in another order than the library: its output's columns, too."""
+@pytest.mark.parametrize("name", ["qwen35moe", "qwen35", "qwen3next"])
+def test_rows_and_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> None:
+    """llama.cpp has the value heads of a delta net in another order than the library: its output's columns, too; and
+    Qwen3-Next's inputs in two matrices, perhaps of two types."""
     file = rewritten(unpacked(name, tmp_path)[0], kind="Q8_0")
     with loaded(file, "auto") as ours, torch.no_grad():
         nets = [layer.linear_attn for layer in ours.model.model.layers if hasattr(layer, "linear_attn")]
         assert nets
-        assert all(isinstance(net.out_proj.__dict__["forward"], TurnedLinear) for net in nets)
+        if name == "qwen3next":
+            assert all(isinstance(net.in_proj_qkvz.__dict__["forward"], MixedRows) for net in nets)
+        else:
+            assert all(isinstance(net.out_proj.__dict__["forward"], TurnedLinear) for net in nets)
         assert nets[0].num_v_heads > nets[0].num_k_heads > 1 or name == "qwen35"
         step = StepModel(ours.model, 64)
         assert step._single is not None
@@ -311,6 +322,23 @@ def test_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> None:
     for each in (found, batched):
         assert ((each - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
     assert (torch.stack(rows) - found[start:]).norm() < 0.04 * wanted.norm()
+
+
+def test_rows_below_one_another_stay_in_blocks(tmp_path: Path) -> None:
+    file = rewritten(unpacked("granitehybrid", tmp_path)[0], kind="Q8_0")
+    with loaded(file, "auto") as ours, torch.no_grad():
+        shared = [layer.shared_mlp.input_linear for layer in ours.model.model.layers]
+        assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in shared)
+        step = StepModel(ours.model, 64)
+        assert step._single is not None
+        assert step._single._whole is not None
+        each = PagedSequence(ours.model)
+        rows = [step(PROMPT_IDS[:, at : at + 1], each.next(1), at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
+        with routes_of(ours.model) as routes:
+            found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
+    wanted = _reference(file, PROMPT_IDS, routes)
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
+    assert (torch.stack(rows) - found).norm() < 0.04 * wanted.norm()
 
 
 def test_biases_and_alternating_rows(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import gguf as gguf_file
+from benchmarks import shapes
 from benchmarks.peers import build as building
 from benchmarks.peers.beside import Beside, Room, best_flags, files_beside
 from benchmarks.peers.build import Builder, PeerBuildError, find_sources
@@ -275,13 +275,17 @@ def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
 
 
 SMALL = "synthetic:qwen3-moe-small?experts=8&layers=1&vocab=512&gguf="
+HYBRID = "synthetic:granite-4.0-h-tiny?experts=6&layers=6&vocab=512&gguf="
 
 
 @needs_peer
 @pytest.mark.usefixtures("users_peers")
-def test_a_synthetic_model_is_quantised_by_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_file, "cache_dir", lambda: tmp_path)
-    file = resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
+@pytest.mark.parametrize("model", [SMALL, pytest.param(HYBRID, marks=pytest.mark.exhaustive)])
+def test_a_synthetic_file_has_the_types_that_llama_cpp_chooses(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "cache_dir", lambda: tmp_path)
+    file = resolve_model(f"{model}Q4_K_M", lambda _text: None)
     assert {path.name for path in file.parent.iterdir()} == {file.name}
     written = file.stat().st_mtime_ns
     assert {"Q4_K", "Q6_K", "F32"} <= {entry.dtype for entry in read_gguf(file).tensors.values()}
@@ -292,7 +296,7 @@ def test_a_synthetic_model_is_quantised_by_llama_cpp(tmp_path: Path, monkeypatch
         assert len(ours.tokenizer("two words")["input_ids"]) == 9
         mine = ours.model(torch.tensor([prompt])).logits[0].numpy()
     assert ((mine - theirs) ** 2).sum() < 0.1**2 * (mine**2).sum()  # it rounds activations to 8 bits
-    assert resolve_model(f"{SMALL}Q4_K_M", lambda _text: None).stat().st_mtime_ns == written
+    assert resolve_model(f"{model}Q4_K_M", lambda _text: None).stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize(

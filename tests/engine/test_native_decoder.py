@@ -10,8 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig, SamplingParams
-from engine.families import PACKAGES
-from engine.families.table import TABLE
+from engine.families import PACKAGES, TABLE
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer

@@ -25,8 +25,7 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.experts.dispatch import StandardExperts
 from engine.experts.record import ExpertBank
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import dequantise
+from engine.formats.tiles import RecordLayout, dequantise
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native import build, library
 from engine.kernels.native.build import Compiler

@@ -18,8 +18,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxForCausalLM as L
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.profile import read_profile
 from engine.common.errors import EngineError, ErrorCode
-from engine.families import family_of
-from engine.families.table import TABLE
+from engine.families import TABLE, family_of
 from tests.engine.test_family_parity import PROMPT, greedy, loaded, logits
 from tests.engine.tiny_configs import OWN
 from tests.engine.tiny_families import tiny_checkpoint

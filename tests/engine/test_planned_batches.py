@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.common.config import SamplingParams
 from engine.common.falls import FALLS
 from engine.devices.device import Direction, Event, Stream

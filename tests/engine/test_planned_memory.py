@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
@@ -26,7 +26,7 @@ from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Size
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.runtime.load.checkpoint import open_checkpoint
-from engine.runtime.load.in_place import BLOCKS
+from engine.runtime.load.forms import BLOCKS
 from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.load.plan import Machine, usable_types
 from engine.runtime.load.plan import sizes_of as counted_sizes_of

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engine.formats import FORMATS, SMALL_MODEL, TiledFormat, careful
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing, TiledShape
+from engine.formats.tiles import Pairing, RecordLayout, TiledShape
 
 HIDDEN, INNER = 2048, 768
 

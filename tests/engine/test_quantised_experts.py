@@ -17,8 +17,7 @@ from transformers.activations import ACT2FN
 from engine.experts.dispatch import StandardExperts
 from engine.experts.record import allocate_records
 from engine.formats import FORMATS
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing, dequantise
+from engine.formats.tiles import Pairing, RecordLayout, dequantise
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertMath, LayerRecords, activation_of
 from engine.kernels.native.choice import FEW, MANY, USES, _Work, apply, choose

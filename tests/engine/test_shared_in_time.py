@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import prepare
 from engine.bench.opened import decode_seconds, prefill_seconds, random_text
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common import clock

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from engine.checkpoint.library import starter_is_built, verify
-from engine.checkpoint.removing import remove
+from engine.checkpoint.ownership import remove
 from engine.checkpoint.starter import build_starter
 from engine.common.errors import ErrorCode, RequestCancelled
 from engine.common.paths import models_dir, python_module

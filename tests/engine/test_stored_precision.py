@@ -18,8 +18,7 @@ from engine.common.errors import RequestCancelled, never_cancelled
 from engine.experts.direct_file import DirectFile
 from engine.formats import STORED
 from engine.formats.ggml import GGML
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
+from engine.formats.tiles import RecordLayout, TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.kernels.repack import Blocks, repack
 from engine.runtime.fast_path.grouped_attention import GroupedAttention

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.headers import TensorEntry
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled

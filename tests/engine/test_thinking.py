@@ -15,7 +15,7 @@ from engine import cli
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams, Thinking
 from engine.common.errors import ErrorCode
-from engine.families.replies.thinking import may_think, thinking_choices, thinking_values
+from engine.families.replies.reader import may_think, thinking_choices, thinking_values
 from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, Finished, Generate, Token

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.common.config import EngineConfig
 from engine.formats import STORED
 from engine.hardware.machine import read_machine

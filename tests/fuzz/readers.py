@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from engine.checkpoint import library
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.config_file import read_config
-from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.gguf import file as gguf_file
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.catalogue import differences, main
 from engine.checkpoint.catalogue import (
     catalogue_dir,
-    differences,
-    main,
+    find_shape,
     own_catalogue,
     read_catalogue,
     use_catalogue,
 )
 from engine.checkpoint.counted_shape import as_quantised
-from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub.contents import SEES
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from app.services.chat_store import worker
+from app.services.chat_store import store as store_module
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.json_format import Whole
 from app.services.chat_store.records import Conversation, Message, MessageState
 from app.services.chat_store.recovery import Recovery, open_checked, recover
 from app.services.chat_store.schema import is_damage
-from app.services.chat_store.store import search
+from app.services.chat_store.store import Job, StoreWorker, search
 from app.services.chat_store.tree import MessageTree
-from app.services.chat_store.worker import Job, StoreWorker
 from engine.common.errors import EngineError
 
 CHATS = 12
@@ -377,7 +376,7 @@ def read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     folder.chmod(0o555)
     (folder / "chats.sqlite3").chmod(0o444)
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # modes do not bind root
-        monkeypatch.setattr(worker, "can_be_written", lambda _path: False)
+        monkeypatch.setattr(store_module, "can_be_written", lambda _path: False)
     yield folder
     folder.chmod(0o755)
 

@@ -9,8 +9,6 @@ import itertools
 import os
 import struct
 import sys
-import threading
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +16,22 @@ from typing import Any
 import pytest
 import xxhash
 
-from engine.checkpoint.downloads import transfer as space
-from engine.checkpoint.downloads.checking import Checker
-from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, MOST_CONNECTIONS, Crew, Limit, Meter, Waits
-from engine.checkpoint.downloads.parts import SEARCH, File, Job, Journal, Stopped
+from engine.checkpoint.downloads import parts as space
+from engine.checkpoint.downloads.parts import (
+    FIRST_CONNECTIONS,
+    MOST_CONNECTIONS,
+    SEARCH,
+    Crew,
+    File,
+    Job,
+    Journal,
+    Limit,
+    Meter,
+    Stopped,
+    Waits,
+)
 from engine.checkpoint.downloads.records import PlannedFile
+from engine.checkpoint.downloads.transfer import Transfer
 from engine.common.errors import ErrorCode
 from tests.refusals import refused
 
@@ -30,34 +39,26 @@ PART = 100
 CONTENT = bytes(range(256)) + b"end of the file"
 
 
-class FromMemory:
+class FromMemory(Transfer):
     """Brings the parts of `content`; a line that takes jobs is a loop in `work`."""
 
     def __init__(self, folder: Path, content: bytes = CONTENT, told: str | None = None) -> None:
-        self.changed, self.is_open, self.is_stopped = threading.Condition(), True, False
-        self.content, self.jobs, self.fetched = content, deque[Job](), list[int]()
-        self.journal = Journal(folder / "journal")
+        self.content, self.fetched, self.is_ended = content, list[int](), False
+        plan: Any = SimpleNamespace(work=folder)
+        super().__init__(plan, Journal(folder / "journal"), SimpleNamespace())  # type: ignore[arg-type]
         path = folder / "file"
         path.write_bytes(bytes(len(content)))
-        self.journal.begin(0, PART)
+        self._journal.begin(0, PART)
         told = f"sha256:{hashlib.sha256(content).hexdigest()}" if told is None else told
         source: Any = SimpleNamespace(content=told)
-        self.file = File(0, PlannedFile("file", "file", len(content), ""), path, source, self.journal.of(0))
-        self.checker = Checker([self.file], self.journal, self)
+        self.file = File(0, PlannedFile("file", "file", len(content), ""), path, source, self._journal.of(0))
+        self._files.append(self.file)
 
     @property
-    def is_complete(self) -> bool:
-        return bool(self.file.record.verified)
+    def is_stopped(self) -> bool:
+        return self.is_ended or bool(self._ready)  # the checker's thread is this test's own: it must come back
 
-    def put_first(self, job: Job) -> None:
-        self.jobs.append(job)
-        self.is_stopped = True  # the checker's thread is this test's own: it must come back
-
-    def begin_again(self, file: File) -> None:
-        self.journal.begin(0, PART)
-        file.record, file.next_part, file.sha, file.unchecked = self.journal.of(0), 0, hashlib.sha256(), set()
-
-    def fetch(self, job: Job) -> None:
+    def _fetch(self, job: Job) -> None:
         self.fetched.append(job.part)
         self.write(job.part, self.content)
 
@@ -67,7 +68,7 @@ class FromMemory:
         with self.file.path.open("r+b") as out:
             out.seek(start)
             out.write(content[start:end])
-        self.journal.part(0, part, xxhash.xxh3_64_intdigest(content[start:end] if noted is None else noted))
+        self._journal.part(0, part, xxhash.xxh3_64_intdigest(content[start:end] if noted is None else noted))
 
     def write_all(self, content: bytes) -> None:
         for part in range(self.file.parts):
@@ -76,15 +77,14 @@ class FromMemory:
     def run(self) -> None:
         """The checker, and the line that does what it asks for, until nothing is left to do."""
         while not self.is_complete:
-            self.checker.run()
-            if not self.jobs:
+            self._hash()
+            if not self._ready:
                 return
-            self.is_stopped = False
-            job = self.jobs.popleft()
+            job = self._ready.popleft()
             if job.part == SEARCH:
-                self.checker.search(job)
+                self._search(job)
             else:
-                self.fetch(job)
+                self._fetch(job)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_the_wrong_part_is_found_and_the_first_suspects_come_first(memory: FromM
 
 def test_a_search_that_a_kill_ended_goes_on_where_it_was(memory: FromMemory) -> None:
     memory.write_all(CONTENT[:-1] + b"?")
-    memory.journal.search(0)
+    memory._journal.search(0)
     memory.write(0, CONTENT)
     memory.run()
     assert memory.is_complete
@@ -158,16 +158,14 @@ def test_without_a_checksum_what_came_counts(tmp_path: Path) -> None:
 
 
 def test_it_ends_when_all_is_to_end(memory: FromMemory) -> None:
-    memory.is_stopped = True
-    memory.checker.run()
+    memory.is_ended = True
+    memory._hash()
     with pytest.raises(Stopped):
-        memory.checker._is_repaired(memory.file)
+        memory._is_repaired(memory.file)
     memory.write_all(CONTENT[:-1] + b"?")
-    memory.is_stopped, memory.is_open = False, False
-    memory.checker._judge(memory.file)
-    assert not memory.jobs  # the journal is closed: nothing is begun any more
-    job = Job(memory.file, 0, 0, Waits())
-    assert job.got == 0
+    memory.is_open = False
+    memory._judge(memory.file)
+    assert not memory._ready  # the journal is closed: nothing is begun any more
 
 
 SIZE = 3 * 2**20

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.downloads import queue
-from engine.checkpoint.downloads.pace import MOST_CONNECTIONS
+from engine.checkpoint.downloads.parts import MOST_CONNECTIONS
 from engine.checkpoint.manifest import damaged_files, read_manifest
 from tests.hub_server import Fault, HubServer
 

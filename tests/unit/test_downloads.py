@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from engine.checkpoint.downloads import pace, parts, queue, records, source, transfer
-from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS
+from engine.checkpoint.downloads import parts, queue, records, source, transfer
+from engine.checkpoint.downloads.parts import FIRST_CONNECTIONS
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.downloads.records import Progress
 from engine.checkpoint.hub import http as tokens
@@ -89,7 +89,7 @@ def test_every_byte_once(hub: HubServer, repo: Repo) -> None:
 
 
 def test_the_commit_and_the_etag_are_pinned(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "FIRST_CONNECTIONS", 1)
+    monkeypatch.setattr(parts, "FIRST_CONNECTIONS", 1)
     assert_whole(fetched(hub))
     first, *others = hub.asked(FIRST, "second")
     assert first.if_range == ""
@@ -655,7 +655,7 @@ def test_a_limit_holds_and_can_be_lifted(hub: HubServer, repo: Repo) -> None:
 def test_the_terminal_goes_on_with_what_the_window_began(
     hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.checkpoint.hub.find_candidate", lambda reference: hub.candidate("org/model"))
+    monkeypatch.setattr("engine.checkpoint.hub.contents.find_candidate", lambda reference: hub.candidate("org/model"))
     begun = queue.add(hub.candidate("org/model"))
     queue.pause(begun.key)
     assert main(["models", "pull", "--queue", "--json"]) == 0

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.checkpoint.catalogue import Catalogue, CatalogueEntry, catalogue_dir, read_catalogue
+from engine.checkpoint.catalogue import Catalogue, CatalogueEntry, catalogue_dir, find_shape, read_catalogue
 from engine.checkpoint.counted_shape import as_quantised
-from engine.checkpoint.find_shape import find_shape
-from engine.checkpoint.hub import Candidate, RepoFile, Repository
-from engine.checkpoint.hub.repository import quality_of
+from engine.checkpoint.hub import Candidate, RepoFile, Repository, quality_of
 from engine.checkpoint.library import note_use
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.checkpoint.names import resolve

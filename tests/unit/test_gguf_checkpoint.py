@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.config_file import read_config
-from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import Strings, read_gguf
 from engine.checkpoint.profile import read_profile, suggested_sampling

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from gguf import GGUFEndian, GGUFWriter
 
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats.ggml import GGML
 from tests.refusals import refused

@@ -35,17 +35,20 @@ def _by_bits(bits: int) -> Callable[[np.ndarray], np.ndarray]:
 _OWN = {"Q1_0": _by_bits(1), "Q2_0": _by_bits(2)}
 
 
-@pytest.mark.parametrize("name", GGML)
-def test_a_type_has_the_numbers_of_the_gguf_package(name: str) -> None:
+def test_a_type_has_the_size_that_the_gguf_package_knows() -> None:
+    for name, kind in GGML.items():
+        if name not in _OWN:
+            theirs = GGMLQuantizationType(kind.id)
+            assert (theirs.name, *GGML_QUANT_SIZES[theirs]) == (name, kind.elements, kind.nbytes)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in GGML.items() if kind.split is not None or not kind.is_blocks])
+def test_a_type_that_is_taken_apart_has_the_numbers_of_the_gguf_package(name: str) -> None:
     kind = GGML[name]
-    if name not in _OWN:
-        theirs = GGMLQuantizationType(kind.id)
-        assert theirs.name == name
-        assert GGML_QUANT_SIZES[theirs] == (kind.elements, kind.nbytes)
     for seed in range(4):
         raw = _random(kind, seed)
         with np.errstate(all="ignore"):
-            expected = _OWN[name](raw) if name in _OWN else dequantize(raw, theirs)
+            expected = _OWN[name](raw) if name in _OWN else dequantize(raw, GGMLQuantizationType(kind.id))
         np.testing.assert_array_equal(kind.dequantise(raw), expected)
 
 
@@ -54,9 +57,9 @@ def test_a_scale_that_is_no_half_can_be_put() -> None:
         if kind.put is not None:
             raw, wanted = _random(kind, 3).reshape(-1, kind.nbytes), np.float32(0.0625)
             kind.put(raw, np.full(len(raw), wanted))
-            scales = kind.apart(raw).scales
+            scales = np.abs(kind.dequantise(raw)).max(-1)
             assert (scales > wanted / 20).all()
-            assert (scales < wanted * 20).all()
+            assert (scales < wanted * 200).all()
 
 
 def test_any_leading_dimensions_are_kept() -> None:

@@ -13,24 +13,20 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.hub import (
     Candidate,
-    HubError,
-    HubReason,
     Reference,
-    candidate_shape,
-    candidates,
     contents,
     file_url,
-    find_candidate,
     http,
     is_reference,
     parse_reference,
     read_repository,
     search,
 )
-from engine.checkpoint.hub.http import forget_token, save_token
+from engine.checkpoint.hub.contents import candidate_shape, candidates, find_candidate
+from engine.checkpoint.hub.http import HubError, HubReason, forget_token, save_token
 from engine.checkpoint.synthetic import SHAPES, config_of, make_synthetic, tensors_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
@@ -507,7 +503,7 @@ def test_a_file_of_a_gated_repository_needs_its_licence(hub: HubServer, made: Si
 
 
 def test_a_list_of_too_many_files_is_given_up_at_once(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.checkpoint.hub.repository._MOST_FILES", 5)
+    monkeypatch.setattr("engine.checkpoint.hub._MOST_FILES", 5)
     hub.page = 3
     hub.add("org/model", {f"part-{number:02}.txt": b"" for number in range(30)})
     with pytest.raises(HubError) as refused:

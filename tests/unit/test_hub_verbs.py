@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.catalogue import catalogue_dir, own_catalogue
-from engine.checkpoint.hub import find_candidate
-from engine.checkpoint.hub.contents import _heads_read
+from engine.checkpoint.hub.contents import _heads_read, find_candidate
 from engine.checkpoint.hub.http import read_token, save_token
 from engine.checkpoint.mirror import chosen_mirror
 from engine.checkpoint.synthetic import make_synthetic

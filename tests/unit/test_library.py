@@ -8,7 +8,7 @@ import pytest
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import converted_path, list_models, resolve, show, starter_is_built, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
-from engine.checkpoint.removing import remove
+from engine.checkpoint.ownership import remove
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import models_dir
 from tests.tiny_checkpoint import write_tiny_checkpoint

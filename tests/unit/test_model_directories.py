@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint import library, model_directories
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.library import LibraryEntry, look_around, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.model_directories import (
@@ -28,7 +28,7 @@ from engine.checkpoint.model_directories import (
     origin_of,
 )
 from engine.checkpoint.names import check_new_name, folder_name, name_of
-from engine.checkpoint.safetensors_numpy import write_safetensors
+from engine.checkpoint.packed import write_safetensors
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
 from tests.refusals import refused

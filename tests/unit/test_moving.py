@@ -28,7 +28,7 @@ from engine.checkpoint.library import (
 from engine.checkpoint.manifest import MANIFEST_NAME, Manifest, describe_files, write_manifest
 from engine.checkpoint.model_directories import add_model_folder, model_folders
 from engine.checkpoint.moving import export, move
-from engine.checkpoint.removing import remove
+from engine.checkpoint.ownership import remove
 from engine.checkpoint.shards import fingerprint
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir, models_dir

@@ -12,7 +12,7 @@ import pytest
 
 from engine.checkpoint.library import LibraryEntry, content_keys, listed_once, look_around
 from engine.checkpoint.manifest import Manifest, describe_files, write_manifest
-from engine.checkpoint.removing import remove
+from engine.checkpoint.ownership import remove
 from engine.checkpoint.synthetic import make_synthetic
 from engine.cli import main
 from engine.common.paths import models_dir

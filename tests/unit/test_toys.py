@@ -191,7 +191,7 @@ def _put_toy(blocks: Bytes, scales: Floats) -> None:
     "family of the usual kind": (
         1,
         {
-            "engine/families/table.py": [
+            "engine/families/__init__.py": [
                 (
                     '    "afmoe": Family(',
                     '    "toy": Family(types=("toy", "toy_text"), replies=HERMES, packs_rows=True),\n',

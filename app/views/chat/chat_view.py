@@ -37,7 +37,6 @@ from app.views.chat.composer import Composer
 from app.views.chat.context_room import ContextRoom
 from app.views.chat.conversation_panel import ConversationPanel, Folders
 from app.views.chat.empty_chat import BatchHint, EmptyChat
-from app.views.chat.find_bar import FindBar, FindInChat
 from app.views.chat.message_edits import MessageEdits
 from app.views.chat.model_picker import ModelPicker
 from app.views.chat.phrases import (
@@ -51,7 +50,7 @@ from app.views.chat.phrases import (
 )
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.prompt_popover import MessageTools
-from app.views.chat.title_bar import TitleBar
+from app.views.chat.title_bar import FindBar, FindInChat, TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.answer_text import import_parser, open_link
 from app.widgets.asking import ask

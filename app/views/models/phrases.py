@@ -13,7 +13,7 @@ from app.widgets.quantities import SEPARATOR, count, figures, file_size, number,
 from app.widgets.recommendations import role_words
 from engine.checkpoint.hub import Found
 from engine.checkpoint.library import LibraryEntry, Verification
-from engine.checkpoint.removing import Removed
+from engine.checkpoint.ownership import Removed
 from engine.tuning.fit import Recommendation
 
 translate = QCoreApplication.translate

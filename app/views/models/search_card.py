@@ -46,8 +46,7 @@ from app.widgets.scaffold import (
     warning_label,
 )
 from engine.checkpoint.catalogue import ABILITIES
-from engine.checkpoint.hub import Found, Repository, is_reference
-from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, parse_reference
+from engine.checkpoint.hub import HUGGINGFACE, MODELSCOPE, Found, Repository, is_reference, parse_reference
 from engine.tuning.fit import ROLES, Recommendation
 
 _LIST_PX, _ROWS, _ROWS_ABOVE = 330, 8, 4

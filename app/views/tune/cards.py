@@ -22,8 +22,7 @@ from app.views.tune.phrases import (
     speed_range,
     tier_bars,
 )
-from app.views.tune.race_card import RaceCard
-from app.views.tune.run_card import RunCard
+from app.views.tune.run_card import RaceCard, RunCard
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.machine_picture import MachinePicture

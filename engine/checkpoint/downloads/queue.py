@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import time
 import unicodedata
@@ -16,9 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.downloads import records
 from engine.checkpoint.downloads.records import (
+    CANCEL,
+    PAUSE,
+    RUN,
     WAITING_FOR_NETWORK,
     WAITING_FOR_SERVER,
     Plan,
@@ -26,13 +31,18 @@ from engine.checkpoint.downloads.records import (
     Progress,
     Wanted,
 )
-from engine.checkpoint.hub.repository import Candidate
-from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from engine.checkpoint.model_directories import note_connected, take_model_folder
+from engine.checkpoint.downloads.records import read_line_speed as line_speed
+from engine.checkpoint.hub import Candidate
+from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, write_manifest
+from engine.checkpoint.model_directories import check_connected, note_connected, take_model_folder
 from engine.checkpoint.names import check_new_name, is_windows_device
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.common.files import disk_errors_explained, new_folder, require_space, take_lock
+from engine.common.files import disk_errors_explained, is_locked, new_folder, require_space, take_lock
 from engine.common.paths import models_dir
+
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.parts import Journal
+    from engine.checkpoint.downloads.transfer import Transfer
 
 __all__ = [
     "WAITING_FOR_NETWORK", "WAITING_FOR_SERVER", "Download", "DownloadState", "add", "add_part", "cancel", "downloads",
@@ -64,16 +74,10 @@ class Download:
     Attributes:
         key: names it everywhere; the same thing added twice has the same.
         title, reference: the model's name with its precision, and what `find_candidate` finds it by.
-        done_bytes: received and not found wrong, of `total_bytes`.
         bytes_per_s: of the last seconds; 0 when nothing arrives.
-        eta_s: None while nobody can tell.
         problem: one sentence if it failed, or runs and waits for something.
         error_code: an `ErrorCode`, or `WAITING_FOR_NETWORK` or `WAITING_FOR_SERVER`; empty without a problem.
-        folder: where the model is when done.
-        order: its place among all, from 0.
-        limit_bytes_per_s: 0 for none.
         is_live: whether a process, this one or another, runs it now.
-        endpoint: the hub or the mirror that it is fetched from.
     """
 
     key: str
@@ -94,7 +98,6 @@ class Download:
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a part of Switchyard itself, and no model."""
         return self.reference.startswith(records.PARTS)
 
 
@@ -235,11 +238,6 @@ def set_limit(key: str, bytes_per_s: int) -> None:
     _want(key, limit=max(0, bytes_per_s))
 
 
-def line_speed() -> float | None:
-    """Bytes per second of the last download that ran long enough to tell; None before the first."""
-    return records.read_line_speed()
-
-
 def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: CancelCheck = never_cancelled) -> Download:
     """Fetches it, in this thread and others, until it is done, paused, cancelled or needs people.
 
@@ -262,7 +260,6 @@ def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: Cancel
         if lock is None:
             raise EngineError(ErrorCode.BUSY, f"{plan.title} is being downloaded by another Switchyard already.")
     try:
-        from engine.checkpoint.downloads.download import fetch  # brings what asks the network
 
         def report(progress: Progress) -> None:
             records.write_progress(key, progress)
@@ -338,7 +335,7 @@ def _want(key: str, *, action: str | None = None, limit: int | None = None) -> N
 
 def _describe(plan: Plan, place: int, progress: Progress | None = None) -> Download:
     """A download as its files tell it, or as a run of it ended."""
-    wanted, live = records.read_wanted(plan.key), progress is None and records.is_run(plan.key)
+    wanted, live = records.read_wanted(plan.key), progress is None and is_locked(records.folder_of(plan.key) / "lock")
     progress = progress or records.read_progress(plan.key)
     if live:
         state = DownloadState.RUNNING
@@ -370,12 +367,12 @@ def _describe(plan: Plan, place: int, progress: Progress | None = None) -> Downl
 
 
 def _planned_files(candidate: Candidate) -> tuple[PlannedFile, ...]:
-    """Where each file goes: as in the repository, but a folder that holds all weights becomes the model's own.
-
-    Raises:
-        EngineError: `CHECKPOINT_UNSAFE`.
-    """
-    weights = [PurePosixPath(file.path).parent for file in candidate.files if _is_weights(file.path)]
+    """Where each file goes: as in the repository, but a folder that holds all weights becomes the model's own."""
+    weights = [
+        PurePosixPath(file.path).parent
+        for file in candidate.files
+        if file.path.lower().endswith((".gguf", ".safetensors"))
+    ]
     shared = weights[0] if weights and all(parent == weights[0] for parent in weights) else PurePosixPath()
     planned: dict[str, PlannedFile] = {}
     for file in candidate.files:
@@ -395,10 +392,6 @@ def _planned_files(candidate: Candidate) -> tuple[PlannedFile, ...]:
             )
         planned[_folded(str(place))] = PlannedFile(file.path, str(place), file.size, file.sha256.lower())
     return tuple(planned.values())
-
-
-def _is_weights(path: str) -> bool:
-    return path.lower().endswith((".gguf", ".safetensors"))
 
 
 def _is_safe(path: str) -> bool:
@@ -448,3 +441,106 @@ def _check_name(name: str, folder: Path) -> None:
     ]
     if any(plan.target == folder / name for plan in others):
         raise EngineError(ErrorCode.INVALID_REQUEST, f"Another download will be called {name!r}: choose another name.")
+
+
+_LOOK_S, _REPORT_S = 0.3, 0.5
+_SPEED_S, _SPEED_BYTES = 2.0, 4 * 10**6
+"""A line's speed is kept once it was measured for so long, over so much."""
+
+
+def fetch(plan: Plan, report: Callable[[Progress], None], cancelled: CancelCheck) -> Progress:
+    """Fetches what is missing.  The caller holds the download's lock.
+
+    Args:
+        report: called about twice a second, and not at the end.
+
+    Returns:
+        The end: `done`, `failed`, `paused` (or cancelled), or `waiting` where `cancelled()` stopped it.
+    """
+    from engine.checkpoint.downloads.parts import Journal  # these bring what asks the network
+    from engine.checkpoint.downloads.source import Client
+    from engine.checkpoint.downloads.transfer import Transfer
+
+    last = records.read_progress(plan.key)
+    try:
+        manifest = None if plan.work.exists() else read_manifest(plan.target)
+        if manifest is not None and manifest.source == plan.source:  # an earlier run came as far as the last rename
+            return Progress("done", plan.total_bytes)
+        _check_disk(plan)
+        with disk_errors_explained(Path(plan.folder)):
+            plan.work.mkdir(exist_ok=True)
+            journal = Journal(records.folder_of(plan.key) / "journal")
+            client = Client()
+            transfer = Transfer(plan, journal, client)
+            try:
+                transfer.start()
+                action = _tended(plan, transfer, report, cancelled)
+            finally:
+                transfer.stop()
+                last = replace(last, done_bytes=transfer.done_bytes)
+                client.close()
+                journal.close()
+            if transfer.error is not None:
+                raise transfer.error
+            if not transfer.is_complete:
+                return Progress("paused" if action in (PAUSE, CANCEL) else "waiting", last.done_bytes)
+            _put_in_place(plan, journal)
+    except EngineError as error:
+        return Progress("failed", last.done_bytes, problem=error.message, error_code=str(error.code))
+    return Progress("done", plan.total_bytes)
+
+
+def _check_disk(plan: Plan) -> None:
+    """Raises where the disk of the model's folder is away: begun again, all that was fetched would be lost."""
+    folder = Path(plan.folder)
+    if not folder.is_dir():
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The folder {folder} is not there: connect its disk, or create it, and let the download go on.",
+        )
+    if not plan.work.is_dir():
+        check_connected(folder)
+
+
+def _tended(plan: Plan, transfer: Transfer, report: Callable[[Progress], None], cancelled: CancelCheck) -> str:
+    """Waits for the transfer and does what people want meanwhile; returns what they want at the end."""
+    reported = 0.0
+    while True:
+        wanted = records.read_wanted(plan.key)
+        transfer.limit.set(wanted.limit_bytes_per_s)
+        if wanted.action != RUN or cancelled() or transfer.is_over:
+            return wanted.action
+        transfer.tend()
+        if time.monotonic() - reported >= _REPORT_S:
+            reported = time.monotonic()
+            report(_progress(plan, transfer))
+            meter = transfer.meter
+            if not transfer.limit.bytes_per_s and meter.seconds > _SPEED_S and meter.total > _SPEED_BYTES:
+                records.write_line_speed(meter.rate(meter.LONG_S))
+        transfer.wait(_LOOK_S)
+
+
+def _progress(plan: Plan, transfer: Transfer) -> Progress:
+    from engine.checkpoint.downloads.source import NetworkAway
+
+    done = transfer.done_bytes
+    trouble = transfer.trouble
+    code = "" if trouble is None else WAITING_FOR_NETWORK if isinstance(trouble, NetworkAway) else WAITING_FOR_SERVER
+    return Progress(
+        state="running",
+        done_bytes=done,
+        bytes_per_s=transfer.meter.rate(),
+        eta_s=transfer.meter.eta_s(plan.total_bytes - done),
+        problem="" if trouble is None else trouble.message,
+        error_code=code,
+        connections=transfer.connections,
+    )
+
+
+def _put_in_place(plan: Plan, journal: Journal) -> None:
+    found = (FileRecord(file.place, file.size, journal.of(number).verified) for number, file in enumerate(plan.files))
+    write_manifest(plan.work, Manifest(plan.source, tuple(sorted(found, key=lambda file: file.path))))
+    with (plan.work / MANIFEST_NAME).open("rb+") as manifest:
+        os.fsync(manifest.fileno())
+    os.rename(plan.work, plan.target)
+    (records.folder_of(plan.key) / "journal").unlink(missing_ok=True)

@@ -16,16 +16,16 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.checkpoint.hub.repository import RepoFile, Repository
+from engine.checkpoint.hub import RepoFile, Repository
 from engine.common.errors import EngineError
-from engine.common.files import NewFile, holding, is_locked, new_folder, private_folder, replace_file
+from engine.common.files import holding, private_folder, replace_file, write_private
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
-from engine.common.untrusted import parse_json, read_untrusted
+from engine.common.untrusted import read_record
 
 _MAX_JSON_BYTES = 32 * 2**20
 _Record = TypeVar("_Record")
@@ -49,7 +49,6 @@ class Plan:
 
     Attributes:
         folder: the folder of models; the model becomes `folder/name`.
-        created: seconds since the epoch.
     """
 
     key: str
@@ -67,12 +66,10 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
         return sum(file.size for file in self.files)
 
     @property
     def target(self) -> Path:
-        """Where the finished model is."""
         return Path(self.folder) / self.name
 
     @property
@@ -105,7 +102,6 @@ class Wanted:
 
     Attributes:
         action: `run`, `pause` or `cancel`.
-        limit_bytes_per_s: 0 for none.
         tries: how often people have let it go on; a failure counts for the try that it ended.
     """
 
@@ -120,10 +116,7 @@ class Progress:
 
     Attributes:
         state: a `DownloadState`.
-        done_bytes: received and not found wrong.
-        eta_s: None while nobody can tell.
         problem, error_code: a sentence and an `ErrorCode`, or what it is waiting for; empty if all is well.
-        updated: seconds since the epoch.
         tries: as in `Wanted`, when it ended.
     """
 
@@ -134,7 +127,7 @@ class Progress:
     problem: str = ""
     error_code: str = ""
     connections: int = 0
-    updated: float = 0.0
+    updated: float = field(default_factory=time.time)
     tries: int = 0
 
 
@@ -150,12 +143,10 @@ class _LineSpeed:
 
 
 def downloads_dir() -> Path:
-    """The folder of all downloads."""
     return data_dir() / "downloads"
 
 
 def folder_of(key: str) -> Path:
-    """The folder of one download, which may not exist."""
     return downloads_dir() / key
 
 
@@ -179,7 +170,7 @@ def all_keys() -> list[str]:
         found = [entry.name for entry in downloads_dir().iterdir() if (entry / "download.json").is_file()]
     except OSError:
         return []
-    known = {key: place for place, key in enumerate(_read(downloads_dir() / "order.json", _Order()).keys)}
+    known = {key: place for place, key in enumerate((_read(downloads_dir() / "order.json", _Order) or _Order()).keys)}
 
     def place(key: str) -> tuple[int, float]:
         plan = read_plan(key) if key not in known else None
@@ -189,38 +180,30 @@ def all_keys() -> list[str]:
 
 
 def write_order(order: list[str]) -> None:
-    """Replaces the order of all downloads."""
-    write_record(downloads_dir() / "order.json", _Order(tuple(order)))
+    _write(downloads_dir() / "order.json", _Order(tuple(order)))
 
 
 def read_plan(key: str) -> Plan | None:
     """What a download fetches; None if there is no such download, or its file is damaged."""
-    try:
-        found: Plan = from_fields(Plan, parse_json(read_untrusted(folder_of(key) / "download.json", _MAX_JSON_BYTES)))
-    except (EngineError, OSError, LookupError, TypeError, ValueError):
-        return None
-    return found if found.key == key else None
+    found = _read(folder_of(key) / "download.json", Plan)
+    return found if found is not None and found.key == key else None
 
 
 def write_plan(plan: Plan) -> None:
     """Writes it for good."""
-    private_folder(folder_of(plan.key))
-    write_record(folder_of(plan.key) / "download.json", plan)
+    _write(folder_of(plan.key) / "download.json", plan)
 
 
 def read_wanted(key: str) -> Wanted:
-    """What people want of a download."""
-    return _read(folder_of(key) / "wanted.json", Wanted())
+    return _read(folder_of(key) / "wanted.json", Wanted) or Wanted()
 
 
 def write_wanted(key: str, wanted: Wanted) -> None:
-    """Says what people want of a download."""
-    write_record(folder_of(key) / "wanted.json", wanted)
+    _write(folder_of(key) / "wanted.json", wanted)
 
 
 def read_progress(key: str) -> Progress:
-    """How far a download is."""
-    return _read(folder_of(key) / "progress.json", Progress())
+    return _read(folder_of(key) / "progress.json", Progress) or Progress()
 
 
 def write_progress(key: str, progress: Progress) -> None:
@@ -243,18 +226,13 @@ def write_progress(key: str, progress: Progress) -> None:
 
 def read_line_speed() -> float | None:
     """Bytes per second of the last download that ran long enough to tell; None before."""
-    return _read(downloads_dir() / "line.json", _LineSpeed()).bytes_per_s or None
+    found = _read(downloads_dir() / "line.json", _LineSpeed)
+    return found.bytes_per_s or None if found is not None else None
 
 
 def write_line_speed(bytes_per_s: float) -> None:
-    """Keeps a measured speed."""
     with contextlib.suppress(OSError):
-        write_record(downloads_dir() / "line.json", _LineSpeed(bytes_per_s, time.time()))
-
-
-def is_run(key: str) -> bool:
-    """Whether a process runs it."""
-    return is_locked(folder_of(key) / "lock")
+        _write(downloads_dir() / "line.json", _LineSpeed(bytes_per_s, time.time()))
 
 
 def forget(plan: Plan) -> None:
@@ -269,26 +247,17 @@ def forget(plan: Plan) -> None:
 
 
 def sweep(key: str) -> None:
-    """Deletes the folder of a forgotten download."""
     if not (folder_of(key) / "download.json").exists():
         shutil.rmtree(folder_of(key), ignore_errors=True)
 
 
-def write_record(path: Path, record: Any) -> None:
-    """Writes a dataclass as JSON.
-
-    Raises:
-        OSError: the old file is unchanged.
-    """
-    new_folder(path.parent)
-    with NewFile(path, private=True) as new:
-        new.path.write_text(json.dumps(asdict(record)), encoding="utf-8")
-        new.take_place()
+def _write(path: Path, record: Any) -> None:
+    write_private(path, json.dumps(asdict(record)))
 
 
-def _read(path: Path, otherwise: _Record) -> _Record:
+def _read(path: Path, kind: type[_Record]) -> _Record | None:
     try:
-        found: _Record = from_fields(type(otherwise), parse_json(read_untrusted(path, _MAX_JSON_BYTES)))
-    except (EngineError, OSError, LookupError, TypeError, ValueError, AttributeError):
-        return otherwise
+        found: _Record = from_fields(kind, read_record(path, _MAX_JSON_BYTES))
+    except (EngineError, LookupError, TypeError, ValueError):
+        return None
     return found

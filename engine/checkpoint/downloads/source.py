@@ -22,8 +22,8 @@ from urllib.parse import urljoin, urlsplit
 import httpx2
 
 from engine.checkpoint.downloads.records import Plan, PlannedFile
+from engine.checkpoint.hub import RepoFile, file_url, place_of
 from engine.checkpoint.hub.http import HubReason, read_token, refusal, set_aside
-from engine.checkpoint.hub.repository import RepoFile, file_url, place_of
 from engine.checkpoint.mirror import mirrored_package
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over
@@ -289,7 +289,6 @@ class Source:
             yield Stream(_at_most(response, self._file.size), lambda: _cut(response))
 
     def forget_address(self) -> None:
-        """Asks the hub again where the content is."""
         with self._lock:
             self._url = ""
 
@@ -365,7 +364,6 @@ class Source:
         raise WrongAnswer(self._words("leads in circles"))
 
     def _following(self, url: str, location: str) -> str:
-        """Where a redirect leads."""
         try:
             following = urljoin(url, location)
             scheme, host, _ = _origin(following)
@@ -446,7 +444,6 @@ class Source:
         raise trouble
 
     def _final(self, response: httpx2.Response) -> EngineError:
-        """What only people can put right."""
         if self._file.url:
             return EngineError(
                 ErrorCode.DOWNLOAD_FAILED,
@@ -508,11 +505,7 @@ class Source:
 
 
 def _at_most(response: httpx2.Response, count: int) -> Iterator[bytes]:
-    """The first `count` bytes of the body, or fewer if it ends before.
-
-    Raises:
-        Trouble: the line broke.
-    """
+    """The first `count` bytes of the body, or fewer if it ends before."""
     has_end = _number(response.headers.get("Content-Length")) == count
     try:
         for chunk in response.iter_raw():

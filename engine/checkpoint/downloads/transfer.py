@@ -4,38 +4,45 @@ Every part is a range request of its own, so whatever breaks costs at most one p
 this process lives, and over an orderly stop. Connection threads write parts where they belong and note them in the
 journal. One thread follows and checks what was written. A last one sees to it that the disk has it all.
 
-Room on the disk for a file before its bytes come, so that a disk does not turn out full after hours.
-
-Each system has its own way to reserve a file's space without writing it. Where none works (a network's file system, a
-compressed folder, another system), the file only gets its size, and the transfer looks at the free space meanwhile.
+A file is hashed in order while its parts arrive, from what was just written; parts that an earlier run left are
+compared with the journal on the way. Where the whole is not what the hub said, its parts come a second time, one by
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import hashlib
 import os
 import shutil
-import struct
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from engine.checkpoint.downloads import source as sources
-from engine.checkpoint.downloads.checking import Checker
-from engine.checkpoint.downloads.pace import Crew, Limit, Meter, Waits
-from engine.checkpoint.downloads.parts import READ_BYTES, SEARCH, WHOLE, File, Job, Journal, Stopped, part_bytes
+from engine.checkpoint.downloads.parts import (
+    READ_BYTES,
+    SEARCH,
+    WHOLE,
+    Crew,
+    File,
+    Job,
+    Journal,
+    Limit,
+    Meter,
+    Stopped,
+    Waits,
+    allocated,
+    part_bytes,
+    reserve,
+)
 from engine.checkpoint.downloads.records import Plan, PlannedFile
 from engine.checkpoint.downloads.source import (
     Client,
@@ -49,75 +56,7 @@ from engine.checkpoint.downloads.source import (
     Trouble,
 )
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import disk_errors_explained, is_full, require_space
-
-_F_PREALLOCATE, _F_ALLOCATEALL, _F_PEOFPOSMODE = 42, 4, 3
-"""Of macOS: <fcntl.h>."""
-_END_OF_FILE_INFO = 6
-_WINDOWS_FULL = (39, 112)
-"""ERROR_HANDLE_DISK_FULL, ERROR_DISK_FULL."""
-
-
-def allocated(path: Path) -> int:
-    """Bytes that a file has on the disk already."""
-    status = path.stat()
-    return int(getattr(status, "st_blocks", -(-status.st_size // 512))) * 512
-
-
-def reserve(path: Path, size: int) -> bool:
-    """Gives a file its size, and where the file system can do it at once also its space; returns whether it did.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
-    """
-    with open(path, "r+b", buffering=0) as file:
-        how = _WAYS.get(sys.platform)
-        if how is not None and size:
-            try:
-                how(file, size)
-            except OSError as error:
-                if is_full(error):
-                    raise
-            else:
-                return True
-        if os.fstat(file.fileno()).st_size != size:
-            file.truncate(size)
-        return False
-
-
-def _on_linux(file: FileIO, size: int) -> None:
-    # Not os.posix_fallocate: where a file system cannot, that one writes into every block.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file.name))
-
-
-def _on_macos(file: FileIO, size: int) -> None:
-    """`F_PREALLOCATE` counts from where the file's space ends."""
-    missing = size - allocated(Path(str(file.name)))
-    if missing > 0:
-        fcntl: Any = import_module("fcntl")
-        fcntl.fcntl(file.fileno(), _F_PREALLOCATE, struct.pack("=Iiqqq", _F_ALLOCATEALL, _F_PEOFPOSMODE, 0, missing, 0))
-    if os.fstat(file.fileno()).st_size != size:
-        file.truncate(size)
-
-
-def _on_windows(file: FileIO, size: int) -> None:
-    """Moves the file's end, for which NTFS takes the space at once; `truncate` there writes zeros up to it."""
-    if os.fstat(file.fileno()).st_size == size:
-        return
-    system: Any = ctypes
-    kernel = system.WinDLL("kernel32", use_last_error=True)
-    handle = ctypes.c_void_p(import_module("msvcrt").get_osfhandle(file.fileno()))
-    end = ctypes.c_int64(size)
-    if not kernel.SetFileInformationByHandle(handle, _END_OF_FILE_INFO, ctypes.byref(end), 8):
-        code = int(system.get_last_error())
-        number = errno.ENOSPC if code in _WINDOWS_FULL else errno.EIO
-        raise OSError(number, f"the file's end cannot be moved (Windows error {code})", str(file.name))
-
-
-_WAYS: dict[str, Callable[[FileIO, int], None]] = {"linux": _on_linux, "darwin": _on_macos, "win32": _on_windows}
-
+from engine.common.files import disk_errors_explained, require_space
 
 _MOST_WRONG = 6
 """Wrong answers in a row for one part, before the server is given up."""
@@ -160,7 +99,6 @@ class Transfer:
         self._threads: dict[int, threading.Thread] = {}
         self._helpers: list[threading.Thread] = []
         self._files: list[File] = []
-        self._checker = Checker(self._files, journal, self)
         self._stopping = False
         self.is_open = True  # the journal; a thread that did not end in time writes no more
         self._crew = Crew()
@@ -187,7 +125,7 @@ class Transfer:
             for file in self._files:
                 file.is_reserved = reserve(file.path, file.planned.size)
         self._ready.extend(job for file in self._files for job in self._jobs_of(file))
-        for name, work in (("hash", self._checker.run), ("sync", self._sync)):
+        for name, work in (("hash", self._hash), ("sync", self._sync)):
             self._helpers.append(
                 threading.Thread(target=self._guarded, args=(work,), name=f"download-{name}", daemon=True)
             )
@@ -196,7 +134,6 @@ class Transfer:
         self.tend()
 
     def tend(self) -> None:
-        """Keeps the right number of lines, ends stalled ones, looks at the disk."""
         wanted = self._crew.look(self.meter.rate(3.0), self.limit.bytes_per_s)
         now = time.monotonic()
         with self.changed:
@@ -223,7 +160,6 @@ class Transfer:
                     self._fail(_full(self._folder))
 
     def wait(self, seconds: float) -> None:
-        """Until then, or until it is over."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_over, seconds)
 
@@ -234,12 +170,10 @@ class Transfer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files are there and verified."""
         return all(file.record.verified for file in self._files)
 
     @property
     def done_bytes(self) -> int:
-        """What has arrived and was not found wrong."""
         with self.changed:
             jobs = [job.got for jobs in (self._ready, self._later, self._active) for job in jobs if job.part >= 0]
             return sum(file.have_bytes for file in self._files) + sum(jobs)
@@ -324,9 +258,9 @@ class Transfer:
                     if job.part == WHOLE:
                         self._fetch_whole(job)
                     elif job.part == SEARCH:
-                        self._checker.search(job)
+                        self._search(job)
                     else:
-                        self.fetch(job)
+                        self._fetch(job)
             except Trouble as trouble:
                 self._again(job, trouble)
             except Stopped:
@@ -358,8 +292,7 @@ class Transfer:
                 self.changed.wait(_LOOK_S)
             return None
 
-    def fetch(self, job: Job) -> None:
-        """Brings a part to the disk, from where it was left, and notes it."""
+    def _fetch(self, job: Job) -> None:
         file = job.file
         start, end = file.span(job.part)
         with open(file.path, "r+b", buffering=0) as out:
@@ -433,7 +366,6 @@ class Transfer:
             job.noted, job.noted_at = job.got, time.monotonic()
 
     def _keep(self, job: Job) -> None:
-        """Notes a part that is on disk."""
         with self.changed:
             if job.generation == job.file.generation and self.is_open:
                 if job.file.source.etag != job.file.record.etag:
@@ -477,7 +409,6 @@ class Transfer:
     # When it does not work
 
     def _again(self, job: Job, trouble: Trouble) -> None:
-        """Decides how a part is tried again after trouble."""
         with self.changed:
             self._active.discard(job)
             if job.generation != job.file.generation:
@@ -549,13 +480,9 @@ class Transfer:
             message = f"{file.planned.path} changes on the hub while it is fetched: try again later."
             self._fail(EngineError(ErrorCode.DOWNLOAD_FAILED, message))
         file.fetched_again = True
-        self.begin_again(file)
+        self._begin_again(file)
 
-    def put_first(self, job: Job) -> None:
-        """Has it done next.  The caller holds `changed`."""
-        self._ready.appendleft(job)
-
-    def begin_again(self, file: File) -> None:
+    def _begin_again(self, file: File) -> None:
         """Drops all that is there of a file.  The caller holds `changed`."""
         self._journal.begin(file.number, file.record.part_bytes)
         file.record = self._journal.of(file.number)
@@ -563,6 +490,100 @@ class Transfer:
         file.next_part, file.sha, file.unchecked = 0, hashlib.sha256(), set()
         self._drop_jobs(file)
         self._ready.extend(self._jobs_of(file))
+
+    # Whether it is right
+
+    def _hash(self) -> None:
+        """Hashes the files in order, as far as their parts are there, until all are verified or all is to end."""
+        while True:
+            with self.changed:
+                file = None
+                while not self.is_stopped and (file := self._to_hash()) is None and not self.is_complete:
+                    self.changed.wait(_LOOK_S)
+                if file is None or self.is_stopped:
+                    return
+                part, generation = file.next_part, file.generation
+            if part < file.parts:
+                sha, digest = _read_part(file, part, file.sha.copy())
+                self._hashed(file, part, generation, sha, digest)
+            else:
+                self._judge(file)
+
+    def _search(self, job: Job) -> None:
+        """The whole is wrong: fetches part after part a second time, until the wrong one is found.
+
+        The hub tells no checksums of parts. One that differs from what came first is the suspect; then all is hashed
+        again. If all came twice and it is still wrong, that is the hub's copy.
+        """
+        file = job.file
+        done = file.record.searched if file.record.searched is not None else set()
+        order = sorted(range(file.parts), key=lambda part: (part not in file.suspects, part))
+        for part in (each for each in order if each not in done):
+            before = file.record.digests.get(part)
+            self._fetch(Job(file, part, job.generation, job.waits))
+            if file.record.digests.get(part) != before and self._is_repaired(file):
+                return
+        if not self._is_repaired(file):
+            with self.changed:
+                self._begin_again(file)  # if people try again, then from the start
+            other = "use another mirror" if file.planned.url else "choose another repository"
+            raise EngineError(
+                ErrorCode.DOWNLOAD_FAILED,
+                f"{file.planned.path} arrived with a wrong checksum twice: the server's copy or a proxy on the way is "
+                f"damaged; try again later, or {other}.",
+            )
+
+    def _to_hash(self) -> File | None:
+        for file in self._files:
+            has_next = file.next_part == file.parts or file.next_part in file.record.digests
+            if has_next and not file.record.verified and not file.is_searched:
+                return file
+        return None
+
+    def _hashed(self, file: File, part: int, generation: int, sha: Any, digest: int) -> None:
+        with self.changed:
+            if generation != file.generation or not self.is_open:
+                return
+            if part in file.unchecked and file.record.digests.get(part) != digest:
+                self._journal.lost(file.number, part)
+                self._ready.appendleft(Job(file, part, generation, Waits()))
+            else:
+                file.sha, file.next_part = sha, part + 1
+            file.unchecked.discard(part)
+            self.changed.notify_all()
+
+    def _judge(self, file: File) -> None:
+        sha256 = file.sha.hexdigest()
+        if _is_right(file, sha256):
+            with open(file.path, "r+b") as opened:
+                os.fsync(opened.fileno())
+            with self.changed:
+                if self.is_open:
+                    self._journal.verified(file.number, sha256)
+                    self._journal.sync()
+                self.changed.notify_all()
+            return
+        with self.changed:
+            if not self.is_open:
+                return
+            if file.record.searched is None:
+                self._journal.search(file.number)
+            file.is_searched = True
+            self._ready.appendleft(Job(file, SEARCH, file.generation, Waits()))
+            self.changed.notify_all()
+
+    def _is_repaired(self, file: File) -> bool:
+        sha = hashlib.sha256()
+        for part in range(file.parts):
+            if self.is_stopped:
+                raise Stopped
+            _read_part(file, part, sha)
+        if not _is_right(file, sha.hexdigest()):
+            return False
+        with self.changed:
+            file.sha, file.next_part, file.is_searched = sha, file.parts, False
+            self.changed.notify_all()
+        return True
 
     # The disk
 
@@ -594,3 +615,33 @@ def _full(folder: Path) -> EngineError:
         ErrorCode.DISK_FULL,
         f"The disk of {folder.parent} is full: make room and let the download go on; nothing is lost.",
     )
+
+
+if TYPE_CHECKING:
+    pass
+
+
+def _read_part(file: File, part: int, sha: Any) -> tuple[Any, int]:
+    """The hash of all up to a part's end, and the part's own checksum if it is to be compared."""
+    start, end = file.span(part)
+    digest = xxhash.xxh3_64()
+    with open(file.path, "rb", buffering=0) as reader:
+        reader.seek(start)
+        while start < end and (chunk := reader.read(min(READ_BYTES, end - start))):
+            sha.update(chunk)
+            if part in file.unchecked:
+                digest.update(chunk)
+            start += len(chunk)
+    return sha, digest.intdigest()
+
+
+def _is_right(file: File, sha256: str) -> bool:
+    """Whether a file is what the hub said of it; true where it said nothing."""
+    kind, _, expected = file.source.content.partition(":")
+    if kind == "git":
+        blob = hashlib.sha1(f"blob {file.planned.size}\0".encode(), usedforsecurity=False)
+        with open(file.path, "rb", buffering=0) as reader:
+            while chunk := reader.read(READ_BYTES):
+                blob.update(chunk)
+        return blob.hexdigest() == expected
+    return not expected or sha256 == expected

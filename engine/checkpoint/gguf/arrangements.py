@@ -22,10 +22,8 @@ Arrangement = Callable[[Sequence[TensorEntry], Mapping[str, Any]], TensorEntry]
 
 
 def packed(shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
-    first = sources[0]
     _check_size(shape, sources)
-    nbytes = sum(source.nbytes for source in sources)
-    return PackedEntry(first.file, first.key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
+    return PackedEntry.of(sources[0].key, shape, sources, packing)
 
 
 def _check_size(shape: tuple[int, ...], sources: Sequence[TensorEntry]) -> None:
@@ -89,9 +87,9 @@ def _of_heads(order: Callable[[int, Mapping[str, Any]], NDArray[np.intp]], third
     return arrange
 
 
-def _halves_of_axes(width: int, _config: Mapping[str, Any]) -> NDArray[np.intp]:
-    """Of two axes, each with pairs -> first parts of pairs of both axes in turn, then second parts."""
-    return np.arange(width - width % 4).reshape(2, -1, 2).T.reshape(-1)
+def _halves(axes: int) -> Callable[[int, Mapping[str, Any]], NDArray[np.intp]]:
+    """Of so many axes, each with pairs -> first parts of pairs of all axes in turn, then second parts."""
+    return lambda width, _: np.arange(width - width % (2 * axes)).reshape(axes, -1, 2).T.reshape(-1)
 
 
 def _halves_of_three(width: int, _config: Mapping[str, Any]) -> NDArray[np.intp]:
@@ -100,20 +98,10 @@ def _halves_of_three(width: int, _config: Mapping[str, Any]) -> NDArray[np.intp]
     return np.concatenate((np.arange(turned).reshape(3, 2, -1).swapaxes(0, 1).reshape(-1), np.arange(turned, width)))
 
 
-def _halves(width: int, _config: Mapping[str, Any]) -> NDArray[np.intp]:
-    """Of pairs -> first parts, then second parts."""
-    return np.arange(width - width % 2).reshape(-1, 2).T.reshape(-1)
-
-
 def _pairs(width: int, config: Mapping[str, Any]) -> NDArray[np.intp]:
     """Of halves of what is rotated -> pairs."""
     turned = int(width * config["rope_parameters"].get("partial_rotary_factor", 1.0)) // 2 * 2
     return np.concatenate((np.arange(turned).reshape(2, -1).T.reshape(-1), np.arange(turned, width)))
-
-
-def _square(shape: tuple[int, ...]) -> tuple[int, ...]:
-    side = math.isqrt(shape[0])
-    return (side, side, *shape[1:])
 
 
 def _shaped(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
@@ -175,16 +163,6 @@ def _colours_last(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) ->
     return packed(shaped.shape, [shaped], Rows(order, -1))
 
 
-def _lowered(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
-    return packed(sources[0].shape, sources, Changed("lowered"))
-
-
-def _latent_norm(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
-    """Without the factor of what is normalised, which the model applies itself."""
-    shape = sources[0].shape
-    return packed(shape, sources, Changed("scaled", factor=math.sqrt(shape[0] / config["hidden_size"])))
-
-
 def _logarithm(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
     """Of the numbers without their signs, in this shape."""
 
@@ -195,11 +173,6 @@ def _logarithm(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangeme
     return arrange
 
 
-def _lowered_flat(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
-    flat = replace(sources[0], shape=(_flat(sources[0].shape),))
-    return packed(flat.shape, [flat], Changed("lowered"))
-
-
 def _latent_heads(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
     keys, values = sources
     if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[0] != values.shape[0]:
@@ -208,15 +181,6 @@ def _latent_heads(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) ->
     if values.shape[2] != latent:
         raise damaged(values, "does not fit the keys' matrices")
     return packed((heads * (width + values.shape[1]), latent), sources, LatentHeads())
-
-
-def _value_heads(config: Mapping[str, Any], width: int) -> NDArray[np.intp]:
-    """The place in the file of each row of the values of linear attention, `width` rows per head.
-
-    llama.cpp has the value heads of all key heads in turn, transformers those of each key head together.
-    """
-    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    return np.arange(values * width).reshape(values // keys, keys, width).swapaxes(0, 1).reshape(-1)
 
 
 def _delta(part: str) -> Arrangement:
@@ -231,7 +195,10 @@ def _delta(part: str) -> Arrangement:
         rows = _flat(source.shape) if part in ("numbers", "logarithm") else source.shape[-1 if part == "columns" else 0]
         if rows != before + config["linear_num_value_heads"] * width:
             raise damaged(source, "does not fit the number of heads")
-        order = np.concatenate((np.arange(before), before + _value_heads(config, width)))
+        # llama.cpp has the value heads of all key heads in turn, transformers those of each key head together.
+        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        heads = np.arange(values * width).reshape(values // keys, keys, width).swapaxes(0, 1).reshape(-1)
+        order = np.concatenate((np.arange(before), before + heads))
         if part == "logarithm":
             return packed((_flat(source.shape),), sources, Changed("logarithm", order))
         if part == "numbers":
@@ -278,19 +245,21 @@ ARRANGEMENTS: dict[str, Arrangement] = {
     "rotary_k": _rotary("num_key_value_heads"),
     "pairwise": _of_heads(_pairs),
     "third_v": lambda sources, _config: list(rows_of(sources[0], (sources[0].shape[0] // 3,) * 3))[2],
-    **{f"kimi_{each}": _of_heads(_halves_of_axes, at) for at, each in enumerate("qk")},
-    **{f"pairs_{each}": _of_heads(_halves, at) for at, each in enumerate("qk")},
+    **{f"kimi_{each}": _of_heads(_halves(2), at) for at, each in enumerate("qk")},
+    **{f"pairs_{each}": _of_heads(_halves(1), at) for at, each in enumerate("qk")},
     "three_axes": _of_heads(_halves_of_three),
-    "square": _shaped(_square),
+    "square": _shaped(lambda shape: (math.isqrt(shape[0]), math.isqrt(shape[0]), *shape[1:])),
     "row": _shaped(lambda shape: (1, _flat(shape))),
     "flat": _shaped(lambda shape: (_flat(shape),)),
     "convolution": _shaped(lambda shape: (_flat(shape[:-1]), 1, shape[-1])),
     "below": _shaped(lambda shape: (_flat(shape[:-1]), shape[-1])),
     "below_transposed": _expert_below_expert,
-    "lowered": _lowered,
+    "lowered": lambda sources, _config: packed(sources[0].shape, sources, Changed("lowered")),
     "table": lambda sources, _config: sources[0],
     "first": lambda sources, _config: sources[0],
-    "lowered_flat": _lowered_flat,
+    "lowered_flat": lambda sources, _config: packed(
+        (_flat(sources[0].shape),), [replace(sources[0], shape=(_flat(sources[0].shape),))], Changed("lowered")
+    ),
     "no_correction": _no_correction,
     "logarithm": _logarithm(lambda shape: (_flat(shape),)),
     "logarithms": _logarithm(lambda shape: shape),
@@ -308,7 +277,12 @@ ARRANGEMENTS: dict[str, Arrangement] = {
     "alternating_transposed": _joined(transposed=True, alternating=True),
     "alternating_numbers": _joined(axis=-1, alternating=True),
     "latent_heads": _latent_heads,
-    "latent_norm": _latent_norm,
+    # Without the factor of what is normalised, which the model applies itself.
+    "latent_norm": lambda sources, config: packed(
+        sources[0].shape,
+        sources,
+        Changed("scaled", factor=math.sqrt(sources[0].shape[0] / config["hidden_size"])),
+    ),
     "by_key_head": _by_key_head,
     **{f"delta_{part}": _delta(part) for part in ("qkv", "rows", "columns", "convolution", "numbers", "logarithm")},
     "delta_heads": _delta("heads"),

@@ -95,7 +95,9 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
     arrays = {f"{ARRAY}{key.removeprefix(prefix)}": entry for key, entry in file.arrays.items()}
     stored = {**file.tensors, **arrays}
     for name, ways in (*expanded(family, range(layers)), *further):
-        made = next((made for made in ways if all(_first(source) in stored for source in made.sources)), None)
+        made = next(
+            (made for made in ways if all(source.replace("{e}", "0") in stored for source in made.sources)), None
+        )
         if made is None:
             continue
         if any("{e}" in source for source in made.sources):
@@ -143,11 +145,6 @@ def _of_head(family: Gguf, head: DraftHead, layers: int) -> Iterator[tuple[str, 
             yield f"{prefix}{names.get(module, head.layer + module)}.{kind}", ways
 
 
-def _first(source: str) -> str:
-    """A tensor, or the first expert's."""
-    return source.replace("{e}", "0")
-
-
 def _one_by_one(file: GgufFile, name: str, made: Made, left: dict[str, None]) -> Iterator[tuple[str, TensorEntry]]:
     """The tensors of experts that a file has one by one; what is used is taken from `left`."""
     (source,) = made.sources
@@ -191,11 +188,7 @@ def gguf_generation(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(file: GgufFile) -> Gguf:
-    """The description of the file's architecture.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`.
-    """
+    """The description of the file's architecture."""
     said = {key: value if isinstance(value, str | int | float) else None for key, value in file.metadata.items()}
     for family in GGUF.get(file.architecture, ()):
         if family.when is None or family.when(said):
@@ -211,11 +204,7 @@ def _family(file: GgufFile) -> Gguf:
 
 
 def _opened(file: GgufFile) -> tuple[Gguf, GgufFile]:
-    """As `_family`, and the file with its queries, keys and values apart where a converter has joined them.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`; `CHECKPOINT_DAMAGED` if they do not fit the heads.
-    """
+    """As `_family`, and the file with its queries, keys and values apart where a converter has joined them."""
     family = _family(file)
     if any("attn_qkv" in source for ways in _ways(family) for made in ways for source in made.sources):
         return family, file  # the model has them joined, too, or means something else by it
@@ -280,7 +269,6 @@ class _Keys:
         return value
 
     def real(self, name: str, default: Any = REQUIRED) -> float:
-        """A finite number above zero."""
         value = self.value(Key(name, default))
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self._senseless(name, value)
@@ -330,7 +318,6 @@ class _Keys:
 
 
 def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
-    """What every decoder with attention has."""
     file = keys.file
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
@@ -347,6 +334,8 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
     if embedding.shape[1] != hidden:
         raise keys._senseless("embedding_length", hidden)
     _check_vocabulary(file, embedding.shape[0])
+    # A file may lack it where no layer is dense.
+    fallback = keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
     rope: dict[str, Any] = {}
     if not family.own_rope:
         rope, rotated = _rope(keys, head_dim), keys.whole("rope.dimension_count", head_dim)
@@ -361,7 +350,7 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads if family.layered else keys.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": _width(keys, family),
+        "intermediate_size": keys.whole("feed_forward_length", fallback, first=family.layered),
         "rms_norm_eps": keys.real(family.eps),
         "max_position_embeddings": keys.whole("context_length"),
         "rope_parameters": rope,
@@ -390,13 +379,6 @@ def _width_of_keys(file: GgufFile) -> int:
             is_sensible = type(heads) is int and heads > 0 and keys.shape[0] % heads == 0
             return int(keys.shape[0] // heads) if is_sensible else 0
     return 0
-
-
-def _width(keys: _Keys, family: Gguf) -> int:
-    """Of the feed-forward blocks; of the first, where layers may differ."""
-    # A file may lack it where no layer is dense.
-    fallback = keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
-    return keys.whole("feed_forward_length", fallback, first=family.layered)
 
 
 def _special_tokens(file: GgufFile) -> dict[str, int | None]:
@@ -492,7 +474,6 @@ def _lacks_tensor(file: GgufFile, name: str) -> EngineError:
 
 
 def _read(file: GgufFile, entry: TensorEntry) -> NDArray[np.float32]:
-    """A small tensor's numbers."""
     if entry.numel > _MOST_READ:
         raise damaged(entry, "is too large")
     try:
@@ -543,7 +524,6 @@ def expanded(family: Gguf, layers: range) -> Iterator[tuple[str, list[Made]]]:
 
 
 def _ways(family: Gguf) -> Iterator[list[Made]]:
-    """What each of a family's tensors may be made of."""
     for sources in family.tensors.values():
         ways = sources if isinstance(sources, tuple) else (sources,)
         yield [way if isinstance(way, Made) else Made("", way) for way in ways]

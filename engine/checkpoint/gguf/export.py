@@ -30,12 +30,12 @@ from engine.checkpoint.gguf.checkpoint import expanded, gguf_config, gguf_tensor
 from engine.checkpoint.gguf.file import GgufFile
 from engine.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, PreTokenizer
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.safetensors_numpy import from_bfloat16
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.untrusted import parse_json, read_untrusted
+from engine.common.untrusted import parse_json, read_record, read_untrusted
 from engine.families.gguf import Gguf, Key, Made
 from engine.families.gguf.table import gguf_of
+from engine.formats.coded import from_bfloat16
 
 Bytes = NDArray[np.uint8]
 Metadata = dict[str, Any]
@@ -418,7 +418,7 @@ def vocabulary_of(checkpoint: Path) -> Metadata:
         own = Tokenizer.from_str(text)
     except (OSError, ValueError) as error:
         raise _unsupported("it has no tokenizer.json that can be read") from error
-    model, said = content["model"], _json_at(checkpoint / "tokenizer_config.json")
+    model, said = content["model"], read_record(checkpoint / "tokenizer_config.json", _MOST_TOKENIZER)
     pieces: list[str] = [piece for piece, _ in model["vocab"]] if model["type"] == "Unigram" else list(model["vocab"])
     added = {token["id"]: token for token in content["added_tokens"]}
     named = {
@@ -471,7 +471,7 @@ def vocabulary_of(checkpoint: Path) -> Metadata:
                     TokenType.UNKNOWN if token == unknown else TokenType.BYTE if _BYTE.fullmatch(token) else kinds[at]
                 )
     found["tokenizer.ggml.token_type"] = list(map(int, kinds))
-    ends = _json_at(checkpoint / "generation_config.json").get("eos_token_id")
+    ends = read_record(checkpoint / "generation_config.json", _MOST_TOKENIZER).get("eos_token_id")
     for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         token = said.get(f"{role}_token") or (unknown if role == "unk" else None)
         token = token.get("content") if isinstance(token, dict) else token
@@ -513,14 +513,6 @@ def _of_unigrams(content: Mapping[str, Any], tokens: list[str]) -> Metadata:
         if step.get("type") == "Replace" and step["pattern"].get("Regex") == " {2,}":
             found["tokenizer.ggml.remove_extra_whitespaces"] = True
     return found
-
-
-def _json_at(path: Path) -> Mapping[str, Any]:
-    try:
-        content = parse_json(read_untrusted(path, _MOST_TOKENIZER))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _name_of(own: Any, *, ignore_merges: bool) -> str:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
+from engine.checkpoint.gguf import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, damaged
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line
@@ -177,7 +177,9 @@ def _read(path: Path, states: tuple[tuple[int, ...] | None, ...]) -> GgufFile:  
 def _model(path: Path, open_file: Opener) -> GgufFile:
     first = _Header(path, open_file)
     metadata = first.metadata
-    _check_kind(path, metadata)
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise damaged(path, "does not say of which architecture its model is")
     paths, headers = _parts_of(path, metadata, open_file), [first]
     for number, part in enumerate(paths[1:], 1):
         header = _Header(part, open_file)
@@ -194,18 +196,6 @@ def _model(path: Path, open_file: Opener) -> GgufFile:
     if expected is not None and expected != len(tensors):
         raise damaged(path, f"has {len(tensors)} tensors in all parts instead of {expected}")
     return GgufFile(path, tuple(paths), metadata, tensors, first.digest, open_file, first.arrays)
-
-
-def _refuse_other_kinds(path: Path, metadata: Mapping[str, Value]) -> None:
-    for found in (metadata.get("general.type"), metadata.get("general.architecture")):
-        if isinstance(found, str) and found in _OTHER_KINDS:
-            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{path.name} is {_OTHER_KINDS[found]}.")
-
-
-def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or not architecture:
-        raise damaged(path, "does not say of which architecture its model is")
 
 
 def _parts_of(path: Path, metadata: Mapping[str, Value], open_file: Opener) -> list[Path]:
@@ -251,7 +241,10 @@ class _Header:
                 tensors, entries = self._count("tensors"), self._count("metadata entries")
                 self.metadata = self._read_metadata(entries)
                 if types is _TYPES:
-                    _refuse_other_kinds(path, self.metadata)
+                    for found in (self.metadata.get(f"general.{key}") for key in ("type", "architecture")):
+                        if isinstance(found, str) and found in _OTHER_KINDS:
+                            what = f"{path.name} is {_OTHER_KINDS[found]}."
+                            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, what)
                 self.tensors = self._read_tensors(tensors)
                 self.end = self._at
                 self.digest = hashlib.sha256(bytes(self._buffer[: self._at])).hexdigest()

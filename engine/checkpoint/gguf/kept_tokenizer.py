@@ -52,11 +52,7 @@ def kept_tokenizer(file: GgufFile) -> Path | None:
 
 
 def kept_end_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """See `end_token_ids`: as kept, or found now.
-
-    Raises:
-        EngineError: as `end_token_ids`.
-    """
+    """See `end_token_ids`: as kept, or found now."""
     record = _record(_folder(file))
     return tuple(record["ends"]) if record is not None else end_token_ids(file.metadata, file.path)
 
@@ -83,11 +79,7 @@ def keep_tokenizer(file: GgufFile, files: Mapping[str, str]) -> None:
 
 
 def forget_tokenizer(gguf: Path) -> None:
-    """Removes what is kept of a file that is about to be removed.
-
-    Raises:
-        EngineError: as `read_gguf`.
-    """
+    """Removes what is kept of a file that is about to be removed."""
     shutil.rmtree(_folder(read_gguf(gguf)), ignore_errors=True)
 
 
@@ -113,10 +105,9 @@ def _digest(record: Mapping[str, Any]) -> str:
 def _builder() -> str:
     """Changes with what builds tokenizers; empty if that cannot be told."""
     try:
-        sources = [inspect.getsource(module) for module in (tokenizer, tokenizer)]
+        return hashlib.sha256(inspect.getsource(tokenizer).encode()).hexdigest()
     except (OSError, TypeError):
         return ""
-    return hashlib.sha256("".join(sources).encode()).hexdigest()
 
 
 def _make_room(newest: Path) -> None:

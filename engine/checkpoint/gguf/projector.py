@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf, read_projector
-from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line
@@ -58,7 +58,6 @@ class Projector:
         return {**self.config, "tie_word_embeddings": tied, "text_config": own}
 
     def whole_tensors(self, text: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """The tensors of the whole, of those of the text side."""
         begins = "model.language_model." if self.is_whole else "model."
         renamed = {
             f"{begins}{key.removeprefix('model.')}" if key.startswith("model.") else key: entry
@@ -181,8 +180,6 @@ def _read(model: GgufFile, said: _Said, tower: Tower, mark: int) -> Projector:
 
 
 class _Said:
-    """See `engine.families.gguf.towers.Said`."""
-
     def __init__(self, file: GgufFile) -> None:
         self.file = file
 
@@ -215,7 +212,6 @@ class _Said:
         return entry.shape
 
     def colours(self, name: str) -> list[float]:
-        """Of red, green and blue."""
         value = self.file.metadata.get(f"{_IN}{name}")
         if not isinstance(value, np.ndarray) or value.shape != (3,):
             raise self._senseless(name, value)

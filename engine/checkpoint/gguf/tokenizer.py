@@ -286,22 +286,14 @@ def tokenizer_files(metadata: Metadata, path: Path) -> dict[str, str]:
 
 
 def check_kind(metadata: Metadata, path: Path) -> None:
-    """Checks that the tokenizer is of a kind that is known, without building it: for a file that is still elsewhere.
-
-    Raises:
-        EngineError: as `tokenizer_files`.
-    """
+    """Checks that the tokenizer is of a kind that is known, without building it: for a file that is still elsewhere."""
     with _explained(path):
         if _BUILDERS[_kind(metadata)] is _byte_pairs:
             _pre_tokenizer(metadata)
 
 
 def end_token_ids(metadata: Metadata, path: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: those that the file declares, and those known by their names; in order.
-
-    Raises:
-        EngineError: as `tokenizer_files`.
-    """
+    """The tokens that end an answer: those that the file declares, and those known by their names; in order."""
     with _explained(path):
         return _Vocabulary.of(metadata).end_ids()
 
@@ -374,7 +366,6 @@ class _Vocabulary:
         return default if default is not None and default < len(self.tokens) else None
 
     def role(self, role: str) -> str | None:
-        """The token with this role."""
         return self.tokens[self.roles[role]] if role in self.roles else None
 
     def is_control(self, number: int) -> bool:
@@ -455,7 +446,6 @@ def _config(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
 
 
 def _templates(metadata: Metadata) -> str | list[dict[str, str]]:
-    """The chat template, or all if there are several."""
     start = "tokenizer.chat_template"
     found = {
         "default" if key == start else key[len(start) + 1 :]: text
@@ -483,7 +473,6 @@ def _ends_added(vocabulary: _Vocabulary, metadata: Metadata) -> tuple[bool, bool
 
 
 def _post_processor(vocabulary: _Vocabulary, metadata: Metadata) -> _Json | None:
-    """Adds the tokens at the ends of a text."""
     if vocabulary.kind == "bert":
         before, after = vocabulary.role("cls"), vocabulary.role("seperator")
     else:
@@ -546,7 +535,10 @@ def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 def _byte_pairs(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
     """Byte pairs merged in the order of a list (GPT-2, and nearly all since Llama 3)."""
     pre = _pre_tokenizer(metadata)
-    splits = [_split({"Regex": pattern}, "Isolated") for pattern in pre.patterns]
+    splits: list[_Json] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in pre.patterns
+    ]
     if pre.bytes_as_characters:
         splits.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     return {
@@ -766,10 +758,6 @@ def _replace(pattern: str | _Json, content: str) -> _Json:
         "pattern": {"String": pattern} if isinstance(pattern, str) else pattern,
         "content": content,
     }
-
-
-def _split(pattern: _Json, behavior: str) -> _Json:
-    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
 
 
 # The metadata, checked.

@@ -29,9 +29,8 @@ from engine.checkpoint.config_file import (
 )
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.embedding import MODULES, is_of_embedding
-from engine.checkpoint.gguf.names import LABEL, PART, SUFFIX
-from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
-from engine.checkpoint.hub.repository import (
+from engine.checkpoint.gguf import LABEL, PART, SUFFIX
+from engine.checkpoint.hub import (
     QUALITIES,
     Candidate,
     Reference,
@@ -43,8 +42,9 @@ from engine.checkpoint.hub.repository import (
     quality_of,
     read_repository,
 )
+from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
 from engine.checkpoint.model_shape import ModelShape
-from engine.checkpoint.quantised.declared import BESIDE, MLX, declared_quantisation
+from engine.checkpoint.quantised import BESIDE, MLX, declared_quantisation
 from engine.checkpoint.shards import (
     INDEX_NAME,
     MAX_INDEX_BYTES,
@@ -87,9 +87,6 @@ def candidates(repository: Repository, *, cancelled: CancelCheck = never_cancell
     """What can be fetched and run of a repository, the best quality first; then what cannot, with its `problem`.
 
     There is always one; if nothing can run, it says why.
-
-    Raises:
-        EngineError: a `HubError` with `DOWNLOAD_FAILED`.
     """
     found = [*_in_gguf(repository), *_in_safetensors(repository, cancelled)]
     if not found:
@@ -147,8 +144,6 @@ def _plain(text: str) -> str:
 
 
 def _usual(able: Sequence[Candidate]) -> Candidate:
-    """What to take of candidates that can run."""
-
     def rank(one: Candidate) -> tuple[int, int, int]:
         usual = _USUAL.index(one.label) if one.label in _USUAL else len(_USUAL)
         return _WANTED.index(one.quality), usual, one.bytes
@@ -171,7 +166,11 @@ def _in_gguf(repository: Repository) -> Iterator[Candidate]:
     stems = [stem for stem, _ in models]
     for (stem, count), files in models.items():
         label = _label_of(stem)
-        problem = _unread(label) if len(files) == count else f"{len(files)} of its {count} parts are there: {stem}."
+        problem = f"{len(files)} of its {count} parts are there: {stem}." if len(files) != count else ""
+        if not problem and _UNREAD.match(label):
+            problem = (
+                f"Its weights are stored as {label}, which Switchyard does not read: choose Q4_K_M or another one."
+            )
         yield Candidate(
             repository,
             label if _is_plainest(stem, label, stems) else PurePosixPath(stem).name,
@@ -214,12 +213,6 @@ def _is_plainest(stem: str, label: str, stems: Sequence[str]) -> bool:
     same = [other for other in stems if _label_of(other) == label]
     ending = [other for other in same if other.upper().endswith(label)]
     return len(same) == 1 or ending == [stem]
-
-
-def _unread(label: str) -> str:
-    if _UNREAD.match(label):
-        return f"Its weights are stored as {label}, which Switchyard does not read: choose Q4_K_M or another one."
-    return ""
 
 
 # safetensors
@@ -291,7 +284,6 @@ def _writes_no_text(config: Mapping[str, Any]) -> str:
 
 
 def _nothing(repository: Repository) -> Candidate:
-    """A candidate that says why there is none."""
     names = [file.path.lower() for file in repository.files]
     pickles = tuple(file for file in repository.files if file.path.lower().endswith(PICKLE_SUFFIXES))
     if "adapter_config.json" in names:
@@ -325,7 +317,10 @@ def candidate_shape(candidate: Candidate, *, cancelled: CancelCheck = never_canc
     """
     if candidate.problem:
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, candidate.problem)
-    kept = _kept_file(candidate)
+    repository = candidate.repository
+    files = [(file.path, file.size, file.sha256) for file in candidate.files]
+    what = json.dumps([repository.hub, repository.id, repository.commit, files])
+    kept = cache_dir() / "hub" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     shape = _read_kept(kept)
     if shape is None:
         shape = _read_shape(candidate, cancelled)
@@ -481,7 +476,6 @@ def _scratch(repository: Repository) -> Iterator[Path]:
 
 
 def _fetch_small(repository: Repository, folder: Path, names: Sequence[str], cancelled: CancelCheck) -> None:
-    """Fetches those of these files that there are, within their limits."""
     place, there = _place(repository), {file.path: file for file in repository.files}
 
     def one(file: RepoFile, most_bytes: int) -> None:
@@ -497,13 +491,6 @@ def _fetch_small(repository: Repository, folder: Path, names: Sequence[str], can
 
 def _place(repository: Repository) -> Place:
     return place_of(repository.hub, repository.id, repository.endpoint, gated=repository.gated)
-
-
-def _kept_file(candidate: Candidate) -> Path:
-    repository = candidate.repository
-    files = [(file.path, file.size, file.sha256) for file in candidate.files]
-    what = json.dumps([repository.hub, repository.id, repository.commit, files])
-    return cache_dir() / "hub" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
 
 
 def _read_kept(path: Path) -> ModelShape | None:

@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import os
+import queue
 import re
 import threading
 import time
@@ -32,7 +33,7 @@ from engine.common.http import HEADERS
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line
 from engine.common.settings import ask_keyring, forget_in_keyring, tell_keyring
-from engine.common.untrusted import DEEPEST, parse_json, read_untrusted
+from engine.common.untrusted import DEEPEST, parse_json, read_record
 
 _VARIABLE = "SWITCHYARD_HUB_TOKENS"
 _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
@@ -89,7 +90,6 @@ def save_token(host: str, token: str) -> bool:
 
 
 def forget_token(host: str) -> None:
-    """Removes what `save_token` kept."""
     host = host.lower()
     _this_run.pop(host, None)
     forget_in_keyring(host)
@@ -109,10 +109,9 @@ def _hosts_file() -> Path:
 
 
 def _noted_hosts() -> frozenset[str]:
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        hosts = parse_json(read_untrusted(_hosts_file(), _MOST_BYTES))["hosts"]
-        return frozenset(host for host in hosts if isinstance(host, str) and plain_line(host) == host)
-    return frozenset()
+    hosts = read_record(_hosts_file(), _MOST_BYTES).get("hosts")
+    named = hosts if isinstance(hosts, list) else []
+    return frozenset(host for host in named if isinstance(host, str) and plain_line(host) == host)
 
 
 def _note_hosts(hosts: set[str]) -> None:
@@ -182,7 +181,6 @@ class HubError(EngineError):
     """A failure of a hub.
 
     Attributes:
-        reason: the kind.
         link: the page where something can be done about it; may be empty.
         status: of HTTP; 0 without an answer.
     """
@@ -201,7 +199,6 @@ class Place:
         hub: its name for people; endpoint: its address.
         subject: what is asked for: `ORG/NAME`, or words.
         link: the page of it.
-        gated: whether it is given only to people who accepted its licence.
     """
 
     hub: str
@@ -220,7 +217,6 @@ class Place:
         return found
 
     def token(self) -> str:
-        """The hub's token, or an empty string."""
         return read_token(urlsplit(self.endpoint).hostname or "")
 
 
@@ -319,11 +315,7 @@ def _first_byte(
 
 
 def api(place: Place, url: str, cancelled: CancelCheck) -> tuple[Any, Mapping[str, str]]:
-    """(the JSON document at `url`, the answer's headers).
-
-    Raises:
-        HubError: see `fetch`.
-    """
+    """(the JSON document at `url`, the answer's headers)."""
     answer = in_time(place, [lambda: fetch(place, url, MAX_ANSWER_BYTES)], cancelled)[0]
     return answer.json(place), answer.headers
 
@@ -389,11 +381,7 @@ class RemoteFile(io.RawIOBase):
         self.pieces.append((self._at, self.fetched(self._at, end)))
 
     def fetched(self, begin: int, end: int) -> bytes:
-        """These bytes of the file, from the hub.
-
-        Raises:
-            HubError: see the class.
-        """
+        """These bytes of the file, from the hub."""
         self._left -= end - begin
         if self._left < 0:
             raise broken(self._place, f"the header of {self._name} has no end")
@@ -419,46 +407,36 @@ def in_time(place: Place, jobs: Sequence[Callable[[], _Result]], cancelled: Canc
         HubError: it took too long, or was cancelled.
         Exception: what a job raised.
     """
-    changed = threading.Condition()
-    waiting = iter(range(len(jobs)))
-    begun: dict[int, float] = {}
-    results: dict[int, _Result] = {}
-    errors: list[Exception] = []
-    given_up = False
+    waiting, begun, results = iter(range(len(jobs))), dict[int, float](), dict[int, _Result]()
+    ended: queue.SimpleQueue[tuple[int, _Result | Exception]] = queue.SimpleQueue()
+    given_up = threading.Event()
 
     def work() -> None:
-        while True:
-            with changed:
-                number = next(waiting, None)
-                if number is None or given_up:
-                    return
-                begun[number] = time.monotonic()
-            try:
-                result = jobs[number]()
-            except Exception as error:  # re-raised in the waiting thread
-                with changed:
-                    errors.append(error)
-                    changed.notify_all()
+        for number in waiting:
+            if given_up.is_set():
                 return
-            with changed:
-                results[number] = result
-                changed.notify_all()
+            begun[number] = time.monotonic()
+            try:
+                ended.put((number, jobs[number]()))
+            except Exception as error:  # re-raised in the waiting thread
+                ended.put((number, error))
+                return
 
-    threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in range(min(_AT_ONCE, len(jobs)))]
-    for thread in threads:
-        thread.start()
-    with changed:
-        try:
-            while len(results) < len(jobs):
-                changed.wait(_LOOK_S)
-                if errors:
-                    raise errors[0]
-                if cancelled():
-                    raise HubError(HubReason.CANCELLED, f"Reading {place.subject} from {place.hub} was cancelled.")
-                if any(time.monotonic() - begun[number] > ANSWER_S for number in begun.keys() - results.keys()):
-                    raise unreachable(place, TimeoutError(f"no complete answer within {ANSWER_S:.0f} seconds"))
-        finally:
-            given_up = True
+    for _ in range(min(_AT_ONCE, len(jobs))):
+        threading.Thread(target=work, name="hub", daemon=True).start()
+    try:
+        while len(results) < len(jobs):
+            with contextlib.suppress(queue.Empty):
+                number, result = ended.get(timeout=_LOOK_S)
+                if isinstance(result, Exception):
+                    raise result
+                results[number] = result
+            if cancelled():
+                raise HubError(HubReason.CANCELLED, f"Reading {place.subject} from {place.hub} was cancelled.")
+            if any(time.monotonic() - since > ANSWER_S for at, since in list(begun.items()) if at not in results):
+                raise unreachable(place, TimeoutError(f"no complete answer within {ANSWER_S:.0f} seconds"))
+    finally:
+        given_up.set()
     return [results[number] for number in range(len(jobs))]
 
 
@@ -510,7 +488,6 @@ def refusal(place: Place, status: int, headers: Mapping[str, str]) -> HubError:
 
 
 def unreachable(place: Place, error: Exception) -> HubError:
-    """The error for a request without an answer."""
     said = plain_line(str(error)).strip()
     why = said[:120] if said else type(error).__name__
     return HubError(
@@ -520,7 +497,6 @@ def unreachable(place: Place, error: Exception) -> HubError:
 
 
 def broken(place: Place, what: str) -> HubError:
-    """The error for an answer that makes no sense."""
     return HubError(
         HubReason.BROKEN, f"{place.hub} answered in a broken way about {place.subject} ({what}): try again later."
     )

@@ -378,7 +378,6 @@ class Affine(ByRows):
 
 
 def _scales(entry: TensorEntry, array: Array, rows: slice) -> Floats:
-    """Scales as [rows, groups]."""
     found = numbers(entry.dtype, array)
     if found.size == 1:
         return np.full((rows.stop - rows.start, 1), found.reshape(-1)[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, Packing
-from engine.checkpoint.quantised.declared import MLX
+from engine.checkpoint.quantised import MLX
 from engine.checkpoint.quantised.packings import Affine, Awq, Gptq, Nvfp4, PackedIntegers, Scaled, damaged
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line, quoted
@@ -68,7 +68,7 @@ class _Checkpoint:
         key = f"{module}.weight"
         if key in self.tensors and key not in self.used:
             raise damaged(self.tensors[key], "is there twice, quantised and not")
-        self.made[key] = _packed(key, shape, sources, packing)
+        self.made[key] = PackedEntry.of(key, shape, sources, packing)
 
     def unsupported(self, what: str) -> EngineError:
         return EngineError(
@@ -97,11 +97,6 @@ class _Checkpoint:
                 raise self.unsupported(f"it holds {key}")
             plain[key] = entry
         return {**plain, **self.made}
-
-
-def _packed(key: str, shape: tuple[int, ...], sources: list[TensorEntry], packing: Packing) -> PackedEntry:
-    first, nbytes = sources[0], sum(source.nbytes for source in sources)
-    return PackedEntry(first.file, key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
 
 
 def quantised_tensors(

@@ -64,7 +64,6 @@ class Dimensions:
 
     @property
     def expert_neurons(self) -> int:
-        """FFN width of one expert."""
         return self.neurons // self.experts
 
 
@@ -82,7 +81,6 @@ class Recipe:
 
 
 def read_recipe() -> Recipe:
-    """The recipe shipped in `resources/starter`."""
     folder = resources_dir() / "starter"
     raw = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
     return Recipe(

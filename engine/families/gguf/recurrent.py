@@ -370,6 +370,7 @@ ROWS = (
         architecture="nemotron_h",
         model_type="nemotron_h",
         layered=True,
+        own_rope=True,  # none: whatever a file says of it, published ones something that does not fit the heads
         eps="attention.layer_norm_epsilon",
         config=_STATE,
         computed=(_nemotron,),
@@ -379,6 +380,7 @@ ROWS = (
         architecture="nemotron_h_moe",
         model_type="nemotron_h",
         layered=True,
+        own_rope=True,  # none: whatever a file says of it, published ones something that does not fit the heads
         eps="attention.layer_norm_epsilon",
         config={
             **_STATE,

@@ -15,8 +15,7 @@ from engine.families.replies.calls import (
     Calls,
     Reading,
     Tools,
-    all_kimi_calls,
-    all_separated_calls,
+    behind,
     braced_calls,
     fenced_calls,
     json_calls,
@@ -144,7 +143,7 @@ MINIMAX_M3 = ReplyForm(
 )
 DEEPSEEK = ReplyForm(
     calls=(
-        CallForm("<｜tool▁calls▁begin｜>", all_separated_calls, ("<｜tool▁calls▁end｜>",)),
+        CallForm("<｜tool▁calls▁begin｜>", behind("<｜tool▁call▁begin｜>", separated_calls), ("<｜tool▁calls▁end｜>",)),
         CallForm(
             "<｜tool▁call▁begin｜>",
             separated_calls,
@@ -156,13 +155,14 @@ DEEPSEEK = ReplyForm(
         CallForm(DSML.opens, DSML.read_opened, DSML.around),
     ),
 )
+_KIMI_END = "<|tool_calls_section_end|>"
 KIMI = ReplyForm(
     calls=(
-        CallForm("<|tool_calls_section_begin|>", all_kimi_calls, ("<|tool_calls_section_end|>",)),
+        CallForm("<|tool_calls_section_begin|>", behind("<|tool_call_begin|>", kimi_calls), (_KIMI_END,)),
         CallForm(
             "<|tool_call_begin|>",
             kimi_calls,
-            ("<|tool_calls_section_end|>",),
+            (_KIMI_END,),
             ("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         ),
     ),

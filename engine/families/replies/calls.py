@@ -41,7 +41,6 @@ class Arriving:
         self.text, self.at, self.is_over = text, 0, is_over
 
     def peek(self) -> Reading[str]:
-        """The next character; empty at the end."""
         while self.at == len(self.text) and not self.is_over:
             yield
         return self.text[self.at : self.at + 1]
@@ -111,8 +110,6 @@ def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Tools:
-    """The tools that may be called."""
-
     def __init__(self, tools: tuple[Tool, ...]) -> None:
         self._schemas = {tool.name: json.loads(tool.parameters) for tool in tools}
         self.names = tuple(self._schemas)
@@ -293,7 +290,6 @@ _MOST_SCHEMAS = 200
 
 
 def _kinds_of(value: Any) -> set[str]:
-    """The JSON types that a value is of."""
     named: dict[type, set[str]] = {
         str: {"string"},
         bool: {"boolean"},
@@ -504,11 +500,9 @@ class Tagged:
     around: tuple[str, ...]
     is_apart: bool = False
 
-    def read(self, source: Arriving, tools: Tools) -> Reading[Calls]:
-        """All calls that stand here."""
-        yield from source.run(_SPACE)
-        yield from source.must(self.opens)
-        return (yield from self.read_opened(source, tools))
+    @property
+    def read(self) -> Callable[[Arriving, Tools], Reading[Calls]]:
+        return behind(self.opens, self.read_opened)
 
     def read_opened(self, source: Arriving, tools: Tools) -> Reading[Calls]:
         """The same behind the mark that opens the first one."""
@@ -696,11 +690,15 @@ def separated_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
     return (yield from _several(source, one, "<｜tool▁call▁begin｜>"))
 
 
-def all_separated_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
-    """The same behind the mark that opens all of them."""
-    yield from source.run(_SPACE)
-    yield from source.must("<｜tool▁call▁begin｜>")
-    return (yield from separated_calls(source, tools))
+def behind(mark: str, read: Callable[[Arriving, Tools], Reading[Calls]]) -> Callable[[Arriving, Tools], Reading[Calls]]:
+    """Calls the first of which stands behind a mark."""
+
+    def reading(source: Arriving, tools: Tools) -> Reading[Calls]:
+        yield from source.run(_SPACE)
+        yield from source.must(mark)
+        return (yield from read(source, tools))
+
+    return reading
 
 
 def kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
@@ -720,13 +718,6 @@ def kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
         return name, arguments
 
     return (yield from _several(source, one, "<|tool_call_begin|>"))
-
-
-def all_kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
-    """The same behind the mark that opens all of them."""
-    yield from source.run(_SPACE)
-    yield from source.must("<|tool_call_begin|>")
-    return (yield from kimi_calls(source, tools))
 
 
 def mistral_calls(source: Arriving, tools: Tools) -> Reading[Calls]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.common.chat import Tool, ToolCall
+from engine.common.config import Thinking
 from engine.common.untrusted import json_text
 from engine.families import family_of
 from engine.families.known import family_of_layers
@@ -50,17 +52,11 @@ class ReplyReader(Protocol):
     """Takes an answer's text as it comes and returns its parts as soon as they are certain."""
 
     @property
-    def thinks(self) -> bool:
-        """Whether the reasoning has begun and not ended."""
-        ...
+    def thinks(self) -> bool: ...
 
-    def feed(self, text: str) -> list[Part]:
-        """More text."""
-        ...
+    def feed(self, text: str) -> list[Part]: ...
 
-    def end(self) -> list[Part]:
-        """Nothing comes any more: what was held back."""
-        ...
+    def end(self) -> list[Part]: ...
 
 
 def reply_reader(
@@ -75,12 +71,11 @@ def reply_reader(
         is_call: the whole text is one call as JSON, because a call was required.
         several: whether more than one call is wanted; later ones are left out if not.
     """
-    if not several:
-        return _FirstCall(reply_reader(family, tools, thinks=thinks, is_call=is_call))
+    most = None if several else 1
     if is_call:
-        return _OneCall(Tools(tools), reply_reader(family, (), thinks=thinks, is_call=False))
+        return _OneCall(Tools(tools), reply_reader(family, (), thinks=thinks, is_call=False), most)
     form = form_of(family)
-    return _Channels(Tools(tools)) if form.has_channels else _Marked(form, Tools(tools), thinks=thinks)
+    return _Channels(Tools(tools), most) if form.has_channels else _Marked(form, Tools(tools), most, thinks=thinks)
 
 
 def form_of(family: str) -> ReplyForm:
@@ -94,34 +89,11 @@ def answering_family(model_type: str, text_type: str) -> str:
     return text_type if form_of(model_type) is COMMON and form_of(text_type) is not COMMON else model_type
 
 
-class _FirstCall:
-    def __init__(self, reader: ReplyReader) -> None:
-        self._reader, self._has_called = reader, False
-
-    @property
-    def thinks(self) -> bool:
-        return self._reader.thinks
-
-    def feed(self, text: str) -> list[Part]:
-        return self._without_later(self._reader.feed(text))
-
-    def end(self) -> list[Part]:
-        return self._without_later(self._reader.end())
-
-    def _without_later(self, parts: list[Part]) -> list[Part]:
-        kept = []
-        for part in parts:
-            if not (self._has_called and isinstance(part, ToolCall)):
-                kept.append(part)
-            self._has_called = self._has_called or isinstance(part, ToolCall)
-        return kept
-
-
 class _OneCall:
     """All but the reasoning is one call."""
 
-    def __init__(self, tools: Tools, parts: ReplyReader) -> None:
-        self._tools, self._parts, self._text = tools, parts, ""
+    def __init__(self, tools: Tools, parts: ReplyReader, most: int | None) -> None:
+        self._tools, self._parts, self._most, self._text = tools, parts, most, ""
 
     @property
     def thinks(self) -> bool:
@@ -134,7 +106,7 @@ class _OneCall:
         thoughts = self._thoughts(self._parts.end())
         rest, self._text = self._text, ""
         try:
-            return thoughts + _as_parts(whole(lambda source: json_calls(source, self._tools), rest))
+            return thoughts + _as_parts(whole(lambda source: json_calls(source, self._tools), rest)[: self._most])
         except NoCall:
             return thoughts + ([Spoken(rest)] if rest else [])
 
@@ -154,8 +126,8 @@ _FREE_AGAIN, _MOST_AGAIN = 10_000, 4
 class _Scanning:
     """Reads the text as it arrives, in one go; each feeding goes on where the last one ended."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools, self._source = tools, Arriving()
+    def __init__(self, tools: Tools, most: int | None) -> None:
+        self._tools, self._source, self._most = tools, Arriving(), most
         self._parts: list[Part] = []
         self._again = self._passed = 0
         """Characters that were read for nothing, and those before the text that is held."""
@@ -221,15 +193,16 @@ class _Scanning:
         finally:
             self._is_call = False
         yield from source.closed(*closes)
-        self._parts += _as_parts(calls)
+        self._parts += _as_parts(calls[: self._most])
+        self._most = self._most and 0
         return True
 
 
 class _Marked(_Scanning):
     """Everything but harmony: marks around reasoning and calls."""
 
-    def __init__(self, form: ReplyForm, tools: Tools, *, thinks: bool) -> None:
-        super().__init__(tools)
+    def __init__(self, form: ReplyForm, tools: Tools, most: int | None, *, thinks: bool) -> None:
+        super().__init__(tools, most)
         self._forms = {each.opens: each for each in form.calls} if tools.names else {}
         self._form = form
         self._until = tuple(closes for _opens, closes in form.thoughts) if thinks else ()
@@ -350,3 +323,71 @@ def _begun_mark(text: str, begin: int, marks: tuple[str, ...]) -> int:
         if any(mark.startswith(text[at:]) for mark in marks):
             return len(text) - at
     return 0
+
+
+_CODE_BEGINS, _CODE_ENDS = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
+"""Of code; split at one and then at the other, which takes no longer for a template that never ends its code."""
+_TEXTS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_SWITCHES = {
+    # Not where it is given a value of the template's own, as in `namespace(enable_thinking=true)`.
+    "enable_thinking": re.compile(r"(?<![.\w])enable_thinking\b(?!\s*=[^=])"),
+    # An attribute of messages in some templates, so that it counts only where it is asked for as such.
+    "thinking": re.compile(r"(?<![.\w])(?:if|and|or|not)\s+(?:not\s+)?thinking\b(?!\s*[.\[(])"),
+}
+"""Variables that turn thinking on and off: Qwen's, which most took over, and that of Granite and DeepSeek."""
+_MODE = re.compile(r"(?<![.\w])thinking_mode\b(?!\s*=[^=])")
+"""MiniMax-M3's."""
+_EFFORT = re.compile(r"(?<![.\w])reasoning_effort\b(?!\s*=[^=])")
+"""gpt-oss's."""
+_NO_EFFORT = re.compile(r"""['"]none['"]""")
+_EFFORTS: tuple[Thinking, ...] = ("low", "medium", "high")
+
+
+def thinking_choices(template: str) -> tuple[Thinking, ...]:
+    """The values of `SamplingParams.thinking` that a template knows, besides `auto`; empty if it knows none."""
+    knows = _reading(template)
+    efforts = _EFFORTS if knows(_EFFORT) else ()
+    switches = any(knows(pattern) for pattern in (_MODE, *_SWITCHES.values()))
+    if switches:
+        return ("off", *efforts) if efforts else ("off", "on")
+    return ("off", *efforts) if efforts and _NO_EFFORT.search(template) else efforts
+
+
+def thinking_values(template: str, thinking: Thinking) -> dict[str, Any]:
+    """The variables with which a template writes a prompt for it; none for what the template does not know."""
+    if thinking == "auto":
+        return {}
+    knows = _reading(template)
+    values: dict[str, Any] = {name: thinking != "off" for name, pattern in _SWITCHES.items() if knows(pattern)}
+    if knows(_MODE):
+        values["thinking_mode"] = "disabled" if thinking == "off" else "enabled"
+    if knows(_EFFORT):
+        if thinking in _EFFORTS:
+            values["reasoning_effort"] = thinking
+        elif thinking == "off" and _NO_EFFORT.search(template):
+            values["reasoning_effort"] = "none"
+    return values
+
+
+def template_text(tokenizer: Any) -> str:
+    """A tokenizer's chat template, with all its versions if it has several; empty if it has none."""
+    template = tokenizer.chat_template
+    return "\n".join(map(str, template.values())) if isinstance(template, dict) else template or ""
+
+
+def may_think(template: str, family: str) -> bool:
+    """Whether answers to prompts of this template may begin with reasoning."""
+    form = form_of(family)
+    return form.has_channels or any(closes in template for _opens, closes in form.thoughts)
+
+
+def takes_tools(template: str) -> bool:
+    """Whether a template tells the model which tools it may call."""
+    return "tools" in template
+
+
+def _reading(template: str) -> Callable[[re.Pattern[str]], bool]:
+    """Says whether a pattern is in the template's code; what it writes, and texts in it, do not count."""
+    parts = (_CODE_ENDS.split(part, maxsplit=1)[0] for part in _CODE_BEGINS.split(template)[1:])
+    code = _TEXTS.sub("''", " ; ".join(parts))
+    return lambda pattern: pattern.search(code) is not None

@@ -151,7 +151,7 @@ _KV_TOKENS = 4096
 def all_kernels() -> list[Kernel]:
     """Every kernel that any card may be asked for."""
     on_cards = [each for each in FORMATS.values() if each.on_card]
-    in_blocks = [each for each in BLOCK_TYPES.values() if each.split is not None]
+    in_blocks = [each for each in BLOCK_TYPES.values() if each.is_blocks]
     packed = [*(each for each in on_cards if each.is_tiled), *in_blocks]
     unpacking = [unpack_kernel(each) for each in packed]
     products = [kernel for each in (*on_cards, *in_blocks) for kernel in product_kernels(struct_of(each))]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 
 from engine.formats import BF16, SMALLEST, TiledFormat, head_format, is_router, tiled_format
-from engine.formats.ggml import BlockType
+from engine.formats.ggml import BLOCK_TYPES, BlockType
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels, out_of_memory
 from engine.kernels.native.paged_attention import PagedLayerStruct, Pieces
@@ -123,10 +123,14 @@ def halves_of(struct: MatrixStruct) -> tuple[MatrixStruct, MatrixStruct] | None:
     upper, lower = MatrixStruct.from_buffer_copy(struct), MatrixStruct.from_buffer_copy(struct)
     upper.rows = lower.rows = rows
     if struct.format == IN_BLOCKS:
-        if not struct.second:
+        if struct.second:
+            upper.second = lower.second = None
+            lower.weights, lower.type = struct.second, struct.second_type
+        elif struct.order:
             return None
-        upper.second = lower.second = None
-        lower.weights, lower.type = struct.second, struct.second_type
+        else:
+            kind = BLOCK_TYPES[struct.type]
+            lower.weights += rows * (columns // kind.elements) * kind.nbytes
     elif struct.format == BF16.native:
         lower.weights += 2 * rows * columns
     else:
@@ -264,6 +268,33 @@ class TurnedLinear:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         return self.stored(input.index_select(-1, self._places))
+
+
+class MixedRows:
+    """The `forward` of a linear layer that is stored as several matrices, whose rows it has in an order of its own.
+
+    Args:
+        stored: the matrices, for the rows one after the other.
+        order: which of their rows come one after the other.
+
+    Attributes:
+        parts: a linear layer of each.
+    """
+
+    def __init__(
+        self, module: torch.nn.Linear, stored: Sequence[Blocks], order: torch.Tensor, kernels: NativeKernels
+    ) -> None:
+        self.parts, self._order = list[torch.nn.Linear](), order
+        for at, matrix in enumerate(stored):
+            part = torch.nn.Linear(1, 1, bias=False)
+            part.weight = torch.nn.Parameter(module.weight.new_empty(matrix.rows, matrix.columns), requires_grad=False)
+            part.forward = QuantisedLinear(part, matrix, kernels)  # type: ignore[method-assign]
+            module.add_module(f"part{at}", part)
+            self.parts.append(part)
+        module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(input) for part in self.parts], -1).index_select(-1, self._order)
 
 
 class LatentHeads:

@@ -16,8 +16,7 @@ dispatch and verification are then the common code.  What "like everyone else's"
   computes with `layer.part(name, expert)`, a view of shape parameter.shape[1:] (two-dimensional parts are stored as
   [out, in] if `is_transposed` is true on the module, that is, transposed from the parameter).
 
-A family names its adapter in its file in `engine.families`: a module of this package, which has a module-level
-`ADAPTER: FamilyAdapter`.
+A family's row in `engine.families` names its adapter: a module of this package, and a class in it.
 
 After loading, those parameters are `None` and a `LayerRecords` is bound to each module.
 """
@@ -25,48 +24,32 @@ After loading, those parameters are `None` and a `LayerRecords` is bound to each
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from engine.families import family_of
 
 
-class FamilyAdapter(Protocol):
+class Adapter:
     """How one family is made to fit."""
 
-    def model_class(self, config: Any) -> type | None:
+    def model_class(self, config: Any) -> type | None:  # noqa: ARG002 - others look at it
         """The model class to build, or `None` for the one that the library's auto classes choose."""
+        return None
 
     def prepare(self, model: Any) -> None:
         """Changes the freshly built meta model in place, under the right default dtype and the meta device."""
 
-    def conversions(self, model: Any, library: list[Any]) -> list[Any]:
+    def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - others look at it
         """The weight conversions to use: the library's (`WeightRenaming`, `WeightConverter`), changed or added to.
 
         Renamings are all applied, in order; then the first converter that matches.  One with a true attribute
         `experts_below_one_another` has the experts' matrices one below the other in a tall one, [E * rows, ...]: it is
         given them as [E, rows, ...], as if the checkpoint had them so.
         """
-
-
-class Adapter:
-    """A `FamilyAdapter` that only has to say how it prepares the model."""
-
-    def model_class(self, config: Any) -> type | None:  # noqa: ARG002 - others look at it
-        """The one that the library's auto classes choose."""
-        return None
-
-    def prepare(self, model: Any) -> None:
-        """Changes the freshly built meta model in place."""
-        raise NotImplementedError
-
-    def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - others look at it
-        """The library's, as they are."""
         return library
 
 
-def adapter_for(model_type: str) -> FamilyAdapter | None:
+def adapter_for(model_type: str) -> Adapter | None:
     """The adapter of a family, or `None` if it needs none."""
-    name = family_of(model_type).adapter
-    if not name:
-        return None
-    return cast(FamilyAdapter, import_module(f"{__name__}.{name}").ADAPTER)
+    module, _, name = family_of(model_type).adapter.partition(".")
+    return cast(Adapter, getattr(import_module(f"{__name__}.{module}"), name)()) if module else None

@@ -13,8 +13,6 @@ from engine.runtime.adapters import Adapter
 
 
 class DbrxExperts(StandardExperts):
-    """Takes the tokens as the family's block hands them over."""
-
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -30,8 +28,6 @@ class TallMatrices(WeightConverter):  # type: ignore[misc]  # the library is unt
 
 
 class DbrxAdapter(Adapter):
-    """Standard experts in the place of the family's own."""
-
     def prepare(self, model: Any) -> None:
         for module in list(model.modules()):
             if isinstance(module, DbrxFFN):
@@ -48,6 +44,3 @@ class DbrxAdapter(Adapter):
             ),
             TallMatrices("ffn.experts.mlp.w2", "ffn.experts.down_proj", [Transpose(dim0=1, dim1=2)]),
         ]
-
-
-ADAPTER = DbrxAdapter()

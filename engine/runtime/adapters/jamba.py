@@ -27,7 +27,6 @@ class ContinuedMixer(JambaMambaMixer):  # type: ignore[misc]  # the library is u
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """[B, S, H] -> [B, S, H]."""
         tokens = hidden_states.shape[1]
         held = cache.get_recurrent_state(self.layer_idx) if cache is not None else None
         if cache is None or held is None or tokens == 1:
@@ -64,12 +63,7 @@ class ContinuedMixer(JambaMambaMixer):  # type: ignore[misc]  # the library is u
 
 
 class JambaAdapter(Adapter):
-    """Such layers in place of the library's."""
-
     def prepare(self, model: Any) -> None:
         for module in model.modules():
             if type(module) is JambaMambaMixer:
                 module.__class__ = ContinuedMixer
-
-
-ADAPTER = JambaAdapter()

@@ -21,8 +21,6 @@ _RENAMED = {
 
 
 class Gate(JetMoeTopKGating):  # type: ignore[misc]  # the library is untyped
-    """The family's gate, answering as those of other families do."""
-
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] -> router logits [T, E], weights [T, k], index [T, k]."""
         logits = self.layer(hidden_states).float()
@@ -31,10 +29,7 @@ class Gate(JetMoeTopKGating):  # type: ignore[misc]  # the library is untyped
 
 
 class Mlp(JetMoeMoE):  # type: ignore[misc]  # the library is untyped
-    """The family's MLP over standard experts."""
-
     def forward(self, layer_input: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
         flat = layer_input.reshape(-1, self.input_size)
         _, weights, index = self.router(flat)
         routed: torch.Tensor = self.experts(flat, index, weights)
@@ -74,8 +69,6 @@ class Projections(torch.nn.Module):
 
 
 class JetMoeAttention(JetMoeMoA):  # type: ignore[misc]  # the library is untyped
-    """The family's attention experts over `Projections`."""
-
     def map(self, layer_input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """[B, S, H] -> queries [B, S, k, D], router logits, and what `reduce` needs to know."""
         flat = layer_input.reshape(-1, self.input_size)
@@ -93,8 +86,6 @@ class JetMoeAttention(JetMoeMoA):  # type: ignore[misc]  # the library is untype
 
 
 class JetMoeAdapter(Adapter):
-    """Standard experts for the MLP, `Projections` for the attention."""
-
     def prepare(self, model: Any) -> None:
         for module in list(model.modules()):
             if isinstance(module, JetMoeTopKGating):
@@ -116,6 +107,3 @@ class JetMoeAdapter(Adapter):
 def _drop_linears(module: torch.nn.Module) -> None:
     del module.input_linear
     del module.output_linear
-
-
-ADAPTER = JetMoeAdapter()

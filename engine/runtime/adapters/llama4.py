@@ -33,8 +33,6 @@ class Llama4Moe(Llama4TextMoe):  # type: ignore[misc]  # the library is untyped
 
 
 class Llama4Adapter(Adapter):
-    """Standard experts, and blocks that use them."""
-
     def prepare(self, model: Any) -> None:
         for module in list(model.modules()):
             if isinstance(module, Llama4TextMoe):
@@ -43,6 +41,3 @@ class Llama4Adapter(Adapter):
                     own.num_experts, own.hidden_size, own.intermediate_size, own.act_fn, is_transposed=True
                 )
                 module.__class__ = Llama4Moe
-
-
-ADAPTER = Llama4Adapter()

@@ -43,6 +43,3 @@ class LongcatFlashAdapter(Adapter):
             return library
         numbers = "|".join(map(str, zero))
         return [WeightRenaming(rf"mlp\.experts\.({numbers})\.", r"mlp.zero_experts.\1."), *library]
-
-
-ADAPTER = LongcatFlashAdapter()

@@ -22,13 +22,10 @@ class Step3p7BankExperts(Step3p7Experts):  # type: ignore[misc]  # the library i
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, H], [T, k], [T, k] -> [T, H]."""
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class Step3p7Adapter(Adapter):
-    """Makes every experts module one that the bank serves."""
-
     def prepare(self, model: Any) -> None:
         for module in list(model.modules()):
             if isinstance(module, Step3p7Experts):
@@ -38,6 +35,3 @@ class Step3p7Adapter(Adapter):
         """The library's, which merely rename down_proj: as a conversion it takes up the scales of FP8 checkpoints."""
         kept = [entry for entry in library if not any("moe\\.down_proj" in source for source in entry.source_patterns)]
         return [*kept, WeightConverter("moe.down_proj.weight", "mlp.experts.down_proj", [Concatenate(dim=1)])]
-
-
-ADAPTER = Step3p7Adapter()

@@ -1,4 +1,5 @@
-"""Switch Transformers: an encoder-decoder whose router chooses one expert, or none once that has its fill."""
+"""Encoder-decoders: Switch Transformers, whose router chooses one expert, or none once that has its fill, and NLLB-MoE,
+whose router chooses two for each token, as far as they have room."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
 from engine.experts.dispatch import StandardExperts
@@ -22,7 +24,6 @@ class EncoderDecoderAdapter(Adapter):
     expert_tensors: ClassVar[dict[str, str]]
 
     def model_class(self, config: Any) -> type | None:
-        """The class that writes a text from a text."""
         chosen: type = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
         return chosen
 
@@ -35,8 +36,6 @@ class EncoderDecoderAdapter(Adapter):
 
 
 class SwitchExperts(StandardExperts):
-    """Takes the router's choice as the family's block hands it over."""
-
     def forward(
         self, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -47,8 +46,6 @@ class SwitchExperts(StandardExperts):
 
 
 class SwitchTransformersAdapter(EncoderDecoderAdapter):
-    """Standard experts in the place of a dictionary of modules."""
-
     expert_tensors: ClassVar[dict[str, str]] = {"wi.weight": "up_proj", "wo.weight": "down_proj"}
 
     def prepare(self, model: Any) -> None:
@@ -60,4 +57,47 @@ class SwitchTransformersAdapter(EncoderDecoderAdapter):
                 module._is_hf_initialized = True  # the library's initialisation looks for the dictionary
 
 
-ADAPTER = SwitchTransformersAdapter()
+class NllbExperts(StandardExperts):
+    """Takes the router's choice as the family's block hands it over, and reads it as the library does.
+
+    The library (5.24, checked by running it) takes the entries of the 0/1 mask for ids of experts: whatever was chosen,
+    expert 1 computes the first choice and expert 0 the second.  A model trained as published wants
+    `router_probs.topk(2)` instead; as long as ours are to be the library's answers, this is what they are.
+    """
+
+    moe_token_dropout: float
+    """What was dropped in training is scaled away afterwards."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, router_mask: torch.Tensor, router_probs: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], 0/1 [T, E] for the first choice, probabilities [T, E] of both choices -> [T, H]."""
+        first = (router_probs * router_mask).sum(dim=-1)
+        second = (router_probs * (1 - router_mask)).sum(dim=-1)
+        weights = torch.stack([first, second], dim=-1) * (1 - self.moe_token_dropout)
+        index = torch.tensor([1, 0], device=weights.device).expand(weights.shape)
+        return super().forward(hidden_states, index, weights)
+
+
+class NllbMoeAdapter(EncoderDecoderAdapter):
+    expert_tensors: ClassVar[dict[str, str]] = {
+        "fc1.weight": "up_proj",
+        "fc1.bias": "up_proj_bias",
+        "fc2.weight": "down_proj",
+        "fc2.bias": "down_proj_bias",
+    }
+
+    def prepare(self, model: Any) -> None:
+        for module in list(model.modules()):
+            if isinstance(module, NllbMoeSparseMLP):
+                first = module.experts["expert_0"]
+                experts = NllbExperts(
+                    module.num_experts,
+                    first.fc1.in_features,
+                    first.fc1.out_features,
+                    first.act,
+                    has_gate=False,
+                    has_bias=True,
+                )
+                experts.moe_token_dropout = module.experts.moe_token_dropout
+                module.experts = experts

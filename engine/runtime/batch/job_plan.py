@@ -13,7 +13,7 @@ from functools import partial
 
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
-from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.catalogue import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
 from engine.common.costs import Cost, CostModel, Source

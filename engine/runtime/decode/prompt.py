@@ -14,7 +14,7 @@ from engine.common.chat import ChatMessage, PromptEnd, Tool, tool_described
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.pictures import pictures_of
-from engine.families.replies.thinking import takes_tools, template_text, thinking_values
+from engine.families.replies.reader import takes_tools, template_text, thinking_values
 from engine.runtime.load.tokenizer import knows_chatml
 from engine.runtime.pictures import Sight
 from engine.untrusted_text.process import UNTRUSTED_TEXT, Rendered, TooManyTokensError, UntrustedTextError

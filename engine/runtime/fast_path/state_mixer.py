@@ -16,7 +16,15 @@ import torch
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels, out_of_memory
-from engine.kernels.native.linear import TurnedLinear, address_of, is_plain, is_readable, linear_struct, reads_together
+from engine.kernels.native.linear import (
+    MixedRows,
+    TurnedLinear,
+    address_of,
+    is_plain,
+    is_readable,
+    linear_struct,
+    reads_together,
+)
 from engine.kernels.native.paged_attention import Piece, Pieces, StatePages
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct, PagesStruct
 from engine.runtime.fast_path.angles import Angles
@@ -96,7 +104,9 @@ class _Parts(NamedTuple):
         if hasattr(net, "in_proj_qkv"):
             inputs = net.in_proj_qkv, None, None, net.in_proj_z, net.in_proj_b, net.in_proj_a
         else:
-            inputs = net.in_proj_qkvz, None, None, None, net.in_proj_ba, None
+            mixed = net.in_proj_qkvz.__dict__.get("forward")
+            first, z = mixed.parts if isinstance(mixed, MixedRows) else (net.in_proj_qkvz, None)
+            inputs = first, None, None, z, net.in_proj_ba, None
         heads = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
         return cls(*inputs, net.out_proj, None, None, net.norm, net, net.conv1d, *heads)
 
@@ -289,11 +299,7 @@ class StateMixer:
         return answer
 
     def _answer(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
-        """[1, T, hidden], normalised, of any number of tokens -> what the output's matrix takes.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`.
-        """
+        """[1, T, hidden], normalised, of any number of tokens -> what the output's matrix takes."""
         parts, kernels = self._parts, self.kernels
         before = {"z": parts.z_first, "a": parts.a_first}
         given = []

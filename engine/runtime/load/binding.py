@@ -38,7 +38,7 @@ from engine.experts.shared import Between, Part, SharedExperts, Ways
 from engine.experts.vram_cache import KernelMaker, VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.families import fast_path_of
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels import choose_kernel
 from engine.kernels.cuda.driver import nvidia_card
 from engine.kernels.gpu.angles import speed_up_angles

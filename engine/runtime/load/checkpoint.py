@@ -15,7 +15,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
 from engine.checkpoint.pictures import is_of_tower, seeing_part, why_blind, why_gguf_is_blind
 from engine.checkpoint.profile import ModelProfile, profile_of
-from engine.checkpoint.quantised.declared import left_out_note
+from engine.checkpoint.quantised import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
@@ -49,8 +49,6 @@ class OpenedCheckpoint:
 
     Attributes:
         model: on the meta device.
-        sites: its experts modules, in the checkpoint's own precision.
-        weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
         sight: makes what sees, of the tokenizer, the place of embeddings and cards; None for one that reads text only.
         tower_weights: how many weights what sees has.

@@ -40,8 +40,7 @@ from engine.experts.container import (
 from engine.experts.dispatch import ExpertsSite, empty_modules
 from engine.experts.record import LayerSpec, allocate_records
 from engine.formats import TiledFormat
-from engine.formats.layouts import RecordLayout
-from engine.formats.tiles import Pairing, TiledMatrix
+from engine.formats.tiles import Pairing, RecordLayout, TiledMatrix
 from engine.kernels.native.library import NativeKernels
 from engine.planner.placement import Budgets, require_ram
 from engine.runtime.load.checkpoint import OpenedCheckpoint, read_headers
@@ -163,8 +162,6 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Converted:
-    """A conversion and the file that holds it."""
-
     conversion: Conversion
     container: Container
     note: str = ""

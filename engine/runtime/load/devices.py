@@ -124,7 +124,6 @@ class DeviceExperts:
             self._wanted[id(cache)] = cache.slots
 
     def close(self) -> None:
-        """Frees all slots.  The owner of the devices closes them.  Harmless if repeated."""
         if self.tokens is not None:
             self.tokens.close()
             self.tokens = None
@@ -348,12 +347,10 @@ class PageRoom:
 
     @property
     def name(self) -> str:
-        """Of the devices, for messages."""
         return ", ".join(device.name for device in self._devices.devices)
 
     @property
     def nbytes(self) -> int:
-        """Of all devices."""
         return sum(reservation.nbytes for reservation in self._reservations)
 
     @staticmethod

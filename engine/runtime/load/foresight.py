@@ -55,7 +55,6 @@ class Popularity:
         )
 
     def ranked(self) -> Iterator[tuple[int, int]]:
-        """(layer, expert), most used first."""
         everyone = [
             (-count, number, expert)
             for number, counts in enumerate(self.counts)

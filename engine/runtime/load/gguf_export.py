@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import read_config
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.export import Quantisation, read_back, same_tokens, vocabulary_of, write_gguf
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.checkpoint.importing import staging_folder
 from engine.checkpoint.shards import read_tensors

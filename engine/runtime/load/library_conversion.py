@@ -37,7 +37,7 @@ from engine.checkpoint.stored import pieces_of, rows_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.direct_file import Place
 from engine.experts.dispatch import ExpertsSite
-from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.adapters import Adapter
 from engine.runtime.load.tensor_reader import LazyTensor, TensorReader
 
 # The library would read in threads of its own: progress and cancelling then come from anywhere, and a load that fails
@@ -175,7 +175,7 @@ class LoadingPlan:
     experts: dict[str, dict[str, PartSources]]
     rest: dict[str, TensorEntry]
     quantizer: Any | None
-    adapter: FamilyAdapter | None
+    adapter: Adapter | None
     dtype: torch.dtype
     renamed: dict[str, TensorEntry] = field(default_factory=dict)
     surplus: dict[str, TensorEntry] = field(default_factory=dict)
@@ -215,12 +215,10 @@ def plan_loading(
     tensors: dict[str, TensorEntry],
     dtype: torch.dtype,
     quantizer: Any | None,
-    adapter: FamilyAdapter | None,
+    adapter: Adapter | None,
 ) -> LoadingPlan:
     """Sorts the checkpoint's tensors.  `model` must still have its expert parameters (on meta)."""
-    mapping = _conversions(model, quantizer, adapter)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = _sorted_conversions(model, quantizer, adapter)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
     owners = {target: site for site in sites for target in site.targets}
@@ -245,23 +243,28 @@ def plan_loading(
         part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts, converter))
         entry = tensors[key]
         if getattr(converter, "experts_below_one_another", False):
-            entry = _by_expert(entry, site.num_experts)
+            each, uneven = divmod(entry.shape[0] if entry.shape else 0, site.num_experts)
+            entry = entry if uneven or not each else replace(entry, shape=(site.num_experts, each, *entry.shape[1:]))
         part.by_pattern.setdefault(pattern or key, []).append(entry)
     for name, keys in shards.items():
         if len({tensors[key].shape[1:] for key in keys}) == 1 and len(tensors[keys[0]].shape) == 2:
-            plan.rest[name] = plan.renamed[name] = _joined([plan.rest.pop(key) for key in keys], name)
+            plan.rest[name] = plan.renamed[name] = PackedEntry.of(
+                name,
+                (sum(tensors[key].shape[0] for key in keys), *tensors[keys[0]].shape[1:]),
+                [plan.rest.pop(key) for key in keys],
+                Rows(),
+            )
     for part in [part for parts in plan.experts.values() for part in parts.values()]:
-        if _divides_experts(part.converter):
+        operations = getattr(part.converter, "operations", [])
+        if operations and isinstance(operations[-1], ErnieFuseAndSplitTextVisionExperts):
             _divide(plan, part, owners)
     return plan
 
 
 def tensors_of(
-    model: Any, tensors: Mapping[str, TensorEntry], quantizer: Any | None, adapter: FamilyAdapter | None
+    model: Any, tensors: Mapping[str, TensorEntry], quantizer: Any | None, adapter: Adapter | None
 ) -> dict[str, TensorEntry]:
-    mapping = _conversions(model, quantizer, adapter)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = _sorted_conversions(model, quantizer, adapter)
     state, prefix = model.state_dict(), model.base_model_prefix
     return {
         key: entry
@@ -274,17 +277,6 @@ def _joins_shards(converter: Any) -> bool:
     """Whether it puts the rows of one list of tensors below one another: those of a table too large for one tensor."""
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
     return kinds == [(Concatenate, 0)] and len(converter.source_patterns) == 1
-
-
-def _joined(shards: list[TensorEntry], name: str) -> TensorEntry:
-    first, nbytes = shards[0], sum(shard.nbytes for shard in shards)
-    shape = (sum(shard.shape[0] for shard in shards), *first.shape[1:])
-    return PackedEntry(first.file, name, first.dtype, shape, first.offset, nbytes, tuple(shards), Rows())
-
-
-def _divides_experts(converter: Any | None) -> bool:
-    operations = getattr(converter, "operations", [])
-    return bool(operations) and isinstance(operations[-1], ErnieFuseAndSplitTextVisionExperts)
 
 
 def _divide(plan: LoadingPlan, whole: PartSources, owners: dict[str, ExpertsSite]) -> None:
@@ -310,12 +302,6 @@ def _divide(plan: LoadingPlan, whole: PartSources, owners: dict[str, ExpertsSite
             each = -(-len(entries) // shares)
             part.by_pattern[source] = entries[share * each : (share + 1) * each]
         plan.experts.setdefault(owners[own].name, {})[owners[own].targets[own]] = part
-
-
-def _by_expert(entry: TensorEntry, experts: int) -> TensorEntry:
-    if not entry.shape or entry.shape[0] % experts:
-        return entry
-    return replace(entry, shape=(experts, entry.shape[0] // experts, *entry.shape[1:]))
 
 
 @dataclass
@@ -447,12 +433,18 @@ def _give_memory_to_buffers(model: Any) -> None:
                 )
 
 
-def _conversions(model: Any, quantizer: Any | None, adapter: FamilyAdapter | None) -> list[Any]:
+def _conversions(model: Any, quantizer: Any | None, adapter: Adapter | None) -> list[Any]:
     """Fresh ones: converters keep what they collect, and some renamings what they have seen."""
     if adapter is None:
         return list(get_model_conversion_mapping(model, None, quantizer))
     mapping = adapter.conversions(model, get_model_conversion_mapping(model, None, None))
     return list(quantizer.update_weight_conversions(mapping, model)) if quantizer is not None else mapping
+
+
+def _sorted_conversions(model: Any, quantizer: Any | None, adapter: Adapter | None) -> tuple[list[Any], list[Any]]:
+    mapping = _conversions(model, quantizer, adapter)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    return renamings, [each for each in mapping if isinstance(each, WeightConverter)]
 
 
 def _check_unexpected(model: Any, keys: set[str]) -> None:

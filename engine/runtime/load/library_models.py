@@ -31,17 +31,17 @@ from transformers.utils import ContextManagers
 from transformers.utils import logging as library_logging
 
 from engine.checkpoint.config_file import read_json
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.checkpoint import gguf_generation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.kept_tokenizer import kept_end_token_ids
-from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.quantised.declared import LIBRARY_METHODS
+from engine.checkpoint.quantised import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.families import family_of
 from engine.families.known import known_types, nearest
 from engine.families.library import CHOSEN_EXPERTS, ROUTER_CORRECTION
-from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.adapters import Adapter
 from engine.runtime.later_modules import with_all_meta_operators
 from engine.runtime.own import make_known
 
@@ -179,7 +179,7 @@ def _texts_in(code: CodeType | None) -> set[str]:
     return found
 
 
-def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, Any]:
+def model_class_for(config: Any, adapter: Adapter | None) -> tuple[type, Any]:
     """The class that generates text with this configuration, and the (sub)configuration to build it from."""
     chosen: Any = adapter.model_class(config) if adapter is not None else None
     if chosen is None:
@@ -297,12 +297,7 @@ def _keep_corrections(model: Any) -> None:
                 held[ROUTER_CORRECTION] = torch.nn.Parameter(exact, False) if held is module._parameters else exact
 
 
-def _as_the_library_does(model_class: Any, config: Any) -> Any:
-    with_all_meta_operators()
-    return model_class(config)
-
-
-def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: FamilyAdapter | None) -> Any:
+def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: Adapter | None) -> Any:
     """The model without weights: every parameter and buffer on the meta device, in the type it will have."""
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -315,7 +310,10 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
         del config.quantization_config  # what is built holds plain weights
     try:
         with ContextManagers([*model_class.get_init_context(dtype, False, False, False), _without_first_values()]):
-            model = _without_compiler(model_class, config) or _as_the_library_does(model_class, config)
+            model = _without_compiler(model_class, config)
+            if model is None:
+                with_all_meta_operators()
+                model = model_class(config)
             patch_output_recorders(model)
             _keep_corrections(model)
             if adapter is not None:
@@ -358,28 +356,16 @@ def finish_generation_config(model: Any, directory: Path) -> None:
         model.generation_config = transformers.GenerationConfig(**{**gguf_generation(read), "eos_token_id": ends})
         return
     file = directory / "generation_config.json"
+    how: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
     if file.is_file():
         read_json(file, _MAX_CONFIG_BYTES)  # the library would pass over a broken one in silence
+        how = {}
     try:
-        model.adjust_generation_fn(
-            None,
-            True,
-            None,
-            str(directory),
-            cache_dir=None,
-            force_download=False,
-            proxies=None,
-            local_files_only=True,
-            token=None,
-            revision=None,
-            subfolder="",
-            trust_remote_code=False,
+        model.generation_config = transformers.GenerationConfig.from_pretrained(
+            str(directory), local_files_only=True, **how
         )
     except (OSError, ValueError, TypeError) as error:
-        raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED,
-            f"{file} cannot be read ({first_line(error)}).",
-        ) from error
+        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{file} cannot be read ({first_line(error)}).") from error
 
 
 def first_line(error: BaseException) -> str:

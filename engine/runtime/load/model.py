@@ -28,7 +28,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_automatic, open_devices
 from engine.experts.container import UnusableContainerError, reopen
 from engine.experts.dispatch import verify
-from engine.families.replies.thinking import may_think, template_text, thinking_choices
+from engine.families.replies.reader import may_think, template_text, thinking_choices
 from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus

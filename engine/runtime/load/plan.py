@@ -27,8 +27,7 @@ from engine.planner.placement import Budgets, DeviceBudget, Experts, Made, Place
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.conversion import Conversion, keeps_nothing
-from engine.runtime.load.forms import Forms, tensor_sizes
-from engine.runtime.load.in_place import ALL_TYPES, BLOCKS, formats_on_cards, lies_in_place
+from engine.runtime.load.forms import ALL_TYPES, BLOCKS, Forms, formats_on_cards, lies_in_place, tensor_sizes
 from engine.runtime.load.records import working_bytes
 from engine.runtime.load.tables import StoredTable
 
@@ -37,8 +36,6 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a model may run on."""
-
     devices: Sequence[Device]
     memory: Budgets
     has_kernels: bool
@@ -57,10 +54,7 @@ class Plan:
     """How a model is going to be held.
 
     Attributes:
-        config: what is asked for.
-        placement: what lies where, and in which precision.
         devices: that it runs on; none if that is the CPU alone.
-        layers: what is on which of them.
         forms: how each weight is held in that precision.
         tables: embeddings that stay on disk, by the names of their weights.
         streamed: where the weights of decoder layers lie that come from disk for each pass.

@@ -18,11 +18,10 @@ import torch
 from engine.checkpoint.headers import TensorEntry
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.direct_file import Part, Place, bytes_of
+from engine.experts.direct_file import Part, bytes_of
 from engine.experts.dispatch import ExpertsSite
 from engine.experts.record import RecordMemory, allocate_records
-from engine.formats.layouts import PartSpec, RecordLayout
-from engine.formats.tiles import Pairing, TiledMatrix
+from engine.formats.tiles import Pairing, PartSpec, RecordLayout, TiledMatrix
 from engine.kernels.interface import LayerRecords
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import quantise_record, repack
@@ -164,7 +163,6 @@ def _store(target: str, value: torch.Tensor, spec: PartSpec, layout: RecordLayou
 
 
 def working_bytes(plan: LoadingPlan, sites: Sequence[ExpertsSite]) -> int:
-    """Most memory that a `RecordMaker` needs besides the records."""
     quantised = [site for site in sites if site.layout.tiled]
     converted = [site for site in quantised if _tiled_parts(site, plan) is None]
     room = max((site.num_experts * site.layout.unquantised.nbytes for site in converted), default=0)
@@ -214,10 +212,16 @@ def _makes(stored: Sequence[Stored | None], spec: PartSpec) -> bool:
 
 def repack_all(jobs: Sequence[Job], reader: TensorReader, kernels: NativeKernels | None) -> None:
     """Makes tiled matrices of what a checkpoint stores: some is read while what was read before is repacked."""
+
+    def repack_read(read: list[tuple[list[tuple[Stored, list[torch.Tensor]]], TiledMatrix]]) -> None:
+        repack([([stored.in_memory(raw) for stored, raw in made], matrix) for made, matrix in read], kernels)
+
     rooms, under_way = [torch.empty(0, dtype=torch.uint8)] * 2, Future[None]()
     under_way.set_result(None)
     with ThreadPoolExecutor(1, "repack") as pool:
-        for batch, nbytes in _batches(sorted(jobs, key=lambda job: _place_of(job[0][0].sources[0]))):
+        for batch, nbytes in _batches(
+            sorted(jobs, key=lambda job: (job[0][0].sources[0].file, job[0][0].sources[0].offset))
+        ):
             rooms.reverse()
             if len(rooms[0]) < nbytes:
                 rooms[0] = RecordMemory(1, max(nbytes, _BATCH)).records[0]
@@ -235,18 +239,8 @@ def repack_all(jobs: Sequence[Job], reader: TensorReader, kernels: NativeKernels
                 matrices.append((made, matrix))
             reader.read_into(places)
             under_way.result()
-            under_way = pool.submit(_repack, matrices, kernels)
+            under_way = pool.submit(repack_read, matrices)
         under_way.result()
-
-
-def _place_of(entry: TensorEntry) -> Place:
-    return entry.file, entry.offset
-
-
-def _repack(
-    matrices: list[tuple[list[tuple[Stored, list[torch.Tensor]]], TiledMatrix]], kernels: NativeKernels | None
-) -> None:
-    repack([([stored.in_memory(raw) for stored, raw in made], matrix) for made, matrix in matrices], kernels)
 
 
 def _aligned(nbytes: int) -> int:

@@ -157,8 +157,6 @@ class TableReads:
 
 
 class _Reading:
-    """Rows that are there or on their way, each once."""
-
     def __init__(self, rows: Rows, raw: torch.Tensor, missing: Rows, jobs: list[Future[None]]) -> None:
         self.rows, self.raw, self._missing, self._jobs = rows, raw, missing, jobs
 
@@ -311,8 +309,6 @@ class _Expecting:
 
 
 class _Unchanged:
-    """A cache that is only looked at."""
-
     def __init__(self, cache: Any) -> None:
         self._cache = cache
 

@@ -90,14 +90,21 @@ class Stored:
     order: torch.Tensor | None = None
     packing: ByRows | None = None
 
-    def blocks(self, raw: torch.Tensor) -> Blocks:
+    def read(self, bytes_of: Callable[[TensorEntry], torch.Tensor]) -> Blocks:
+        """The blocks as they lie; those of several tensors are brought together."""
+        found = self.blocks([bytes_of(source) for source in self.sources])
+        return found if len(self.sources) == 1 else Blocks(found.kind, found.in_order)
+
+    def blocks(self, raw: Sequence[torch.Tensor]) -> Blocks:
+        """Those of the bytes of each source."""
         assert self.kind is not None
-        return Blocks(self.kind, raw.view(self.rows, -1), self.order)
+        whole = raw[0] if len(raw) == 1 else torch.cat([each.view(-1) for each in raw])
+        return Blocks(self.kind, whole.view(self.rows, -1), self.order)
 
     def in_memory(self, raw: Sequence[torch.Tensor]) -> Blocks | Codes:
         """The same of the bytes of each source."""
         if self.packing is None:
-            return self.blocks(raw[0])
+            return self.blocks(raw)
         arrays = [as_array(entry, each.numpy()) for entry, each in zip(self.sources, raw, strict=True)]
         return self.packing.codes_of(self.sources, arrays, slice(0, self.rows))
 
@@ -123,7 +130,8 @@ def blocks_of(entry: TensorEntry) -> Stored | None:
         assert isinstance(entry, PackedEntry)
         order = torch.from_numpy(order_of(entry))
     kind, rows = GGML[stored.dtype], stored.shape[-2]
-    return Stored(rows, stored.nbytes // rows // kind.nbytes * kind.elements, (stored,), kind, order)
+    sources = entry.sources if isinstance(entry, PackedEntry) and len(entry.sources) > 1 else (stored,)
+    return Stored(rows, stored.nbytes // rows // kind.nbytes * kind.elements, sources, kind, order)
 
 
 class TensorReader:
@@ -259,7 +267,6 @@ class TensorReader:
         return raw
 
     def read_bytes(self, entry: TensorEntry, raw: torch.Tensor) -> None:
-        """Fills uint8 [bytes]."""
         self.read_into([(entry, raw)])
         container = self._container
         is_its = container is not None and container.path == entry.file
@@ -276,8 +283,8 @@ class TensorReader:
         blocks = blocks_of(entry)
         dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         if blocks is not None and self._kernels is not None:
-            raw = torch.empty(blocks.sources[0].nbytes, dtype=torch.uint8)
-            self.read_into([(blocks.sources[0], raw)])
+            raw = [torch.empty(source.nbytes, dtype=torch.uint8) for source in blocks.sources]
+            self.read_into(zip(blocks.sources, raw, strict=True))
             matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=dtype)
             unpack_into(blocks.blocks(raw), matrix, self._kernels)
             return matrix.view(entry.shape)

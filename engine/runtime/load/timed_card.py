@@ -19,7 +19,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import Meter
 from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import BANK_LAYER, ExpertsSite
-from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.exchange import MISSED
 from engine.runtime.decoder_layers import decoder_layers, layer_names
@@ -29,8 +29,6 @@ LAUNCHES = 4
 
 
 class TimedKernel:
-    """A kernel whose time is modelled, on the card or on the processor beside it."""
-
     def __init__(self, kernel: ExpertKernel, records: LayerRecords, meter: Meter, *, on_card: bool) -> None:
         self._kernel, self._records, self._meter, self._on_card = kernel, records, meter, on_card
         self._flops = _flops(records.layout)
@@ -185,7 +183,6 @@ class _Forward:
         self._tokens = self._piece = 0
 
     def begin(self, _module: Any, args: Any, kwargs: Any) -> None:
-        """The model is called."""
         ids = kwargs.get("input_ids")
         self._tokens = ids.numel() if ids is not None else args[0].numel() if args else 1
         self._piece, self._card = 0, ExitStack()
@@ -215,7 +212,6 @@ class _Forward:
             self._count()
 
     def end(self, _module: Any, _args: Any, _output: Any) -> None:
-        """The model has been called."""
         if self._card is None:
             return
         card, self._card = self._card, None

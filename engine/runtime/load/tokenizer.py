@@ -14,9 +14,9 @@ from typing import Any
 import transformers
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config
+from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.kept_tokenizer import keep_tokenizer, kept_tokenizer
-from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.plain_text import plain_line

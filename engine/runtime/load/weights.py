@@ -27,7 +27,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import hold_linears
 from engine.planner.placement import InRam, Streamed
 from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, removed
-from engine.runtime.load.in_place import (
+from engine.runtime.load.forms import (
     bind_matrices_in_place,
     files_in_place,
     layer_in_place,

@@ -1,6 +1,6 @@
 """Families that transformers lacks: models of our own, made of the library's parts.
 
-Each is a module named like its row in `engine.families.table`, with a configuration whose fields are those of published
+Each is a module named like its row in `engine.families`, with a configuration whose fields are those of published
 `config.json` files, and a model whose tensors bear the published names but for what its conversions say. `make_known`
 tells the library, and from then on all else treats it like the library's own.
 """

@@ -15,8 +15,6 @@ from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnMoE, SideBySi
 
 @strict
 class ArcticConfig(OwnConfig):
-    """As published."""
-
     model_type = "arctic"
     attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
 
@@ -35,7 +33,6 @@ class ArcticBlock(torch.nn.Module):
         self.mlp = Lfm2MoeMLP(config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
         out: torch.Tensor = self.mlp(hidden_states)
         return out
 
@@ -65,8 +62,6 @@ class ArcticDecoderLayer(SideBySideLayer):
 
 
 class ArcticForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = ArcticConfig
     layer = ArcticDecoderLayer
 

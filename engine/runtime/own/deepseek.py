@@ -13,8 +13,6 @@ from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, OwnMoE
 
 @strict
 class DeepseekConfig(OwnConfig):
-    """As published."""
-
     model_type = "deepseek"
     attribute_map: ClassVar[dict[str, str]] = {"num_experts": "n_routed_experts"}
 
@@ -32,7 +30,6 @@ class DeepseekConfig(OwnConfig):
         return bool(self.n_routed_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     def validate_architecture(self) -> None:
-        """Part of what `strict` validates."""
         if self.scoring_func != "softmax":
             raise ValueError(f"experts are scored by {self.scoring_func!r}")
 
@@ -42,8 +39,6 @@ class DeepseekAttention(LlamaAttention):  # type: ignore[misc]  # the library is
 
 
 class DeepseekMoE(OwnMoE):
-    """With shared experts."""
-
     def __init__(self, config: DeepseekConfig) -> None:
         width, shared = config.moe_intermediate_size, config.n_shared_experts
         super().__init__(
@@ -54,8 +49,6 @@ class DeepseekMoE(OwnMoE):
 
 
 class DeepseekDecoderLayer(OwnLayer):
-    """The first layers are dense."""
-
     def __init__(self, config: DeepseekConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = DeepseekAttention(config, layer_idx)
@@ -64,8 +57,6 @@ class DeepseekDecoderLayer(OwnLayer):
 
 
 class DeepseekForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = DeepseekConfig
     layer = DeepseekDecoderLayer
 

@@ -10,8 +10,6 @@ from engine.runtime.own.parts import OwnForCausalLM, alone
 
 
 class Glm5NextTextForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = Glm5NextTextConfig
     layers = alone(Glm5NextTextModel)
 

@@ -27,12 +27,10 @@ class GroveMoeConfig(OwnConfig):
     parallel_expert_scale: float = 0.05
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
         dense = layer in (self.mlp_only_layers or ())
         return not dense and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
 
     def validate_architecture(self) -> None:
-        """Part of what `strict` validates."""
         if self.num_experts_per_group < 1 or self.num_experts % self.num_experts_per_group:
             raise ValueError(f"{self.num_experts} experts are in groups of {self.num_experts_per_group}")
 
@@ -52,8 +50,6 @@ class GroveMoeGroups(torch.nn.Module):
 
 
 class GroveMoeSparseMoeBlock(OwnMoE):
-    """Experts, and those of their groups."""
-
     def __init__(self, config: GroveMoeConfig) -> None:
         super().__init__(Qwen2MoeTopKRouter(config), experts(config, config.num_experts, config.moe_intermediate_size))
         self.scale, self.groups = config.parallel_expert_scale, GroveMoeGroups(config)
@@ -77,8 +73,6 @@ def _once(groups: torch.Tensor, weights: torch.Tensor, nothing: int) -> tuple[to
 
 
 class GroveMoeDecoderLayer(OwnLayer):
-    """Qwen3's attention."""
-
     def __init__(self, config: GroveMoeConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = Qwen3MoeAttention(config, layer_idx)
@@ -87,8 +81,6 @@ class GroveMoeDecoderLayer(OwnLayer):
 
 
 class GroveMoeForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = GroveMoeConfig
     layer = GroveMoeDecoderLayer
     _keys_to_ignore_on_load_unexpected = (r"\.expert_bias$",)  # published, and used by nobody

@@ -23,8 +23,6 @@ from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, OwnMoE
 
 @strict
 class K2HorizonConfig(OwnConfig):
-    """As published."""
-
     model_type = "k2_horizon"
 
     use_sliding_window: bool = False
@@ -52,12 +50,10 @@ class K2HorizonConfig(OwnConfig):
         super().__post_init__(**kwargs)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
         dense = layer in (self.mlp_only_layers or ())
         return not dense and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
 
     def validate_architecture(self) -> None:
-        """Part of what `strict` validates."""
         if self.rope_head_dim not in (None, self.head_dim):
             raise ValueError(f"{self.rope_head_dim} of a head's {self.head_dim} dimensions are rotated")
         if self.attention_gate_func not in (None, "silu", "softplus"):
@@ -75,7 +71,6 @@ class K2HorizonRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(width))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
         parts = hidden_states.float().view(*hidden_states.shape[:-1], self.groups, -1)
         scaled = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
         out: torch.Tensor = self.weight * scaled.flatten(-2)
@@ -195,8 +190,6 @@ class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library i
 
 
 class K2HorizonDecoderLayer(OwnLayer):
-    """Dense, or with experts."""
-
     def __init__(self, config: K2HorizonConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = K2HorizonAttention(config, layer_idx)
@@ -206,8 +199,6 @@ class K2HorizonDecoderLayer(OwnLayer):
 
 
 class K2HorizonForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = K2HorizonConfig
     layer = K2HorizonDecoderLayer
     norm = staticmethod(_norm)

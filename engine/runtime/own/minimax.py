@@ -57,7 +57,6 @@ class MiniMaxConfig(configuration_minimax.MiniMaxConfig):  # type: ignore[misc] 
         return found
 
     def validate_architecture(self) -> None:
-        """Part of what `strict` validates."""
         if not self.postnorm or self.shared_intermediate_size or self.sliding_window:
             raise ValueError("it has shared experts, a sliding window, or norms before what is added to")
 
@@ -88,7 +87,6 @@ class MiniMaxLightningAttention(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """[B, S, H] -> [B, S, H]."""
         batch, tokens, _hidden = hidden_states.shape
         mixed = modeling_minimax.apply_mask_to_padding_states(silu(self.qkv_proj(hidden_states)), attention_mask)
         parts = mixed.view(batch, tokens, self.heads, 3 * self.head_dim).transpose(1, 2).split(self.head_dim, -1)
@@ -122,8 +120,6 @@ class MiniMaxLightningAttention(torch.nn.Module):
 
 
 class MiniMaxDecoderLayer(modeling_minimax.MiniMaxDecoderLayer):  # type: ignore[misc]  # the library is untyped
-    """The library's with this attention."""
-
     def __init__(self, config: MiniMaxConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         is_linear = self.block_type == "linear_attention"
@@ -137,8 +133,6 @@ class MiniMaxLayers(OwnLayers):
 
 
 class MiniMaxForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = MiniMaxConfig
     layers = MiniMaxLayers
     layer = MiniMaxDecoderLayer

@@ -25,8 +25,6 @@ def add(config: Any, model: Any, conversions: Sequence[Any]) -> None:
 
 @strict
 class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # the library is untyped
-    """What all of them have."""
-
     vocab_size: int = 32000
     hidden_size: int = 2048
     intermediate_size: int = 5632
@@ -124,7 +122,6 @@ class OwnForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]  # the library is 
 
     @staticmethod
     def norm(config: Any) -> torch.nn.Module:
-        """The last norm."""
         found: torch.nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         return found
 
@@ -144,7 +141,6 @@ class SideBySideLayer(OwnLayer):
         del self.mlp
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         return self.behind(hidden_states, hidden_states + attended)
 

@@ -14,8 +14,6 @@ from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnMoE, SideBySi
 
 @strict
 class SmallThinkerConfig(OwnConfig):
-    """As published."""
-
     model_type = "smallthinker"
 
     rope_layout: list[int] | None = None
@@ -41,7 +39,6 @@ class SmallThinkerConfig(OwnConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Part of what `strict` validates."""
         layouts = (self.no_rope_layers, self.layer_types, self.moe_layer_layout)
         if any(each is not None and len(each) != self.num_hidden_layers for each in layouts):
             raise ValueError("a layout is not of as many layers as the model")
@@ -88,8 +85,6 @@ class SmallThinkerDecoderLayer(SideBySideLayer):
 
 
 class SmallThinkerForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = SmallThinkerConfig
     layer = SmallThinkerDecoderLayer
 

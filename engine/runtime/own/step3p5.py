@@ -11,8 +11,6 @@ from engine.runtime.own.parts import OwnForCausalLM, alone
 
 
 class Step3p5ForCausalLM(OwnForCausalLM):
-    """With a head."""
-
     config_class = Step3p7TextConfig
     layers = alone(Step3p7TextModel)
 

@@ -83,7 +83,7 @@ def add_actions(action: AddAction) -> None:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    from engine.checkpoint.find_shape import find_shape, is_on_hub  # imports numpy, which no other action needs
+    from engine.checkpoint.catalogue import find_shape, is_on_hub  # imports numpy, which no other action needs
     from engine.hardware.machine import read_machine
     from engine.planner.plan_words import picture_words
     from engine.tuning.fit import verdict_of
@@ -189,7 +189,8 @@ def _estimate_text(answered: dict[str, Any] | None) -> str:
 
 def _fit_of_hub(args: argparse.Namespace) -> int:
     """Every candidate of a repository, or the one that is named, on this machine."""
-    from engine.checkpoint.hub import candidates, find_candidate, parse_reference, read_repository
+    from engine.checkpoint.hub import parse_reference, read_repository
+    from engine.checkpoint.hub.contents import candidates, find_candidate
 
     named = parse_reference(args.model).what
     found = (find_candidate(args.model),) if named else candidates(read_repository(args.model))
@@ -200,7 +201,9 @@ def _fit_of_hub(args: argparse.Namespace) -> int:
 
 def candidate_for_here(reference: str) -> Candidate:
     """The candidate that a reference means: of several that can run, where none is named, the best one for this PC."""
-    from engine.checkpoint.hub import HubError, candidates, find_candidate, parse_reference
+    from engine.checkpoint.hub import parse_reference
+    from engine.checkpoint.hub.contents import candidates, find_candidate
+    from engine.checkpoint.hub.http import HubError
     from engine.planner.plan_parts import Limits
 
     usual = find_candidate(reference)
@@ -226,7 +229,7 @@ def _card_of(found: Sequence[Candidate], limits: Limits, device: str = "auto") -
 
 def _shaped(candidate: Candidate) -> tuple[Candidate, ModelShape | None]:
     """The candidate and what it is; with the reason instead, if its header says that it cannot run."""
-    from engine.checkpoint.hub import candidate_shape
+    from engine.checkpoint.hub.contents import candidate_shape
 
     try:
         return candidate, None if candidate.problem else candidate_shape(candidate)
@@ -397,8 +400,12 @@ _COLUMNS = ("architecture", "GGUF files", "native steps", "rows together", "draf
 
 
 def _search(args: argparse.Namespace) -> int:
-    from engine.checkpoint.hub import search  # imports numpy, which no other action needs
-    from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, endpoint_of
+    from engine.checkpoint.hub import (
+        HUGGINGFACE,
+        MODELSCOPE,
+        endpoint_of,
+        search,  # imports numpy, which no other action needs
+    )
 
     found = search(" ".join(args.words), limit=min(args.limit, _MOST))
     endpoint = endpoint_of(MODELSCOPE if args.words[0].startswith(f"{MODELSCOPE}:") else HUGGINGFACE)
@@ -427,7 +434,7 @@ def _size(parameters: float | None) -> str:
 
 
 def _mirror(args: argparse.Namespace) -> int:
-    from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
+    from engine.checkpoint.hub import HUGGINGFACE, endpoint_of
     from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment, use_mirror
 
     if args.address is not None:
@@ -441,8 +448,8 @@ def _mirror(args: argparse.Namespace) -> int:
 
 
 def _forget_token(args: argparse.Namespace) -> int:
+    from engine.checkpoint.hub import NAMES, endpoint_of
     from engine.checkpoint.hub.http import forget_token, read_token
-    from engine.checkpoint.hub.repository import NAMES, endpoint_of
 
     host = urlsplit(endpoint_of(args.hub)).hostname or ""
     forget_token(host)

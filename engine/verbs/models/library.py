@@ -20,9 +20,8 @@ from engine.checkpoint.library import LibraryEntry, Verification, look_around, r
 from engine.checkpoint.model_directories import FOLDER, OWN, add_model_folder, drop_model_folder, model_folders
 from engine.checkpoint.moving import export, move
 from engine.checkpoint.names import STARTER_NAME
-from engine.checkpoint.ownership import named
+from engine.checkpoint.ownership import named, remove
 from engine.checkpoint.pictures import picture_tokens
-from engine.checkpoint.removing import remove
 from engine.common.errors import EngineError
 from engine.common.paths import models_dir
 from engine.common.sizes import about
@@ -348,7 +347,7 @@ def details(entry: LibraryEntry) -> str:
 
 def _picture_cost(path: Path) -> str:
     """What pictures of two sizes cost, and how long this machine takes for one."""
-    from engine.checkpoint.find_shape import find_shape
+    from engine.checkpoint.catalogue import find_shape
     from engine.planner.plan import Limits, make_plan
     from engine.planner.plan_words import picture_words
     from engine.verbs.plan import this_machine

@@ -9,7 +9,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.kept import Preset
 from app.views.chat.chat_view import ChatView
-from app.views.chat.user_message import UserMessage
+from app.views.chat.transcript import UserMessage
 from engine.common.errors import ErrorCode
 from tests.app.chat.chat_page import answered, last_answer, shown, titles, type_and_send
 from tests.app.scripted_engine import ScriptedEngine

@@ -22,7 +22,7 @@ from app.services.documents.index import FILE_NAME, DocumentIndex
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView
-from app.views.chat.user_message import UserMessage
+from app.views.chat.transcript import UserMessage
 from engine.batch_files.documents import DocumentReader
 from engine.common.paths import data_dir
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint

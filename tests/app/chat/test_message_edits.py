@@ -16,7 +16,7 @@ from pytestqt.qtbot import QtBot
 from app.services.chat_store import ChatStore
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
-from app.views.chat.user_message import UserMessage
+from app.views.chat.transcript import UserMessage
 from engine.common.kept_context import folder_of, kept_context_dir
 from engine.common.paths import data_dir
 from tests.app.chat.chat_page import answered, shown, titles, type_and_send

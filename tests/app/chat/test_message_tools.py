@@ -14,7 +14,7 @@ from app.services.chat_store import MessageState
 from app.services.kept import Preset
 from app.views.chat.chat_view import ChatView
 from app.views.chat.side_by_side import SideBySide
-from app.views.chat.user_message import UserMessage
+from app.views.chat.transcript import UserMessage
 from app.widgets.page import BatchDraft
 from engine.common.config import SamplingParams
 from engine.common.schema import settings_of

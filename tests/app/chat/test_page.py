@@ -17,7 +17,7 @@ from app.services.kept import Preset
 from app.theme import DARK, ThemeController
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
-from app.views.chat.user_message import UserMessage
+from app.views.chat.transcript import UserMessage
 from app.widgets.sampling_popover import sampling_words
 from engine.common.config import SamplingParams
 from tests.app.chat.chat_page import answered, last_answer, type_and_send
