@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
 from engine.batch_files.job_watcher import Pace
 from engine.batch_files.rows import Constraint, RowRequest
+from engine.common.channel import MAX_LINE_BYTES as MAX_LINE_BYTES
 from engine.common.chat import ChatMessage as ChatMessage
 from engine.common.chat import FinishReason as FinishReason
 from engine.common.chat import PromptEnd, Tool, ToolCall, ToolChoice
@@ -58,9 +59,6 @@ WAITS = "--waits"
 """The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0
 """Interval of `Heartbeat`, also while the worker computes; several missing ones mean that it hangs."""
-
-MAX_LINE_BYTES = 64 * 2**20
-"""Both sides reject a longer line instead of buffering it."""
 
 LoadPhase = Literal["loading", "reading", "converting"]
 """Of loading: opening files, reading weights, making records of them, and writing what later starts read instead."""
@@ -761,9 +759,10 @@ class ModelIs(Message):
 
 
 class Remark(Message):
-    """Something for people."""
+    """Something for people; a note `about` something, be it "", is not repeated, whichever engine says it."""
 
     text: str
+    about: str | None = None
 
 
 class ServeModels(Message):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from engine.common.errors import EngineError, RequestCancelled
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.installed import missing_engine
 from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService
@@ -36,7 +36,7 @@ from engine.process.chats import PROGRESS_S, ChatService
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
-from engine.process.remote import RemoteChats, RemoteJobs, needs_no_model
+from engine.process.remote import RemoteRequests, needs_no_model
 from engine.process.requests import RequestQueue, cancelled_event, failed
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService
@@ -72,15 +72,98 @@ from engine.protocol import (
     decode,
     request_id_of,
 )
-from engine.serving.other_programs import ApiRequests
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
+    from engine.serving.broker import RequestBroker
+    from engine.serving.link import BrokerLink
     from engine.tuning.run import TunedEngine, TuningEvent
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
 TELEMETRY_S = 0.5
+
+
+class ApiRequests:
+    """Lets other programs' requests join the window's chats, with the model that the window has loaded.
+
+    A request to load or free a model, or to tune, ends them.  Nothing heavy is imported until a program may ask.
+    """
+
+    def __init__(self, requests: RequestQueue) -> None:
+        self._requests, self._lock = requests, threading.Lock()
+        self._command: ServeOthers | None = None
+        self.broker: RequestBroker | None = None
+        self._link: BrokerLink | None = None
+        self._model: Path | None = None
+
+    def serve(self, command: ServeOthers) -> None:
+        """Has the engine's thread connect to the server behind this link, or hang up, soon."""
+        with self._lock:
+            self._command = command
+        self._requests.look_after_others()
+
+    # --- the engine's thread ----------------------------------------------------------------------
+
+    def open(self, engine: Engine) -> None:
+        from engine.serving.broker import RequestBroker  # imports torch
+
+        self.broker = RequestBroker(engine, self._requests.look_after_others)
+        self.broker.model_is(self._model)
+
+    def admit(self, engine: Engine) -> None:
+        """Lets who waits join those that the engine is answering, as far as there are places."""
+        if self._command is not None:
+            with self._lock:
+                command, self._command = self._command, None
+            self._connect(engine, command)
+        broker = self.broker
+        if broker is None:
+            return
+        try:
+            while (wanted := broker.next_model) is not None and wanted != self._model:
+                words = "The model was changed in Switchyard's window: ask again."
+                broker.refuse_waiting(EngineError(ErrorCode.MODEL_NOT_FOUND, words), wanted)
+            broker.admit()
+        except BaseException as error:
+            log_failure(error, "answering another program")
+            broker.refuse(as_engine_error(error, "answering another program"))
+            broker.free()
+
+    def leave(self) -> None:
+        """The window is about to free its model; `model_is` tells the server once the memory is there for another."""
+        self._model = None
+        if self.broker is not None:
+            self.broker.free()
+            self.broker.model_is(None)
+
+    def model_is(self, model: Path | None) -> None:
+        """The window has loaded this model, or has none any more."""
+        if model is None:
+            self.leave()
+        elif self.broker is not None:
+            self.broker.model_is(model)
+        self._model = model
+        if self._link is not None:
+            self._link.model_is(model)
+
+    def _connect(self, engine: Engine, command: ServeOthers) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        if not command.address:
+            return
+        if self.broker is None:
+            self.open(engine)
+        from engine.serving.link import BrokerLink
+
+        assert self.broker is not None
+        try:
+            self._link = BrokerLink(command.address, command.secret, self.broker)
+        except EngineError as error:  # it was turned off meanwhile
+            log_failure(error, "reaching the server for other programs")
+            return
+        self._link.model_is(self._model)
 
 
 class Worker:
@@ -96,9 +179,7 @@ class Worker:
         self._telemetry = telemetry
         self._others = ApiRequests(requests) if others is None else others
         self._process = psutil.Process()
-        self._sampled_s = time.monotonic()
-        self._written = 0
-        self._progress_s = 0.0
+        self._sampled_s, self._written, self._progress_s = time.monotonic(), 0, 0.0
 
     def run(self, make_engine: Callable[[], Engine]) -> None:
         """Make the engine, then perform requests until the queue is closed."""
@@ -231,39 +312,20 @@ class Worker:
         self._writer.send(Progress(request_id, phase, done, total))
 
     def _sample(self, engine: Engine, rate: float) -> None:
+        self._sampled_s, self._written = time.monotonic(), 0
         try:
-            self._publish(engine, rate)
+            weights = (engine.info.weights_bytes, engine.info.experts_bytes) if engine.info else (0, 0)
+            rss, context = self._process.memory_info().rss, (engine.kv_bytes, engine.kv_tokens)
+            self._writer.send(Telemetry(rss, *weights, *context, rate, *engine.device_memory))
         except Exception as error:  # a missing figure is no reason to stop
             log_failure(error, "sampling")
         trim_stderr()
 
-    def _publish(self, engine: Engine, rate: float) -> None:
-        self._sampled_s, self._written = time.monotonic(), 0
-        info = engine.info
-        device_total, device_used, device_experts = engine.device_memory
-        self._writer.publish(
-            Telemetry(
-                rss_bytes=self._process.memory_info().rss,
-                weights_bytes=info.weights_bytes if info else 0,
-                experts_bytes=info.experts_bytes if info else 0,
-                kv_bytes=engine.kv_bytes,
-                kv_tokens=engine.kv_tokens,
-                tokens_per_s=rate,
-                device_total_bytes=device_total,
-                device_used_bytes=device_used,
-                device_experts_bytes=device_experts,
-            )
-        )
-
 
 def run_tuning(
-    engine: TunedEngine, request: StartTuning, requests: RequestQueue, send: Callable[[Event], None]
+    engine: TunedEngine, request: StartTuning, requests: RequestQueue, send: Callable[[Event], object]
 ) -> TuningFinished:
-    """Runs until done or cancelled; results are sent at once, progress as often as it can be shown.
-
-    Raises:
-        EngineError: see `tune`.
-    """
+    """Runs until done or cancelled; results are sent at once, progress as often as it can be shown."""
     from engine.tuning.run import tune  # the planner, which few sessions need
 
     sent_s, stage = 0.0, ""
@@ -286,8 +348,7 @@ def read_commands(
     writer: EventWriter,
     telemetry: TelemetryService,
     others: ApiRequests | None = None,
-    remote: RemoteChats | None = None,
-    remote_jobs: RemoteJobs | None = None,
+    remote: RemoteRequests | None = None,
 ) -> bool:
     """Handles commands until the stream ends; returns whether it ended with a `Shutdown`."""
     lines = LineReader()
@@ -311,12 +372,9 @@ def read_commands(
                 return True
             if isinstance(command, Cancel):
                 requests.cancel(command.request_id)
-            elif isinstance(command, Generate) and command.remote is not None:
+            elif isinstance(command, Request) and needs_no_model(command):
                 if remote is not None:
                     remote.begin(command)
-            elif isinstance(command, StartBatch | SampleBatch) and needs_no_model(command):
-                if remote_jobs is not None:
-                    remote_jobs.begin(command)
             elif isinstance(command, Request):
                 if isinstance(command, LoadModel):
                     begin_reading(command.config)
@@ -340,13 +398,12 @@ def serve(make_engine: Callable[[], Engine], *, at_once: bool = True) -> None:
     writer.start()
     writer.send(Ready(PROTOCOL_VERSION, os.getpid()))
     requests = RequestQueue(writer.send)
-    telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
+    telemetry = TelemetryService(writer.send)
     others = ApiRequests(requests)
-    remote_jobs = RemoteJobs(requests, writer.send)
-    remote = RemoteChats(requests, writer.send, telemetry.is_elsewhere)
+    remote = RemoteRequests(requests, writer.send, telemetry.is_elsewhere)
 
     def read() -> None:
-        asked = read_commands(commands_fd, requests, writer, telemetry, others, remote, remote_jobs)
+        asked = read_commands(commands_fd, requests, writer, telemetry, others, remote)
         requests.close()
         # The engine thread may end the process sooner; if it is computing, its result is no longer wanted.
         time.sleep(SHUTDOWN_GRACE_S if asked else WINDOW_GONE_GRACE_S)
@@ -361,12 +418,8 @@ def serve(make_engine: Callable[[], Engine], *, at_once: bool = True) -> None:
     end_process(0)
 
 
-def _real_engine() -> Engine:
-    return import_engine()()
-
-
 def main() -> None:
-    serve(_real_engine, at_once=WAITS not in sys.argv)
+    serve(lambda: import_engine()(), at_once=WAITS not in sys.argv)
 
 
 if __name__ == "__main__":

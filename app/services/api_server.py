@@ -15,6 +15,7 @@ from app.services.child_process import child, delete_child
 from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
+from engine.common.channel import forget_link, remove_abandoned
 from engine.common.errors import EngineError
 from engine.common.paths import python_module
 from engine.common.settings import ask_keyring, tell_keyring
@@ -32,7 +33,6 @@ from engine.protocol import (
     decode,
     encode,
 )
-from engine.serving.link_folder import forget_link, remove_abandoned
 
 MOST_SERVED = 200
 """How many requests the window remembers."""

@@ -31,9 +31,9 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError
 from engine.common.files import disk_errors_explained
 from engine.common.paths import cache_dir
+from engine.runtime.engine import TIMED_PROMPT
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.runtime.schedule.timed_decode import TIMED_PROMPT
 
 if TYPE_CHECKING:
     from engine.bench.decode import DecodePlan

@@ -1,6 +1,6 @@
 """Runs llama.cpp or ik_llama.cpp: one JSON request per line on stdin, one answer per line on stdout.
 
-    {"do": "types", "path", "type", "columns"} -> {"types"}   type: number of a llama_ftype; types: ggml's, by tensor
+    {"do": "types", "path", "type", "columns", "target"} -> {"types"}   type: a llama_ftype
     {"do": "load", "path", "repack"}             -> {"seconds"}
     {"do": "open", "threads", "context", "sequences", "flash", "fused", "latent"} -> {"seconds"}   an empty context
     {"do": "prefill", "ids"}                     -> {"seconds"}          from an empty context
@@ -279,15 +279,16 @@ class Model:
         return np.ctypeslib.as_array(self._program.logits(place), (self._program.vocabulary,))
 
 
-def types(path: str, type: int, columns: dict[str, int]) -> dict[str, str]:
-    """The types that llama-quantize would choose for the model in `path`, whose matrices are plain numbers.
+def types(path: str, type: int, columns: dict[str, int], target: str) -> dict[str, str]:
+    """The types that llama-quantize chooses for the model in `path`, whose matrices are plain numbers.
 
     Args:
         columns: of each matrix, those of all experts together: they are said to be equally important.  May be empty.
+        target: where the quantised model is written, or nothing.
     """
     llama_cpp = importlib.import_module("llama_cpp")
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.dry_run = type, True
+    options.ftype, options.dry_run, options.nthread = type, not target, 1
     importance = (llama_cpp.llama_model_imatrix_data * (len(columns) + 1))()  # up to one without a name
     for each, (name, count) in zip(importance, columns.items(), strict=False):
         each.name, each.data, each.size = name.encode(), (ctypes.c_float * count)(*[1.0] * count), count
@@ -296,7 +297,7 @@ def types(path: str, type: int, columns: dict[str, int]) -> dict[str, str]:
     words: list[str] = []
     heard = llama_cpp.llama_log_callback(lambda _level, text, _data: words.append(text.decode("utf-8", "replace")))
     llama_cpp.llama_log_set(heard, None)
-    failed = llama_cpp.llama_model_quantize(path.encode(), b"", ctypes.byref(options))
+    failed = llama_cpp.llama_model_quantize(path.encode(), target.encode(), ctypes.byref(options))
     sys.stderr.write("".join(words))
     if failed:
         raise RuntimeError("it cannot quantise the file (its own words are on stderr)")

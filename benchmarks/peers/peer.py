@@ -221,8 +221,10 @@ class GgufPeer(_Child):
             return np.fromfile(path, np.float32).reshape(len(ids), vocabulary)
 
 
-def chosen_types(source: Path, kind: str) -> dict[str, str]:
+def chosen_types(source: Path, kind: str, target: Path | None = None) -> dict[str, str]:
     """ggml's types by tensor that llama.cpp chooses for a GGUF file of plain numbers and `kind` ("Q4_K_M").
+
+    It writes the quantised file to `target`, if there is one.
 
     For the IQ types it wants to know how important columns are: they are all said to be alike.
 
@@ -235,10 +237,9 @@ def chosen_types(source: Path, kind: str) -> dict[str, str]:
         for name, entry in matrices
         if len(entry.shape) > 1
     }
+    request = {"path": str(source), "type": FILE_TYPES[kind], "columns": columns, "target": str(target or "")}
     with _Child(LLAMA_CPP) as child:
-        types: dict[str, str] = child._ask(do="types", path=str(source), type=FILE_TYPES[kind], columns=columns)[
-            "types"
-        ]
+        types: dict[str, str] = child._ask(do="types", **request)["types"]
     return types
 
 

@@ -27,10 +27,10 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.measure.arithmetic import MemoryReader, cold_memory, spread_of
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import check_length
+from engine.runtime.engine import TIMED_PROMPT
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.runtime.schedule.timed_decode import TIMED_PROMPT
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel

@@ -61,7 +61,7 @@ def bench_telemetry(config: EngineConfig, plan: TelemetryPlan, report: Report, s
         writer = EventWriter(nowhere.fileno(), on_broken=lambda: None)
         writer.start()
         held.callback(writer.close)
-        service = TelemetryService(writer.offer, writer.publish, writer.send)
+        service = TelemetryService(writer.send)
         held.callback(service.close)
         service.model_is(ModelTelemetry(loaded))
         held.callback(service.model_is, None)

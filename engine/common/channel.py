@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
-import socket
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import try_lock
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+MAX_LINE_BYTES = 64 * 2**20
+"""Whoever receives a longer line rejects it instead of buffering it."""
+LINK_PREFIX = "switchyard-link-"
 _NOTICES_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 class Pipes:
@@ -25,9 +33,11 @@ class Pipes:
         self._inlet, self._outlet = inlet, outlet
 
     def recv_bytes(self) -> bytes:
-        """One line.  Raises EOFError at the end."""
-        if not (line := self._inlet.readline()):
+        """One line.  Raises EOFError at the end, and EngineError `PROTOCOL` if it is too long."""
+        if not (line := self._inlet.readline(MAX_LINE_BYTES + 1)):
             raise EOFError
+        if len(line) > MAX_LINE_BYTES:
+            raise EngineError(ErrorCode.PROTOCOL, f"A protocol line is longer than {MAX_LINE_BYTES} bytes.")
         return line
 
     def send_bytes(self, line: bytes) -> None:
@@ -47,7 +57,7 @@ class Channel:
     """Sends and receives without ever waiting for the other side.
 
     Args:
-        on_message: told of each message that comes, on a thread of its own; an EngineError ends the channel.
+        on_message: told of each message that comes, on a thread of its own; an error of it ends the channel.
         on_lost: told once, behind the last message, that no more can come.
     """
 
@@ -83,9 +93,13 @@ class Channel:
                 thread.join()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, EOFError, EngineError):
+        try:
             while self._has_come():
                 self._on_message(self._connection.recv_bytes())
+        except (OSError, EOFError, EngineError):
+            pass
+        except Exception as error:  # without its text, which can quote a prompt
+            _log.error("a channel ends: its message could not be handled (%s)", type(error).__name__)
         self._end()
         self._unsent.put(None)
         self._threads[1].join()
@@ -110,8 +124,66 @@ class Channel:
         if isinstance(self._connection, Pipes):
             self._connection.hang_up()
         elif os.name != "nt":
+            import socket  # the window, which has no such line, reads this module with the protocol
+
             with (
                 contextlib.suppress(OSError, ValueError),
                 socket.socket(fileno=os.dup(self._connection.fileno())) as end,
             ):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class LinkFolder:
+    """A new folder, after those of servers that were killed have been removed.
+
+    It is locked as long as its process lives; where folders cannot be locked, none is removed.
+
+    Attributes:
+        place: of the link in it; None on Windows, whose pipes have no file.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self.place: str | None = None
+        if os.name == "posix":
+            remove_abandoned()
+            while self._descriptor < 0:
+                self.place = os.path.join(self._made(), "engine")
+
+    def _made(self) -> str:
+        folder = tempfile.mkdtemp(prefix=LINK_PREFIX)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try_lock(descriptor)
+        if os.path.isdir(folder):
+            self._descriptor = descriptor
+        else:  # another server that started just then took it for abandoned
+            os.close(descriptor)
+        return folder
+
+    def leave(self) -> None:
+        """Gives up the lock, once the folder has been removed."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def remove_abandoned() -> None:
+    """Removes folders of this user that no living process has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{LINK_PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            if try_lock(descriptor):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def forget_link(address: str) -> None:
+    """Removes what is left of a link whose server has ended."""
+    if os.name == "posix" and address:
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)

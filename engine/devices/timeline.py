@@ -4,7 +4,8 @@ What is issued at a moment can only change what comes after it, so everything be
 is played no further than somebody asks: up to the present, or up to the event that the host waits for, while it issues
 nothing. So a small copy may still hold up a large one that is on the link.
 
-Work whose duration is only known once it has run is put off until an event is asked for that needs it.
+Work whose duration is only known once it has run is put off until an event is asked for that needs it.  Whoever asks
+meanwhile waits until it has been done.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import ComputingClock, JobEnding, JobWatcher, Pace, StoppedError, run_in_background
@@ -44,25 +45,22 @@ JobRunner = Callable[[PreparedJob, JobWatcher], JobEnding]
 class BatchService:
     """Runs jobs, each on a thread of its own beside the engine's, and samples on the engine's."""
 
-    def __init__(self, requests: RequestQueue, send: Callable[[Event], None], chats: ChatService) -> None:
+    def __init__(self, requests: RequestQueue, send: Callable[[Event], object], chats: ChatService) -> None:
         self._requests, self._send = requests, send
         self._chats = chats
-        self.threads = RequestThreads(requests, "batch-job", "answering")
+        self.threads = RequestThreads(requests)
         self._is_settling = False
 
     def start(self, engine: Engine, request: StartBatch) -> None:
-        """Begins a job, which ends later.
-
-        Raises:
-            EngineError: no model is loaded.
-        """
+        """Begins a job, which ends later."""
         if request.job.endpoints:  # with this machine as one of them
             from engine.process.remote import runner_at
 
             runner = runner_at(request, engine.hosted_model(beside_others=True))
         else:
             runner = engine.job_runner()
-        self.threads.begin(request, lambda: answered_job(request, runner, self._send, lambda: self._must_stop(request)))
+        answer = partial(answered_job, request, runner, self._send, lambda: self._must_stop(request))
+        self.threads.begin(request, "batch-job", "answering", answer)
 
     @property
     def are_running(self) -> bool:
@@ -86,11 +84,7 @@ class BatchService:
         return self._requests.waits(LoadModel, UnloadModel, StartTuning, SampleBatch)
 
     def sample(self, engine: Engine, request: SampleBatch) -> BatchFinished:
-        """Answers the first rows of a job; shares the engine with chats like a job.
-
-        Raises:
-            EngineError: see `Engine.sample_batch`.
-        """
+        """Answers the first rows of a job; shares the engine with chats like a job."""
         clock, chats = ComputingClock(), self._chats
         events = JobEvents(request.request_id, self._send)
 
@@ -121,13 +115,9 @@ class BatchService:
 
 
 def answered_job(
-    request: StartBatch, runner: JobRunner, send: Callable[[Event], None], cancelled: Callable[[], bool]
+    request: StartBatch, runner: JobRunner, send: Callable[[Event], object], cancelled: Callable[[], bool]
 ) -> BatchFinished:
-    """Runs one job until it is done or stopped.
-
-    Raises:
-        EngineError: see `run_job`.
-    """
+    """Runs one job until it is done or stopped."""
     events = JobEvents(request.request_id, send)
     # Chats are answered between the layers of jobs, by whoever has the engine's thread.
     watcher = JobWatcher(events.pace, events.answer, lambda: False, lambda: None, cancelled, events.plan)
@@ -160,7 +150,7 @@ def answered_job(
 class JobEvents:
     """Sends one job's events to the window, no more often than it can show them."""
 
-    def __init__(self, request_id: str, send: Callable[[Event], None]) -> None:
+    def __init__(self, request_id: str, send: Callable[[Event], object]) -> None:
         self._request_id, self._send = request_id, send
         self._log = RequestLog()
         self._done = self._failed = self._tokens = 0

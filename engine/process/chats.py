@@ -33,7 +33,7 @@ class ChatService:
     def __init__(
         self,
         requests: RequestQueue,
-        send: Callable[[Event], None],
+        send: Callable[[Event], object],
         engine: Engine,
         begins: Callable[[str], None],
         wrote: Callable[[int], None],
@@ -45,7 +45,7 @@ class ChatService:
         self._open: set[str] = set()
 
     def begin(self, asked: Generate) -> None:
-        from engine.runtime.schedule.request import BatchRequest  # torch, which is there by now
+        from engine.runtime.decode.generation import BatchRequest  # as torch: not before it is needed
 
         name, told = asked.request_id, -1
         log = RequestLog()
@@ -100,7 +100,6 @@ class ChatService:
         """Answers who asks, and goes on with jobs, until nothing is left or `until()`, which by default is that the
         window wants something else: a job goes on beside chats, and all else waits for them, but for no other program.
         """
-        self._arrive()
         if self._engine.is_busy:
             is_over = until or self._is_wanted_elsewhere
             with _ended():

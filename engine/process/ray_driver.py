@@ -149,7 +149,8 @@ class RayDriver:
             found = reply.found.result()
         except Exception as error:
             self._end(actor)
-            self._emit(encode(NodeGone(actor.node, actor.life, _end_of(error))))
+            is_old = isinstance(error, AttributeError | TypeError)  # it has no such method, or another one
+            self._emit(encode(NodeGone(actor.node, actor.life, _end_of(error), refuses=is_old)))
             return
         if reply.kind == "events":
             lines, is_over = found
@@ -208,6 +209,8 @@ def _end_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "No module named 'engine" in text:
         return "Switchyard is not installed there for Ray's Python: install both into one environment on that node"
+    if isinstance(error, AttributeError | TypeError):
+        return f"it has another Switchyard than the one that asks, which is {version()}"
     kind = type(error).__name__
     if kind == "ActorUnschedulableError":
         return "the node left the cluster"

@@ -198,11 +198,7 @@ def _refused(why: str) -> EngineError:
 
 
 def _found(models: tuple[str, ...], digest: str) -> Path:
-    """The model's files on this node.
-
-    Raises:
-        EngineError: it has none that can be used.
-    """
+    """The model's files on this node."""
     from engine.checkpoint.library import resolve
 
     other = why = ""

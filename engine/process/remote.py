@@ -20,6 +20,7 @@ from engine.protocol import (
     Event,
     Finished,
     Generate,
+    Request,
     SampleBatch,
     StartBatch,
     Token,
@@ -28,32 +29,36 @@ from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
 from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
-    from engine.remote.chat_form import RemoteAnswer
     from engine.remote.client import Client
     from engine.remote.job import OwnModel
 
 
-class RemoteChats:
-    """Asks endpoints, each through one client as long as it stays the same.
+class RemoteRequests:
+    """Has endpoints answer chats, jobs and samples of jobs; none waits for the engine, or for each other.
 
     Args:
-        send: told of every token.
-        is_elsewhere: told the number of a request in the requests' lane, and which endpoint answers it.
+        send: told of what comes before the end.
+        is_elsewhere: told the number of a chat in the requests' lane, and which endpoint answers it.
     """
 
     def __init__(
-        self, requests: RequestQueue, send: Callable[[Event], None], is_elsewhere: Callable[[int, str], None]
+        self,
+        requests: RequestQueue,
+        send: Callable[[Event], object],
+        is_elsewhere: Callable[[int, str], None] = lambda _number, _place: None,
     ) -> None:
         self._requests, self._send, self._is_elsewhere = requests, send, is_elsewhere
         self._lock = threading.Lock()
         self._clients: dict[tuple[Endpoint, str], Client] = {}
-        self._threads = RequestThreads(requests, "remote-chat", "asking another server")
+        self.threads = RequestThreads(requests)
 
-    def begin(self, request: Generate) -> None:
-        remote = request.remote
-        assert remote is not None
-        if self._requests.accept_elsewhere(request):
-            self._threads.begin(request, lambda: self._answer(request, remote))
+    def begin(self, request: Request) -> None:
+        if not self._requests.accept_elsewhere(request):
+            return
+        if isinstance(request, Generate):
+            self.threads.begin(request, "remote-chat", "asking another server", lambda: self._answer(request))
+        elif isinstance(request, StartBatch | SampleBatch):
+            self.threads.begin(request, "remote-job", "asking other servers", lambda: self._ending(request))
 
     def close(self) -> None:
         """Breaks off what is under way, and waits for its end."""
@@ -62,12 +67,13 @@ class RemoteChats:
             self._clients.clear()
         for client in clients:
             client.close()
-        self._threads.join()
+        self.threads.join()
 
-    def _answer(self, request: Generate, remote: RemoteModel) -> Finished:
+    def _answer(self, request: Generate) -> Finished:
         from engine.remote.chat_form import RemoteRequest  # takes a while, and most sessions ask nobody
 
-        name, log, pieces = request.request_id, RequestLog(is_elsewhere=True), 0
+        name, log, pieces, remote = request.request_id, RequestLog(is_elsewhere=True), 0, request.remote
+        assert remote is not None
         self._is_elsewhere(log.number, remote.endpoint.name)
 
         def on_delta(delta: Token) -> None:
@@ -89,7 +95,8 @@ class RemoteChats:
                 self._send(Called(name, answer.tool_calls))
             elif calls := calls_text(answer.tool_calls):  # of tools that the server itself offered: nobody here has any
                 self._send(Token(name, f"\n```\n{calls}\n```\n", max(pieces, 1)))
-            return _finished(name, answer)
+            lengths = answer.prompt_tokens or 0, answer.reused_tokens, answer.written
+            return Finished(name, answer.finish_reason, *lengths, answer.first_token_s or 0.0, answer.tokens_per_s)
         except RequestCancelled:
             return Finished(name, "cancelled", 0, 0, pieces)
         finally:
@@ -110,43 +117,6 @@ class RemoteChats:
         if first is not client:
             client.close()
         return first
-
-
-def _finished(name: str, answer: RemoteAnswer) -> Finished:
-    return Finished(
-        name,
-        answer.finish_reason,
-        answer.prompt_tokens or 0,
-        answer.reused_tokens,
-        answer.written,
-        answer.first_token_s or 0.0,
-        answer.tokens_per_s,
-    )
-
-
-def needs_no_model(request: StartBatch | SampleBatch) -> bool:
-    """Whether only others answer; a sample of endpoints and this machine is of the endpoints alone."""
-    job = request.job
-    if job.ray:
-        return isinstance(request, StartBatch)
-    return job.is_remote and (isinstance(request, SampleBatch) or HERE not in job.endpoints)
-
-
-class RemoteJobs:
-    """Runs jobs and samples of them; none waits for the engine, or for each other.
-
-    Args:
-        send: told of what they do.
-    """
-
-    def __init__(self, requests: RequestQueue, send: Callable[[Event], None]) -> None:
-        self._requests, self._send = requests, send
-        self.threads = RequestThreads(requests, "remote-job", "asking other servers")
-
-    def begin(self, request: StartBatch | SampleBatch) -> None:
-        """Takes a request of a job that names endpoints, which ends later."""
-        if self._requests.accept_elsewhere(request):
-            self.threads.begin(request, lambda: self._ending(request))
 
     def _ending(self, request: StartBatch | SampleBatch) -> BatchFinished:
         if isinstance(request, SampleBatch):
@@ -173,6 +143,18 @@ class RemoteJobs:
             self._send(replace(sample, request_id=request.request_id))
         seconds = sample.row_s * sample.rows if sample is not None else 0.0
         return events.finished(not cancelled(), seconds)
+
+
+def needs_no_model(request: Request) -> bool:
+    """Whether only others answer; a sample of endpoints and this machine is of the endpoints alone."""
+    if isinstance(request, Generate):
+        return request.remote is not None
+    if not isinstance(request, StartBatch | SampleBatch):
+        return False
+    job = request.job
+    if job.ray:
+        return isinstance(request, StartBatch)
+    return job.is_remote and (isinstance(request, SampleBatch) or HERE not in job.endpoints)
 
 
 def runner_at(request: StartBatch, own: OwnModel | None) -> JobRunner:

@@ -40,7 +40,7 @@ def cancelled_event(request: Request) -> TerminalEvent | None:
 class RequestQueue:
     """Hands requests to the engine thread one at a time, and ensures that each ends exactly once."""
 
-    def __init__(self, send: Callable[[TerminalEvent], None]) -> None:
+    def __init__(self, send: Callable[[TerminalEvent], object]) -> None:
         self._send = send
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
@@ -163,28 +163,23 @@ def failed(request_id: str, error: BaseException, doing: str) -> Failed:
 
 
 class RequestThreads:
-    """Requests that are answered beside the engine's thread, each on a thread of its own.
+    """Requests that are answered beside the engine's thread, each on a thread of its own."""
 
-    Args:
-        name: of the threads.
-        doing: what is said of a failure, such as "asking another server".
-    """
-
-    def __init__(self, requests: RequestQueue, name: str, doing: str) -> None:
-        self._requests, self._name, self._doing = requests, name, doing
+    def __init__(self, requests: RequestQueue) -> None:
+        self._requests = requests
         self._running: list[threading.Thread] = []
 
-    def begin(self, request: Request, answer: Callable[[], TerminalEvent]) -> None:
-        """Has `answer` find out how the request ends; whatever it raises ends it, too."""
+    def begin(self, request: Request, name: str, doing: str, answer: Callable[[], TerminalEvent]) -> None:
+        """Has `answer` find out how the request ends; whatever it raises ends it, too, as a failure of `doing`."""
 
         def run() -> None:
             try:
                 ending = answer()
             except BaseException as error:
-                ending = failed(request.request_id, error, self._doing)
+                ending = failed(request.request_id, error, doing)
             self._requests.end(ending)
 
-        thread = threading.Thread(target=run, name=self._name, daemon=True)
+        thread = threading.Thread(target=run, name=name, daemon=True)
         self._running.append(thread)
         thread.start()
 

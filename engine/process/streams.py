@@ -51,9 +51,8 @@ def claimed_pipes() -> Pipes:
 class EventWriter:
     """Writes events on its own thread, so that a window that reads slowly never delays a token.
 
-    Events wait in an unbounded queue and arrive in order. Offered events are queued too unless too many are waiting;
-    only the latest sample of each kind is kept, and is sent when nothing else waits. A `Heartbeat` goes out every
-    `HEARTBEAT_S`.
+    Events wait in an unbounded queue and arrive in order, but for those that are `Droppable`. Only the latest sample of
+    each kind is kept, and is sent when nothing else waits. A `Heartbeat` goes out every `HEARTBEAT_S`.
     """
 
     def __init__(self, fd: int, on_broken: Callable[[], None]) -> None:
@@ -71,26 +70,18 @@ class EventWriter:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, event: Event) -> None:
+    def send(self, event: Event) -> bool:
+        """Has it written; false if it is droppable and too many of those are waiting."""
         with self._changed:
-            self._queue.append(event)
-            self._changed.notify_all()
-
-    def offer(self, event: Droppable) -> bool:
-        """Queues an event unless too many are waiting; returns whether it did."""
-        with self._changed:
-            if self._offered >= MOST_OFFERED:
+            if isinstance(event, Sample):
+                self._samples[type(event)] = event
+            elif isinstance(event, Droppable) and self._offered >= MOST_OFFERED:
                 return False
-            self._offered += 1
-            self._queue.append(event)
+            else:
+                self._offered += isinstance(event, Droppable)
+                self._queue.append(event)
             self._changed.notify_all()
             return True
-
-    def publish(self, sample: Sample) -> None:
-        """Offers a sample, replacing an unsent one of its kind."""
-        with self._changed:
-            self._samples[type(sample)] = sample
-            self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued has been written; false on timeout."""

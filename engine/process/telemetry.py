@@ -12,10 +12,9 @@ import numpy as np
 
 from engine.common import clock
 from engine.protocol import (
-    Droppable,
+    Event,
     RequestPlace,
     ResizeCache,
-    Sample,
     TelemetryCounters,
     TelemetryRequest,
     TelemetrySpans,
@@ -43,20 +42,11 @@ class TelemetryService:
     """Starts and stops the recorder at the window's request, and forwards its records.
 
     Args:
-        offer: sends an event unless too many are waiting; returns whether it did.
-        publish: sends a sample, replacing an unsent one.
-        send: sends an event that must arrive.
+        send: see `EventWriter.send`.
     """
 
-    def __init__(
-        self,
-        offer: Callable[[Droppable], bool],
-        publish: Callable[[Sample], None],
-        send: Callable[[TelemetryRequest | RequestPlace], None],
-        recorder: Recorder = RECORDER,
-    ) -> None:
-        self._offer, self._publish, self._send = offer, publish, send
-        self._recorder = recorder
+    def __init__(self, send: Callable[[Event], bool], recorder: Recorder = RECORDER) -> None:
+        self._send, self._recorder = send, recorder
         self._changed = threading.Condition()
         self._using = threading.Lock()  # held while the source is in use, so that its model is not freed
         self._wanted = WatchTelemetry(on=False)
@@ -150,7 +140,7 @@ class TelemetryService:
             with self._using:
                 expert_map = self._source.expert_map() if self._source is not None else None
             if expert_map is not None:
-                self._publish(expert_map)
+                self._send(expert_map)
         if now_s >= self._report_due_s and (self._steps or self._report_is_asked):
             self._report_due_s = now_s + REPORT_S
             self._report()
@@ -184,11 +174,11 @@ class TelemetryService:
         for begin in range(0, len(spans), MOST_SPANS):
             some = spans[begin : begin + MOST_SPANS]
             dropped = recorder.dropped_spans + self._lost_spans
-            if not self._offer(TelemetrySpans(clock.now_ns(), time.time(), len(some), pack(some), dropped)):
+            if not self._send(TelemetrySpans(clock.now_ns(), time.time(), len(some), pack(some), dropped)):
                 self._lost_spans += len(some)
         if len(steps):
             dropped = recorder.dropped_steps + self._lost_steps
-            if not self._offer(TelemetryCounters(len(steps), pack(steps), dropped)):
+            if not self._send(TelemetryCounters(len(steps), pack(steps), dropped)):
                 self._lost_steps += len(steps)
             self._steps.append(steps)
         if len(spans) and sum(map(len, self._spans)) < _REMEMBERED_SPANS:
@@ -201,4 +191,4 @@ class TelemetryService:
         with self._using:
             report = self._source.cache_report(spans, steps) if self._source is not None else None
         if report is not None:
-            self._publish(report)
+            self._send(report)

@@ -15,9 +15,10 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.embedding import refuse_embedding
 from engine.checkpoint.library import note_use, reading, resolve
 from engine.checkpoint.profile import suggested_sampling
+from engine.common import clock
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.file_image import EARLY_READS, remember
@@ -31,7 +32,6 @@ from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.request import BatchRequest, OnEnd, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.runtime.schedule.timed_decode import TIMED_PROMPT, time_decode
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.result import DecodeRate
@@ -52,6 +52,10 @@ _TAKEN_OF_ONE = "Other programs use the memory of {0}, so the model runs on {1} 
 _LOST = "The graphics card stopped responding, so the model runs on the CPU now."
 _TAKEN = "Other programs use the graphics card's memory, so the model runs on the CPU until they leave it."
 _BACK = "The graphics card works again: reload the model to use it."
+TIMED_PROMPT = (
+    "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
+)
+_FEWEST_TOKENS = 4
 
 
 class Engine:
@@ -161,11 +165,7 @@ class Engine:
         cancelled: Callable[[], bool],
         on_phase: OnPhase = ignore_phase,
     ) -> ModelInfo:
-        """The same with these settings and no others: nothing that was tuned is looked for.
-
-        Raises:
-            EngineError, RequestCancelled: as `load`.
-        """
+        """The same with these settings and no others: nothing that was tuned is looked for."""
         self.unload()
         path = resolve(config.model)
         with contextlib.ExitStack() as held:
@@ -200,11 +200,7 @@ class Engine:
         self.on_moved(loaded.info)
 
     def without_card(self, *, is_lost: bool) -> LoadedModel:
-        """See `Places`.
-
-        Raises:
-            EngineError: it cannot be loaded; no model is loaded then.
-        """
+        """See `Places`."""
         lost, others = self._lost_and_others(is_lost=is_lost)
         fewer, none = (_FEWER, _LOST) if is_lost else (_TAKEN_OF_ONE, _TAKEN)
         why = fewer.format(" and ".join(lost), " and ".join(others)) if others else none
@@ -232,11 +228,7 @@ class Engine:
         return self._failback is not None and self._failback.is_open(monotonic())
 
     def with_card(self) -> LoadedModel:
-        """See `Places`.
-
-        Raises:
-            EngineError: it cannot be loaded at all; no model is loaded then.
-        """
+        """See `Places`."""
         left = self._ready().info
         _log.warning("loading the model on the graphics card again, which is of use again")
         try:
@@ -297,12 +289,9 @@ class Engine:
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
     ) -> DecodeRate:
-        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `timed_decode`.
+        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most.
 
         What is held of conversations is given up.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model, and what the model raises.
         """
         loaded = self._ready()
         self.scheduler.forget()
@@ -311,11 +300,7 @@ class Engine:
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
 
     def record_routing(self) -> RoutingRecorder:
-        """Records the routing of the loaded model from now on.
-
-        Raises:
-            EngineError: `INVALID_REQUEST`, without a model or if it routes nothing.
-        """
+        """Records the routing of the loaded model from now on."""
         return RoutingRecorder(self._ready())
 
     def unload(self) -> None:
@@ -351,11 +336,7 @@ class Engine:
         on_reasoning: TextCallback = ignore_text,
         tools: tuple[Tool, ...] = (),
     ) -> GenerationResult:
-        """Answer the last of `messages`, and whatever else is asked meanwhile.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model or a message, `PROMPT_TOO_LONG`, and what the model raises.
-        """
+        """Answer the last of `messages`, and whatever else is asked meanwhile."""
         ended: list[Outcome] = []
         calls: list[ToolCall] = []
         request = BatchRequest(
@@ -381,7 +362,7 @@ class Engine:
         on_begin: Callable[[], None] = lambda: None,
         *,
         on_reasoning: TextCallback = ignore_text,
-        on_calls: Callable[[tuple[ToolCall, ...]], None] = lambda _calls: None,
+        on_calls: Callable[[tuple[ToolCall, ...]], object] = lambda _calls: None,
     ) -> None:
         """Takes a chat that the scheduler answers; its `on_text` is told of the answer without the reasoning.
 
@@ -389,9 +370,6 @@ class Engine:
             on_end, on_begin: see `Scheduler.submit`.
             on_reasoning: told what the model thinks before it answers.
             on_calls: told which tools the answer calls, before its end.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
         """
         scheduler, info = self.scheduler, self._ready().info
         answer = SplitAnswer(info.family, request.on_text, on_reasoning, request.tools)
@@ -415,11 +393,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the loaded model.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
-        """
+        """Of the loaded model."""
         self._ready()
         assert self._scheduler is not None
         return self._scheduler
@@ -435,11 +409,7 @@ class Engine:
         return self._scheduler is not None and (self._scheduler.is_busy or self._scheduler.background.is_busy)
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
-        """Answers a job's rows with the loaded model on this thread; nothing else is answered meanwhile.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model, and see `run_whole_job`.
-        """
+        """Answers a job's rows with the loaded model on this thread; nothing else is answered meanwhile."""
         from engine.runtime.batch.whole_job import OwnHost, run_whole_job  # which the first chat need not wait for
 
         return run_whole_job(prepared, OwnHost(self._ready(), self.scheduler.moved), watcher)
@@ -449,20 +419,13 @@ class Engine:
 
         Args:
             asked: its first rows, each with the share of the input read so far.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
         """
         from engine.runtime.batch.whole_job import open_rows
 
         return open_rows(job, asked, self._ready())
 
     def job_runner(self) -> Callable[[PreparedJob, JobWatcher], JobEnding]:
-        """Runs a job, on a thread of its own, whose rows are answered in `serve` together with other jobs' rows.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
-        """
+        """Runs a job, on a thread of its own, whose rows are answered in `serve` together with other jobs' rows."""
         from engine.runtime.batch.whole_job import SharedHost, run_whole_job
 
         self.scheduler.return_to_card()
@@ -470,11 +433,7 @@ class Engine:
         return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
 
     def hosted_model(self, *, beside_others: bool) -> HostedModel:
-        """The loaded model for some of a job's rows, `beside_others` as in `job_runner`, else as in `run_batch`.
-
-        Raises:
-            EngineError: `INVALID_REQUEST` without a model.
-        """
+        """The loaded model for some of a job's rows, `beside_others` as in `job_runner`, else as in `run_batch`."""
         from engine.runtime.batch.whole_job import HostedModel, OwnHost, SharedHost
 
         loaded, scheduler = self._ready(), self.scheduler
@@ -495,3 +454,54 @@ class Engine:
 
 def _how(info: ModelInfo) -> str:
     return f"{info.device}, {info.precision}"
+
+
+def time_decode(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    seconds: float = float("inf"),
+    speculates: bool = False,
+    on_token: Callable[[int, float], None] = lambda _count, _rate: None,
+    cancelled: CancelCheck = never_cancelled,
+) -> DecodeRate:
+    """Continues a prompt greedily by `tokens` tokens after the first, past any end token.
+
+    Args:
+        seconds: a slow model is stopped after so long, with the tokens that it has made, four at the least.
+        speculates: whether coming tokens may be guessed; what repeats itself would be timed as if all answers did.
+        on_token: called with their number, and the rate since the first.
+    """
+    arrivals: list[tuple[int, float]] = []
+    begun = clock.now()
+
+    def on_text(_text: str, count: int) -> None:
+        if arrivals and count == arrivals[-1][0]:
+            return  # what was held back of the text: no further token
+        arrivals.append((count, clock.now()))
+        first, since = arrivals[0]
+        if count > first:
+            on_token(count - first, (count - first) / (arrivals[-1][1] - since))
+
+    def enough() -> bool:
+        if cancelled():
+            return True
+        return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and clock.now() - arrivals[0][1] > seconds
+
+    scheduler = Scheduler(replace(loaded, speculates=speculates, kept=None))
+    sampling = SamplingParams(max_tokens=tokens + 1)
+    try:
+        scheduler.answer(
+            BatchRequest(
+                0, ids=tuple(prompt), sampling=sampling, end_ids=frozenset(), on_text=on_text, cancelled=enough
+            )
+        )
+    finally:
+        scheduler.close()
+    if not arrivals:
+        return DecodeRate(0.0, 0.0, 0)
+    # Not every token completes a text.
+    (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
+    rate = (last - first) / (last_s - first_s) if last > first else 0.0
+    return DecodeRate(rate, first_s - begun, last - first)

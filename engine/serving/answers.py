@@ -226,12 +226,7 @@ def versioned(paths: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
 
 
 async def respond(call: Call, asks: Sequence[Ask], reply: Reply, *, streams: object) -> Any:
-    """Has these answered, whole or as a stream.
-
-    Raises:
-        EngineError: they are refused before anything could be said.
-        ClientGoneError: the client went away before that.
-    """
+    """Has these answered, whole or as a stream."""
     events = call.service.events(*asks)
     if streams:
         return _Streamed(await _opened(call.request, _lines(events, reply), reply), headers=reply.headers)
@@ -319,11 +314,7 @@ class _Streamed(StreamingResponse):
 
 
 def listed_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The entries of `tools`.
-
-    Raises:
-        BadRequestError: they are no objects.
-    """
+    """The entries of `tools`."""
     offered = body.get("tools") or []
     if not isinstance(offered, list) or not all(isinstance(entry, Mapping) for entry in offered):
         raise BadRequestError("has tools that are not a list of objects")
@@ -331,11 +322,7 @@ def listed_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def read_tool(name: Any, description: Any, parameters: Any) -> Tool:
-    """A tool by its name, its description and the JSON schema of its arguments.
-
-    Raises:
-        BadRequestError: one of them is not what it should be.
-    """
+    """A tool by its name, its description and the JSON schema of its arguments."""
     if not isinstance(name, str) or not name:
         raise BadRequestError("has a tool without a name")
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
@@ -345,11 +332,7 @@ def read_tool(name: Any, description: Any, parameters: Any) -> Tool:
 
 
 def read_offer(tools: list[Tool], choice: str, named: str = "", *, several: bool) -> Offer:
-    """What `choice` makes of the tools: `none`, `auto`, `required`, or `named` for the tool of that name.
-
-    Raises:
-        BadRequestError: they contradict each other.
-    """
+    """What `choice` makes of the tools: `none`, `auto`, `required`, or `named` for the tool of that name."""
     if len(tools) > MOST_TOOLS:
         raise BadRequestError(f"offers {len(tools):,} tools; at most {MOST_TOOLS} are taken")
     if choice in ("none", "auto"):
@@ -367,9 +350,6 @@ def openai_tools(body: Mapping[str, Any], *, flat: bool = False) -> Offer:
     Args:
         flat: in the form of the responses interface, where a tool's fields are not under `function`, and where tools
             of other types than functions are skipped: they are offers to servers that can run them.
-
-    Raises:
-        BadRequestError: it makes no sense.
     """
     functions, call = body.get("functions"), body.get("function_call")
     if functions or call not in (None, "none", "auto"):

@@ -408,11 +408,7 @@ class ModelBroker(RequestBroker):
     # --- the engine's thread ----------------------------------------------------------------------
 
     def answer(self) -> None:
-        """Answers who waits for the loaded model, until nobody is left.
-
-        Raises:
-            BaseException: the model cannot be run.
-        """
+        """Answers who waits for the loaded model, until nobody is left."""
         scheduler = self._opened()
 
         def arrive() -> bool:

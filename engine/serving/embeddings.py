@@ -59,11 +59,7 @@ class Embedded:
 
 
 def read_texts(value: Any) -> list[Text]:
-    """The texts of a request: one or several, as text or as tokens.
-
-    Raises:
-        BadRequestError: they are something else.
-    """
+    """The texts of a request: one or several, as text or as tokens."""
     is_single = isinstance(value, str) or (isinstance(value, list) and bool(value) and is_tokens(value))
     texts = [value] if is_single else value
     if not isinstance(texts, list) or not texts:
@@ -111,10 +107,6 @@ class Embeddings:
 
         Args:
             keep_s: how long the process stays afterwards; negative: for as long as the server does.
-
-        Raises:
-            EngineError: they cannot be made.
-            RequestCancelled: `cancelled()` came true.
         """
         how_it_embeds(model)  # before a process is started for it
         vectors: list[bytes] = []

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
-from engine.common.model_info import ModelInfo
 from engine.common.paths import python_module
 from engine.process.lifetime import end_process, quiet_libraries, set_up_process
 from engine.protocol import ServeModels, decode, encode
@@ -117,13 +116,6 @@ class EngineProcess(EngineLink):
             self._on_end()
 
 
-def new_remarks(info: ModelInfo, made: set[tuple[str, str]]) -> list[str]:
-    """What there is to say of a model that has been loaded, and has not been said before: `made` has that."""
-    found = [one for one in (("", info.device_note), (info.path, info.template_note)) if one[1] and one not in made]
-    made.update(found)
-    return [text for _about, text in found]
-
-
 def main() -> None:
     order = decode(sys.stdin.buffer.readline())
     assert isinstance(order, ServeModels)
@@ -135,7 +127,7 @@ def main() -> None:
     from engine.runtime.engine import Engine
     from engine.serving.broker import ModelBroker
 
-    engine, over, remarked = Engine(), threading.Event(), set[tuple[str, str]]()
+    engine, over = Engine(), threading.Event()
 
     def load(model: Path, cancelled: CancelCheck) -> None:
         link.model_is(None, model)
@@ -148,8 +140,8 @@ def main() -> None:
         except EngineError as error:
             link.remark(error.message)  # who asks is told too; but perhaps nobody does
             raise
-        for remark in new_remarks(info, remarked):
-            link.remark(remark)
+        link.remark(info.device_note, "")
+        link.remark(info.template_note, info.path)
 
     engine.on_moved = lambda info: link.remark(info.news)
     broker = ModelBroker(engine, load, order.idle_s, lambda model: link.model_is(model), order.chat)

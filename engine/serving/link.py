@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Protocol
 
-from engine.common.channel import Channel
+from engine.common.channel import Channel, LinkFolder, forget_link
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import fields_of
@@ -36,7 +36,6 @@ from engine.protocol import (
     decode,
     encode,
 )
-from engine.serving.link_folder import LinkFolder, forget_link
 
 _log = logging.getLogger(__name__)
 MOST_WAITING = 1000
@@ -131,6 +130,7 @@ class EngineLink:
         self._channel: Channel | None = None
         self._open: dict[str, Ticket] = {}
         self._unsent: list[Message] = []
+        self._noted = set[tuple[str | None, str]]()
         self._model: Path | None = None
         self._knows_model = threading.Event()
         self._numbers = 0
@@ -269,7 +269,10 @@ class EngineLink:
             self._knows_model.set()
             self.on_model(message.model, message.loading)
         elif isinstance(message, Remark):
-            self.on_remark(message.text)
+            note = message.about, message.text
+            if message.about is None or note not in self._noted:
+                self._noted.add(note)
+                self.on_remark(message.text)
         elif isinstance(message, Event):
             with self._lock:
                 is_over = isinstance(message, Finished | Failed)
@@ -284,9 +287,6 @@ class BrokerLink:
 
     Args:
         on_lost: called once when the server has gone.
-
-    Raises:
-        EngineError: there is no server at this address.
     """
 
     def __init__(self, address: str, secret: str, broker: Answerer, on_lost: Callable[[], None] = lambda: None) -> None:
@@ -303,8 +303,9 @@ class BrokerLink:
         """Tells the server what is loaded, or being loaded."""
         self._channel.send(encode(ModelIs(model, loading)))
 
-    def remark(self, text: str) -> None:
-        self._channel.send(encode(Remark(text)))
+    def remark(self, text: str, about: str | None = None) -> None:
+        if text:
+            self._channel.send(encode(Remark(text, about)))
 
     def close(self) -> None:
         self._channel.close()

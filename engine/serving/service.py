@@ -96,11 +96,7 @@ class LibraryModels:
         return self._listed
 
     def find(self, name: str) -> tuple[str, Path]:
-        """The name and place of the one of this name: clients may not name paths of their own.
-
-        Raises:
-            EngineError: there is none.
-        """
+        """The name and place of the one of this name: clients may not name paths of their own."""
         if self._default is not None and (name == self._name or name in self._aliases):
             return self._name, self._default
         for entry in self.listed():
@@ -126,12 +122,7 @@ class Service:
         return await on_a_thread(self._models.listed)
 
     async def path_of(self, name: Any) -> tuple[str, Path]:
-        """A model's name and place.
-
-        Raises:
-            EngineError: `MODEL_NOT_FOUND`.
-            BadRequestError: it is not a name.
-        """
+        """A model's name and place."""
         if name is not None and not isinstance(name, str):
             raise BadRequestError("has a model that is not a name")
         short = (name or "").removesuffix(":latest")
@@ -140,11 +131,7 @@ class Service:
         return found
 
     async def entry_of(self, name: Any) -> tuple[str, LibraryEntry]:
-        """A model's name, and what is known about it.
-
-        Raises:
-            EngineError, BadRequestError: as `path_of`.
-        """
+        """A model's name, and what is known about it."""
         known, path = await self.path_of(name)
         entries = await self.models()
         return known, next((entry for entry in entries if entry.path == path), LibraryEntry(known, path))
@@ -157,11 +144,7 @@ class Service:
         offer: Offer,
         end: PromptEnd = "answer",
     ) -> tuple[str, Ask]:
-        """What a request for an answer to a conversation asks for, and the name of the model.
-
-        Raises:
-            EngineError, BadRequestError: it cannot be given.
-        """
+        """What a request for an answer to a conversation asks for, and the name of the model."""
         refuse_what_is_not_given(body, interface)
         name, path = await self.path_of(body.get("model"))
         constraint = read_constraint(body)
@@ -179,12 +162,7 @@ class Service:
         )
 
     async def embed(self, request: Request, model: Path, texts: Sequence[Text], **options: Any) -> Embedded:
-        """The vectors of texts, unless the client goes away; see `Embeddings.embed`.
-
-        Raises:
-            EngineError: they cannot be made.
-            ClientGoneError: it did.
-        """
+        """The vectors of texts, unless the client goes away; see `Embeddings.embed`."""
         gone = threading.Event()
         work = on_a_thread(lambda: self._embeddings.embed(model, texts, cancelled=gone.is_set, **options))
         try:
@@ -199,12 +177,7 @@ class Service:
         self._embeddings.close()
 
     async def prompts(self, request: Request, *asks: Ask) -> list[Prompt]:
-        """Prompts that are not answered.
-
-        Raises:
-            EngineError: there is none.
-            ClientGoneError: the client went away.
-        """
+        """Prompts that are not answered."""
         found = [Prompt("", (), ())] * len(asks)
         for index, event in await self._seen(request, *(replace(ask, wants="prompt") for ask in asks)):
             if isinstance(event, Began) and event.prompt is not None:
@@ -212,11 +185,7 @@ class Service:
         return found
 
     async def prompt_length(self, request: Request, ask: Ask) -> int:
-        """How many tokens a prompt has that is not answered.
-
-        Raises:
-            EngineError, ClientGoneError: as `prompts`.
-        """
+        """How many tokens a prompt has that is not answered."""
         seen = await self._seen(request, replace(ask, wants="length"))
         return sum(event.prompt_tokens for _index, event in seen if isinstance(event, Finished))
 
@@ -291,11 +260,7 @@ async def on_a_thread(work: Callable[[], Whole]) -> Whole:
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """A request's JSON object.
-
-    Raises:
-        BadRequestError: it is none, or too large, or does not arrive.
-    """
+    """A request's JSON object."""
     data = bytearray()
     try:
         async with asyncio.timeout(SLOWEST_BODY_S):
@@ -327,11 +292,7 @@ def _parsed(data: bytearray) -> dict[str, Any]:
 
 
 async def while_connected(request: Request, work: Awaitable[Whole]) -> Whole:
-    """The result of `work`, which is given up when the client goes away.
-
-    Raises:
-        ClientGoneError: it did.
-    """
+    """The result of `work`, which is given up when the client goes away."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -163,8 +163,7 @@ def _announced(name: str | None, port: int, *, is_https: bool) -> Announcer | No
 
 
 def _address(args: argparse.Namespace) -> Address:
-    from engine.serving.certificate import own_certificate
-    from engine.serving.server import Address
+    from engine.serving.server import Address, own_certificate
 
     key = os.environ.get(_KEY_VARIABLE, "")
     if args.key_file is not None:

@@ -45,22 +45,12 @@ class ScriptedEngine:
     def unload(self):
         self.info = None
 
-    def begin(
-        self,
-        messages,
-        sampling,
-        *,
-        on_progress,
-        on_text,
-        on_reasoning,
-        on_reused,
-        cancelled,
-        on_end,
-        chat,
-        on_begin,
-        **_tools,
-    ):
-        self._waiting.append((messages, on_progress, on_text, on_reasoning, cancelled, on_end))
+    def begin(self, request, on_end, _on_begin, *, on_reasoning, **_calls):
+        self._waiting.append((request, on_reasoning, on_end))
+
+    @property
+    def scheduler(self):
+        return self
 
     @property
     def is_answering(self):
@@ -84,12 +74,13 @@ class ScriptedEngine:
     def share(self, until):
         self.serve(until)
 
-    def _answer(self, messages, on_progress, on_text, on_reasoning, cancelled):
-        verb, _, argument = messages[-1].content.partition(" ")
-        on_progress(1, 1)
+    def _answer(self, request, on_reasoning):
+        on_text = request.on_text
+        verb, _, argument = request.messages[-1].content.partition(" ")
+        request.on_progress(1, 1)
         count = int(argument) if verb in ("count", "flood") else 0
         for n in range(1, count + 1):
-            if cancelled():
+            if request.cancelled():
                 return GenerationResult("", "cancelled", 1, 0, n - 1, 0.0, 0.0)
             on_text(f"{n} ", n)
             if verb == "count":

@@ -18,10 +18,10 @@ from pytestqt.qtbot import QtBot
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
 from app.views.settings.page import OUTCOME, PROGRAM, OtherProgramsCard, ServedRequests
+from engine.common.channel import LINK_PREFIX as PREFIX
 from engine.common.paths import log_dir
 from engine.protocol import Served
 from engine.serving.link import BrokerLink
-from engine.serving.link_folder import PREFIX
 from tests import plain_http
 from tests.app.scripted_engine import ScriptedEngine
 from tests.scripted_broker import ScriptedBroker

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.editions import LLAMA_CPP
-from benchmarks.peers.peer import quantise
+from benchmarks.peers.peer import chosen_types
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import TensorEntry
 from engine.formats.ggml import GGML
@@ -100,7 +100,7 @@ def _of_blocks(
 
 def _make(mix: str, plain: Path, folder: Path) -> None:
     file = folder / f"{named(mix)}.gguf"
-    quantise(plain, file, mix, threads=1)
+    chosen_types(plain, mix, file)
     stored = read_gguf(file).tensors
     sums, apart = {}, 0.0
     for name, entry in stored.items():

@@ -266,7 +266,6 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path, card: Emu
 
 def test_without_a_card_modules_stay_as_they_are() -> None:
     assert driver.card_of(torch.device("cpu")) is None
-    assert driver.card_of(torch.device("cpu")) is None
     model = tiny_model("qwen3_moe")
     speed_up_on_cards(model)
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -23,7 +23,7 @@ from engine.protocol import Ask, ChatMessage, Failed, Finished, Served, Token
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import Preparation
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.serving import connections
+from engine.serving import server as connections
 from engine.serving.answers import Answer
 from engine.serving.broker import ModelBroker
 from engine.serving.link import BrokerLink, EngineLink

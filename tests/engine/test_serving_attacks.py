@@ -26,11 +26,10 @@ from engine.common.paths import log_dir
 from engine.process.lifetime import Seldom
 from engine.protocol import Ask, Failed, Finished, Token
 from engine.runtime.schedule.request import Preparation
-from engine.serving import connections
+from engine.serving import server as connections
 from engine.serving import server as server_module
 from engine.serving.broker import ModelBroker
-from engine.serving.certificate import own_certificate
-from engine.serving.server import Address, Server
+from engine.serving.server import Address, Server, own_certificate
 from engine.serving.service import Service
 from engine.untrusted_text.child import _clearly_more
 from tests import plain_http

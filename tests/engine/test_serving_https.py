@@ -15,8 +15,7 @@ from engine.remote.client import Client
 from engine.remote.endpoint import endpoint_at, saved_endpoints
 from engine.remote.failures import RemoteError, Trouble
 from engine.remote.trust import fingerprint, offered_certificate
-from engine.serving.certificate import own_certificate
-from engine.serving.server import Address, Server
+from engine.serving.server import Address, Server, own_certificate
 from engine.serving.service import Service
 from tests.scripted_broker import ScriptedBroker, made_up_models
 

@@ -18,9 +18,8 @@ from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed, decode, encode
-from engine.runtime.engine import Engine
+from engine.runtime.engine import Engine, time_decode
 from engine.runtime.load.model import load_model
-from engine.runtime.schedule.timed_decode import time_decode
 from engine.tuning import measuring
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.race import RacePace

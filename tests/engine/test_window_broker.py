@@ -17,7 +17,7 @@ from engine.process.requests import RequestQueue
 from engine.protocol import Ask, Failed, Finished, Generate, LoadModel, SampleBatch, ServeOthers, Token
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving.link import EngineLink
-from engine.serving.other_programs import ApiRequests
+from engine.worker import ApiRequests
 from tests.engine.test_serving import TinyEngine
 
 HI = (ChatMessage("user", "Hello"),)
@@ -157,7 +157,7 @@ def test_what_breaks_ends_all_and_the_next_one_is_answered(monkeypatch: pytest.M
         window.answer()
     assert events[-1].error.code is ErrorCode.INTERNAL
     with monkeypatch.context() as broken:
-        broken.setattr(Scheduler, "_admit", lambda _self: 1 / 0)
+        broken.setattr(Scheduler, "_admit", lambda *_args: 1 / 0)
         window.ask(events.append)
         window.chat("c")
         window.chats.are_due()

@@ -131,6 +131,36 @@ def test_nobody_connects_without_the_secret(link: EngineLink) -> None:
     engine.close()
 
 
+def test_a_note_is_made_once_whichever_engine_makes_it(link: EngineLink) -> None:
+    said = list[str]()
+    link.on_remark = said.append
+    for _restart in range(2):
+        engine = BrokerLink(link.address, link.secret, ScriptedBroker(ends=True))
+        for text, about in (
+            ("No card.", ""),
+            ("No template.", "a"),
+            ("No template.", "b"),
+            ("", "c"),
+            ("It broke.", None),
+        ):
+            engine.remark(text, about)
+        engine.close()
+    until(lambda: said.count("It broke.") == 2)
+    assert said == ["No card.", "No template.", "No template.", "It broke.", "It broke."]
+
+
+def test_a_message_that_cannot_be_handled_loses_the_line(link: EngineLink) -> None:
+    events = list[Any]()
+    link.on_model = lambda _model, _loading: 1 // 0  # type: ignore[assignment,return-value]
+    engine = BrokerLink(link.address, link.secret, ScriptedBroker(ends=False))
+    link.ask(ASK, events.append)
+    until(lambda: len(events) == 2)
+    engine.model_is(None)
+    until(lambda: isinstance(events[-1], Failed))
+    assert not link.is_connected
+    engine.close()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a pipe of Windows has no folder")
 def test_folders_of_servers_that_were_killed_go_with_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import pytest
 
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
-from engine.common.model_info import ModelInfo
 from engine.protocol import Ask, Failed
 from engine.serving import engine_process
-from engine.serving.engine_process import EngineProcess, new_remarks
+from engine.serving.engine_process import EngineProcess
 
 ASK = Ask(Path("models/m"))
 ENDS_AT_ONCE = "import sys; sys.stdin.read()"
@@ -75,13 +73,3 @@ def test_an_end_that_is_expected_is_no_news(
     engine.close()
     engine.wake()
     assert (ends, engine.pid) == ([], pid)
-
-
-def test_a_remark_on_a_model_is_made_once_and_not_at_each_load() -> None:
-    made = set[tuple[str, str]]()
-    plain = ModelInfo("tiny", "", "mixtral", "cpu", "bf16", 2, 1, 1, 1, 1, 8192, 1, 1, 1)
-    mine, other = (replace(plain, path=path, device_note="No card.", template_note="No template.") for path in "ab")
-    assert new_remarks(mine, made) == ["No card.", "No template."]
-    assert new_remarks(other, made) == ["No template."]  # another model's
-    assert new_remarks(mine, made) == new_remarks(replace(other, device_note="", template_note=""), made) == []
-    assert new_remarks(replace(mine, device_note="The card is full."), made) == ["The card is full."]

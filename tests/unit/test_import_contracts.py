@@ -23,7 +23,6 @@ APP_MAY_USE = (
     "engine.telemetry",
     "engine.tools",
     "engine.tuning",
-    "engine.serving.link_folder",
 )
 
 

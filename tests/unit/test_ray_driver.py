@@ -15,6 +15,7 @@ import pytest
 
 from engine.common.config import BatchJob, EngineConfig
 from engine.common.errors import ErrorCode
+from engine.common.installed import version
 from engine.jobs.rows import never
 from engine.process.ray_driver import Inbox, RayDriver
 from engine.protocol import (
@@ -170,6 +171,16 @@ def test_replies_are_taken_as_they_come_and_none_after_the_end(monkeypatch: pyte
     ray.reply("events").set_exception(type("ActorDiedError", (Exception,), {})("The actor is dead."))
     assert driven.said(DropRows("n", 1, ())) == [NodeGone("n", 1, "its process ended")]
     assert len(ray.killed) == 1
+
+
+def test_a_node_of_an_old_version_says_so_and_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = MadeUpActors(monkeypatch)
+    driven = Driven(ray)
+    driven.said(START)
+    ray.reply("begin").set_exception(AttributeError("'NodeActor' object has no attribute 'begin'"))
+    (gone,) = driven.said()
+    assert isinstance(gone, NodeGone)
+    assert (gone.why, gone.refuses) == (f"it has another Switchyard than the one that asks, which is {version()}", True)
 
 
 def test_a_node_that_refuses_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

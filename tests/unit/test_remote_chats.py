@@ -12,7 +12,7 @@ import pytest
 from engine.common.chat import Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
-from engine.process.remote import RemoteChats
+from engine.process.remote import RemoteRequests
 from engine.process.requests import RequestQueue
 from engine.protocol import Called, ChatMessage, Event, Failed, Finished, Generate, Token, decode, encode
 from engine.remote.endpoint import Found, RemoteModel, endpoint_at
@@ -34,7 +34,9 @@ class Process:
     def __post_init__(self) -> None:
         self._news = threading.Condition()
         self.requests = RequestQueue(self._take)
-        self.chats = RemoteChats(self.requests, self._take, lambda number, place: self.places.append((number, place)))
+        self.chats = RemoteRequests(
+            self.requests, self._take, lambda number, place: self.places.append((number, place))
+        )
 
     def _take(self, event: Event) -> None:
         with self._news:

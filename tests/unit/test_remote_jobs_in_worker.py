@@ -13,7 +13,7 @@ import pytest
 
 from engine.common.config import HERE, BatchJob, EngineConfig
 from engine.common.errors import ErrorCode
-from engine.process.remote import RemoteJobs, needs_no_model
+from engine.process.remote import RemoteRequests, needs_no_model
 from engine.process.requests import RequestQueue
 from engine.protocol import (
     BatchFinished,
@@ -44,7 +44,7 @@ class Process:
         self.events: list[Event] = []
         self._news = threading.Condition()
         self.requests = RequestQueue(self._take)
-        self.jobs = RemoteJobs(self.requests, self._take)
+        self.jobs = RemoteRequests(self.requests, self._take)
 
     def _take(self, event: Event) -> None:
         with self._news:

@@ -14,6 +14,7 @@ from engine.process.streams import MOST_OFFERED, EventWriter
 from engine.process.telemetry import TelemetryService
 from engine.protocol import (
     CacheReport,
+    Droppable,
     Event,
     ExpertMap,
     ResizeCache,
@@ -65,15 +66,13 @@ class Window:
         self.takes = True
         self._changed = threading.Condition()
 
-    def offer(self, event: Event) -> bool:
-        if self.takes:
-            self.send(event)
-        return self.takes
-
-    def send(self, event: Event) -> None:
+    def send(self, event: Event) -> bool:
+        if isinstance(event, Droppable) and not self.takes:
+            return False
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
+        return True
 
     def of(self, kind: type) -> list[Any]:
         return [event for event in list(self.events) if isinstance(event, kind)]
@@ -97,7 +96,7 @@ def recorder() -> Recorder:
 def service(window: Window, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[TelemetryService]:
     for pause in ("SPANS_S", "MAP_S", "REPORT_S"):
         monkeypatch.setattr(telemetry, pause, 0.02)
-    made = TelemetryService(window.offer, window.send, window.send, recorder)
+    made = TelemetryService(window.send, recorder)
     yield made
     made.close()
     assert not recorder.on
@@ -194,4 +193,4 @@ def test_what_a_slow_pipe_has_no_room_for_is_counted(
 def test_a_writer_takes_only_so_many_at_a_time() -> None:
     writer = EventWriter(-1, on_broken=lambda: None)  # never started: nothing is written
     event = TelemetrySpans(0, 0.0, 0, "", 0)
-    assert [writer.offer(event) for _ in range(MOST_OFFERED + 2)] == [True] * MOST_OFFERED + [False] * 2
+    assert [writer.send(event) for _ in range(MOST_OFFERED + 2)] == [True] * MOST_OFFERED + [False] * 2

@@ -27,18 +27,16 @@ TOYS: dict[str, tuple[int, Edits]] = {
         {
             CONFIG: [
                 (
-                    "    graphs: Graphs = entry(\n",
+                    "    graphs: Graphs = _of_run(\n",
                     """
-    toy: str = entry(
+    toy: str = _of_run(
         "round",
         Choice(("round", "square"), {"round": "Round", "square": "Square"}),
         name="Shape of the toy",
         help="Square ones do not roll.",
         card=MODEL_CARD,
-        applies="load",
         option="--toy",
         words="shape of the toy",
-        group=_RUNS,
     )
 """,
                 )
@@ -106,8 +104,8 @@ def _toys(services: Services) -> Page:
 """,
                 ),
                 (
-                    ')\n"""What sensors and drivers say',
-                    '    Lane("heat", "Heat", "How hot it is.", "amount", unit="°C", gauges=("heat",)),\n',
+                    ")\n\nSENSOR_LANES: ",
+                    '    ("heat", "Heat", "amount", "cpu", "°C", ("heat",), "How hot it is."),\n',
                 ),
             ],
             MISSES: [],

@@ -157,7 +157,7 @@ def test_a_window_slow_to_read_holds_up_nobody_and_loses_nothing(pipe: tuple[int
     tokens = [Token("r", "x" * 100, n) for n in range(5_000)]  # more than any pipe takes
     for n, token in enumerate(tokens):
         writer.send(token)
-        writer.publish(sample(n))
+        writer.send(sample(n))
     last = Cancelled("r")
     writer.send(last)
     assert not writer.flush(0.05)  # nobody has read yet, and still everything above has returned
@@ -172,7 +172,7 @@ def test_the_latest_sample_is_the_one_sent(pipe: tuple[int, int]) -> None:
     read_end, write_end = pipe
     writer = EventWriter(write_end, on_broken=lambda: None)
     for n in range(10):
-        writer.publish(sample(n))
+        writer.send(sample(n))
     writer.send(Cancelled("r"))
     writer.start()
     assert read_until(read_end, sample(9)) == [Cancelled("r"), sample(9)]
@@ -219,7 +219,7 @@ def read_all(stream: bytes, requests: RequestQueue, sink: Sink, pipe: tuple[int,
     read_end, write_end = pipe
     os.write(write_end, stream)
     os.close(write_end)
-    telemetry = TelemetryService(lambda _event: True, sink.send, sink.send, Recorder())
+    telemetry = TelemetryService(sink.send, Recorder())
     return read_commands(read_end, requests, sink, telemetry)  # type: ignore[arg-type]
 
 

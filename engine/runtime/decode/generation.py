@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from engine.common.chat import FinishReason, ToolCall
-from engine.common.errors import EngineError
+from engine.batch_files.rows import Constraint
+from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool, ToolCall, ToolChoice
+from engine.common.config import SamplingParams
+from engine.common.errors import CancelCheck, EngineError, never_cancelled
 
 if TYPE_CHECKING:
     import torch
@@ -123,3 +125,55 @@ def ignore_progress(done: int, total: int) -> None:
 
 def ignore_text(text: str, generated_tokens: int) -> None:
     """For callers that only want the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """What is to be answered: a conversation, or what comes after tokens or a text.
+
+    Attributes:
+        row: index in the input.
+        ids, text: the prompt in the place of `messages`; a text gets what the tokenizer adds at its ends if `special`.
+        tools, choice: what the answer to `messages` may or must call.
+        end: how the prompt of `messages` ends.
+        constraint: what the answer must satisfy; of one to `messages`, what comes behind the reasoning.
+        end_ids: tokens that end the answer; `None` for the model's own.
+        chances: takes how likely each token was, if anybody asks.
+        chat: of which it is a turn: what is computed of it may be kept on disk, as that chat's; empty: only in RAM.
+        shown: control tokens that are part of the answer's text; for `messages` they are known.
+        on_progress: told how much of the prompt has been read.
+        on_prepared: told, before its prompt is read, whether that has opened the model's reasoning; not for `ids`.
+        on_text: told after each token of the answer.
+        on_reused: told how many tokens of the prompt were brought from RAM and from disk, and how long that took; it
+            may never be called.
+        cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
+    """
+
+    row: int
+    messages: tuple[ChatMessage, ...] = ()
+    ids: tuple[int, ...] = ()
+    text: str | None = None
+    special: bool = True
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    end: PromptEnd = "answer"
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    constraint: Constraint | TokenConstraint | None = None
+    end_ids: frozenset[int] | None = None
+    chances: ChanceLog | None = None
+    chat: str = ""
+    shown: tuple[int, ...] = ()
+    on_prepared: Callable[[bool], None] = lambda _thinks: None
+    on_progress: ProgressCallback = ignore_progress
+    on_text: TextCallback = ignore_text
+    on_reused: ReusedCallback = ignore_reused
+    cancelled: CancelCheck = never_cancelled
+
+    @property
+    def repeats(self) -> bool:
+        """Whether its answer is to be the same another time, bit by bit, whatever was read before and beside it."""
+        return self.sampling.seed is not None
+
+    @property
+    def is_chat(self) -> bool:
+        return not self.ids and self.text is None

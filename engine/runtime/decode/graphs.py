@@ -39,7 +39,7 @@ from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
-from engine.runtime.kv.tabled import GATHERED_PAGES, RowPlaces, RowsCache
+from engine.runtime.kv.tabled import GATHERED_PAGES, RowPlaces, RowsCache, why_not_repeated
 from engine.telemetry.lanes import DENSE, GRAPH, HEAD
 from engine.telemetry.recorder import RECORDER
 
@@ -254,7 +254,11 @@ class GraphedSteps:
         self.was_repeated = False
         """Whether the last step was: others take longer than such steps do."""
         self.refused: str | None = None
-        if why := "attention in chunks" if model.attends_in_chunks else model.why_not_repeated:
+        if (
+            why := "attention in chunks"
+            if model.attends_in_chunks
+            else model.why_not_repeated or why_not_repeated(caches)
+        ):
             self._refuse(why)
 
     @property

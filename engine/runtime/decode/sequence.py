@@ -162,15 +162,18 @@ class AnswerSequence:
         device = device or torch.device("cpu")
         self._limits, self._constraint = limits, constraint
         self._penalty = sampling.repetition_penalty
-        self._counted = [token for token in prefix[earlier:] if token not in limits.end_ids]
-        self._seen = _Seen(self._counted, limits.max_tokens, device) if self._penalty != 1 else None
+        self._counted = list[int]()
+        self._seen: _Seen | None = None
+        if self._penalty != 1:
+            self._counted = [token for token in prefix[earlier:] if token not in limits.end_ids]
+            self._seen = _Seen(self._counted, limits.max_tokens, device)
         self._dry = dry_penalty([] if constraint is not None else prefix, [], sampling, limits.end_ids, tokenizer)
         self._choose = make_chooser(sampling, device)
         self._sampling, self._chances = sampling, chances
         self._bias: torch.Tensor | None = None
         self._penalises_presence = bool(sampling.presence_penalty or sampling.frequency_penalty)
         changes = bool(sampling.logit_bias) or self._penalises_presence
-        is_plain = not changes and all(part is None for part in (self._seen, self._dry, constraint, chances))
+        is_plain = not changes and (self._seen, self._dry, constraint, chances) == (None, None, None, None)
         self.is_greedy = self._choose is greedy_token and is_plain
         self._detokenizer = IncrementalDetokenizer(tokenizer, shown)
         self._stops = StopStrings(limits.stop)
@@ -324,7 +327,7 @@ class StopStrings:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(text for text in stop if text)
+        self._stop = tuple(filter(None, stop))
         self._held = ""
         self.found = ""
         """The stop string that ended the text, once one has."""

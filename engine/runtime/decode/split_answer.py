@@ -36,21 +36,22 @@ class Replies:
 
     def __init__(self, tokenizer: Any, family: str) -> None:
         self._tokenizer, self.form = tokenizer, form_of(family)
-        self._shown: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._opens = tuple(opens.rstrip() for opens, _closes in self.form.thoughts)
+        self._shown: dict[bool, tuple[int, ...]] = {}
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends by opening the model's reasoning."""
         tail = str(self._tokenizer.decode([token for token in prompt[-_TAIL_TOKENS:] if token < FIRST])).rstrip()
-        return any(tail.endswith(opens.rstrip()) for opens, _closes in self.form.thoughts)
+        return tail.endswith(self._opens)
 
     def shown(self, *, calls: bool) -> tuple[int, ...]:
         """The control tokens that a reader of its answers must see; `calls` if tools may be called."""
-        marks = self.form.marks if calls else self.form.marks_of_thoughts
-        if marks not in self._shown:
+        if calls not in self._shown:
+            marks = self.form.marks if calls else self.form.marks_of_thoughts
             added = self._tokenizer.added_tokens_decoder.items()
             seen = (index for index, token in added if token.special and any(token.content in mark for mark in marks))
-            self._shown[marks] = tuple(seen)
-        return self._shown[marks]
+            self._shown[calls] = tuple(seen)
+        return self._shown[calls]
 
     def free_before(self, constraint: TokenConstraint, prompt: Sequence[int], thinking: Thinking) -> TokenConstraint:
         """A constraint that holds for the answer alone, where the model thinks before it.

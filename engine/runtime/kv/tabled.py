@@ -18,7 +18,14 @@ from engine.common.footprint import pages_for
 from engine.devices.device import upload
 from engine.kernels.gpu.latents import LatentContext
 from engine.kernels.gpu.pages import PageTable
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages, pages_from
+from engine.kernels.native.paged_attention import (
+    PAGE_TOKENS,
+    CompressedPages,
+    PagedLayer,
+    Piece,
+    StatePages,
+    pages_from,
+)
 from engine.kernels.reference import store_tokens
 from engine.runtime.kv.layers import StateLayer
 from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
@@ -203,6 +210,13 @@ class RowPlaces:
         return self._of_layer[number]
 
 
+def why_not_repeated(caches: PagedCaches) -> str:
+    """Why no step over these pages can be, as the end of a sentence; empty if some may."""
+    of_tokens = [paged for paged in caches.layers if not isinstance(paged, StatePages)]
+    has_more = any(isinstance(paged, CompressedPages) or paged.index is not None for paged in of_tokens)
+    return "layers that keep more than keys and values" if has_more else ""
+
+
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """The pages of one layer, as the library's model is given them.
 
@@ -310,22 +324,19 @@ class RowsCache(Cache):  # type: ignore[misc]
         gathers: whether modules are given all that a token sees, and attend by themselves.
 
     Raises:
-        LookupError: some layer keeps something else.
+        LookupError: no layer keeps anything of each token.
     """
 
     def __init__(self, caches: PagedCaches, places: RowPlaces, rows: int, pages: int, *, gathers: bool) -> None:
         self.offered, self.rows, self.pages, self.gathers = Offered(), rows, pages, gathers
         layers = list[Any]()
         for number, (paged, window) in enumerate(zip(caches.layers, caches.windows, strict=True)):
-            if isinstance(paged, PagedLayer) and paged.index is None:
-                where, gathered = places.of_layer(number), pages if gathers else 0
-                layers.append(RowsLayer(paged, window, where, rows, gathered, self.offered))
-            elif isinstance(paged, StatePages) and not paged.page_bytes:
-                layers.append(DummyLayer())
-            elif isinstance(paged, StatePages):
-                layers.append(places.states_of(paged, rows))
-            else:
-                raise LookupError("its layers keep more than keys and values")
+            if isinstance(paged, StatePages):
+                layers.append(places.states_of(paged, rows) if paged.page_bytes else DummyLayer())
+                continue
+            assert isinstance(paged, PagedLayer)
+            where, gathered = places.of_layer(number), pages if gathers else 0
+            layers.append(RowsLayer(paged, window, where, rows, gathered, self.offered))
         super().__init__(layers=layers)
         of_tokens = [layer for layer in layers if isinstance(layer, RowsLayer)]
         if not of_tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from engine.batch_files.rows import Constraint
 from engine.common import clock
 from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
-from engine.common.config import SamplingParams, Thinking
+from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.pictures import pictures_of
 from engine.runtime.batch.job_plan import costs_of
@@ -21,17 +21,11 @@ from engine.runtime.decode.beam_search import Beams, decode_beams
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
 from engine.runtime.decode.encoder_decoder import source_prompt
+from engine.runtime.decode.generation import BatchRequest as BatchRequest
 from engine.runtime.decode.generation import (
-    ChanceLog,
     Decoded,
     GenerationResult,
-    ProgressCallback,
-    ReusedCallback,
-    TextCallback,
     TokenConstraint,
-    ignore_progress,
-    ignore_reused,
-    ignore_text,
 )
 from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
 from engine.runtime.decode.sequence import (
@@ -47,58 +41,6 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Blind, Layout
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """What is to be answered: a conversation, or what comes after tokens or a text.
-
-    Attributes:
-        row: index in the input.
-        ids, text: the prompt in the place of `messages`; a text gets what the tokenizer adds at its ends if `special`.
-        tools, choice: what the answer to `messages` may or must call.
-        end: how the prompt of `messages` ends.
-        constraint: what the answer must satisfy; of one to `messages`, what comes behind the reasoning.
-        end_ids: tokens that end the answer; `None` for the model's own.
-        chances: takes how likely each token was, if anybody asks.
-        chat: of which it is a turn: what is computed of it may be kept on disk, as that chat's; empty: only in RAM.
-        shown: control tokens that are part of the answer's text; for `messages` they are known.
-        on_progress: told how much of the prompt has been read.
-        on_prepared: told, before its prompt is read, whether that has opened the model's reasoning; not for `ids`.
-        on_text: told after each token of the answer.
-        on_reused: told how many tokens of the prompt were brought from RAM and from disk, and how long that took; it
-            may never be called.
-        cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
-    """
-
-    row: int
-    messages: tuple[ChatMessage, ...] = ()
-    ids: tuple[int, ...] = ()
-    text: str | None = None
-    special: bool = True
-    tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = field(default_factory=ToolChoice)
-    end: PromptEnd = "answer"
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    constraint: Constraint | TokenConstraint | None = None
-    end_ids: frozenset[int] | None = None
-    chances: ChanceLog | None = None
-    chat: str = ""
-    shown: tuple[int, ...] = ()
-    on_prepared: Callable[[bool], None] = lambda _thinks: None
-    on_progress: ProgressCallback = ignore_progress
-    on_text: TextCallback = ignore_text
-    on_reused: ReusedCallback = ignore_reused
-    cancelled: CancelCheck = never_cancelled
-
-    @property
-    def repeats(self) -> bool:
-        """Whether its answer is to be the same another time, bit by bit, whatever was read before and beside it."""
-        return self.sampling.seed is not None
-
-    @property
-    def is_chat(self) -> bool:
-        return not self.ids and self.text is None
 
 
 AnswerCallback = Callable[[GenerationResult], None]
@@ -197,7 +139,7 @@ class Preparation:
         Raises:
             EngineError, RequestCancelled: as `chat_prompt`.
         """
-        if self._sight is None and any(pictures_of(message) for message in messages):
+        if self._sight is None and any(map(pictures_of, messages)):
             raise self._blind.refuse()
         if self._encodes:
             if end == "continue":
@@ -279,40 +221,35 @@ class Preparation:
             RequestCancelled: `cancelled()` came true meanwhile.
         """
         with of_one():
-            return self._prepared(
-                replace(
-                    request,
-                    on_progress=alone_with(request.on_progress),
-                    on_text=alone_with(request.on_text),
-                    on_reused=alone_with(request.on_reused),
-                    cancelled=alone_with(request.cancelled),
-                ),
-                cancelled,
+            request = replace(
+                request,
+                on_progress=alone_with(request.on_progress),
+                on_text=alone_with(request.on_text),
+                on_reused=alone_with(request.on_reused),
+                cancelled=alone_with(request.cancelled),
             )
-
-    def _prepared(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
-        begun_s, sampling, stop = clock.now(), request.sampling, request.sampling.stop
-        prompt = self.prompt_of(request, cancelled, self._context_tokens)
-        room, earlier, thinks, is_call = self.fitting(prompt), 0, False, False
-        constraint = request.constraint
-        if isinstance(constraint, Constraint):
-            constraint = self._constraints().begin(constraint)
-        if request.is_chat:
-            thinking, stop = self._thinking(request), (*stop, *self.implied_stops)
-            if sampling.repetition_penalty != 1:
-                earlier = self._earlier(request, prompt, cancelled)
-            thinks = not self._encodes and self.replies.thinks(prompt)
-            request.on_prepared(thinks)
-            if constraint is not None and not self._encodes:
-                constraint = self.replies.free_before(constraint, prompt, thinking)
-            elif request.tools:
-                constraint, is_call = self._held_calls(request.tools, request.choice, prompt, thinking)
-            request = replace(request, shown=self.replies.shown(calls=bool(request.tools)))
-        end_ids = self._end_ids if request.end_ids is None else request.end_ids
-        limits = AnswerLimits.within(room, sampling, end_ids, stop)
-        layout = self._sight.layout(prompt) if self._sight is not None else None
-        how = (constraint, earlier, begun_s, layout, thinks, is_call)
-        return PreparedRow(request, prompt, limits, self._tokenizer, *how)
+            begun_s, sampling, stop = clock.now(), request.sampling, request.sampling.stop
+            prompt = self.prompt_of(request, cancelled, self._context_tokens)
+            room, earlier, thinks, is_call = self.fitting(prompt), 0, False, False
+            constraint = request.constraint
+            if isinstance(constraint, Constraint):
+                constraint = self._constraints().begin(constraint)
+            if request.is_chat:
+                thinking, stop = self._thinking(request), (*stop, *self.implied_stops)
+                if sampling.repetition_penalty != 1:
+                    earlier = self._earlier(request, prompt, cancelled)
+                thinks = not self._encodes and self.replies.thinks(prompt)
+                request.on_prepared(thinks)
+                if constraint is not None and not self._encodes:
+                    constraint = self.replies.free_before(constraint, prompt, thinking)
+                elif request.tools:
+                    constraint, is_call = self._held_calls(request.tools, request.choice, prompt, thinking)
+                request = replace(request, shown=self.replies.shown(calls=bool(request.tools)))
+            end_ids = self._end_ids if request.end_ids is None else request.end_ids
+            limits = AnswerLimits.within(room, sampling, end_ids, stop)
+            layout = self._sight.layout(prompt) if self._sight is not None else None
+            how = (constraint, earlier, begun_s, layout, thinks, is_call)
+            return PreparedRow(request, prompt, limits, self._tokenizer, *how)
 
     def rows(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled

@@ -117,7 +117,8 @@ class Scheduler:
             self._rest(False)
         self._numbers += 1
         asked = Asked(request, on_end, on_begin, self._wrote, self._numbers)
-        asked.move(self.loaded)
+        if isinstance(request, PreparedRow):
+            asked.move(self.loaded)  # which it was perhaps not prepared for
         self._waiting.append(asked)
 
     def answer(self, request: BatchRequest) -> GenerationResult:
@@ -217,15 +218,27 @@ class Scheduler:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
         self.return_to_card()
         try:
-            self._advance(until)
+            with torch.inference_mode():  # all of it: what is made in this mode may be written to only in this mode
+                self._has_news()
+                devices = self.loaded.devices
+                note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
+                if note != self._note:
+                    self._note = note
+                    self._on_note(note)
+                for lane in self._beside():
+                    lane.drop_piggybacked()
+                for asked in list(self._waiting):
+                    self._admit(asked)
+                if self._admitted:
+                    self._sweep(lambda: bool(self._waiting) or self._has_news() or until())
         except BaseException as error:
             loss, places = self._loss(error), self._places
             if loss is None or places is None:
-                asked = self._asked()
+                asked_for = self._asked()
                 try:
                     self.forget()
                 finally:
-                    for each in asked:
+                    for each in asked_for:
                         each.end(error)
                 raise
             self._move(lambda: places.without_card(is_lost=loss is CardLoss.CARD))
@@ -233,24 +246,6 @@ class Scheduler:
     def _has_news(self) -> bool:
         """Whether other programs have taken memory of the devices, or left it."""
         return self.loaded.devices is not None and self.loaded.devices.have_news(monotonic())
-
-    def _tell(self) -> None:
-        """Says what devices lack; sweeps follow the news themselves."""
-        devices = self.loaded.devices
-        self._has_news()
-        note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
-        if note != self._note:
-            self._note = note
-            self._on_note(note)
-
-    @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
-    def _advance(self, until: Check) -> None:
-        self._tell()
-        for lane in self._beside():
-            lane.drop_piggybacked()
-        self._admit()
-        if self._admitted:
-            self._sweep(lambda: bool(self._waiting) or self._has_news() or until())
 
     def _loss(self, error: BaseException) -> CardLoss | None:
         """What this error says of the model's cards, if requests can go on without them."""
@@ -315,40 +310,31 @@ class Scheduler:
             asked.begun = answers.get(asked.number, asked.begun)
         return carried
 
-    def _admit(self) -> None:
-        """Finds a place for those who wait, as far as there is one."""
-        for asked in list(self._waiting):
-            outcome: Outcome
-            try:
-                self._place(asked)
-                self._waiting.remove(asked)
-                continue
-            except RequestCancelled:
-                outcome = GenerationResult()
-            except Exception as error:  # what is wrong with one request harms no other
-                if self._loss(error) is not None:
-                    raise
-                outcome = error
+    def _admit(self, asked: Asked) -> None:
+        """Gives a request its place, if there is one; what is wrong with it harms no other."""
+        outcome: Outcome
+        try:
+            row = asked.prepare(self.preparation)
+            if row.request.cancelled():
+                raise RequestCancelled
+            batch = self._ready()
+            if self._admitted:
+                batch.model.packs()  # found out now that there is company
+            elif asked.begun is None:
+                with of_one():
+                    asked.on_begin()
+            batch.submit(row, self._answered, asked.begun)
+            self._admitted[asked.number] = asked
             self._waiting.remove(asked)
-            asked.end(outcome)
-
-    def _place(self, asked: Asked) -> None:
-        """Gives a request its place.
-
-        Raises:
-            RequestCancelled: nobody wants the answer any more.
-        """
-        row = asked.prepare(self.preparation)
-        if row.request.cancelled():
-            raise RequestCancelled
-        batch = self._ready()
-        if self._admitted:
-            batch.model.packs()  # found out now that there is company
-        elif asked.begun is None:
-            with of_one():
-                asked.on_begin()
-        batch.submit(row, self._answered, asked.begun)
-        self._admitted[asked.number] = asked
+            return
+        except RequestCancelled:
+            outcome = GenerationResult()
+        except Exception as error:
+            if self._loss(error) is not None:
+                raise
+            outcome = error
+        self._waiting.remove(asked)
+        asked.end(outcome)
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
         """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
