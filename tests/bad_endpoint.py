@@ -4,8 +4,6 @@ with BadEndpoint() as server:
     server.answer = lambda asked: asked.stream("Hel", "lo")
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import ssl
@@ -103,7 +101,7 @@ class BadEndpoint:
     listed: dict[str, Any] | None = None
     asked: list[Asked] = field(default_factory=list)
 
-    def __enter__(self) -> BadEndpoint:
+    def __enter__(self) -> "BadEndpoint":
         server = self
         self._released = threading.Event()
 

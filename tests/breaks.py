@@ -1,7 +1,5 @@
 """Ways to break an installation: each breaks it, lets a start happen, and takes away what a start cannot."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

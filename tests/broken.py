@@ -4,8 +4,6 @@ Both are started as people start them, by `start`, which says the sentence that 
 went well; `works` is the version that answers.  The engine is a few small wheels from a server on this machine.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
@@ -298,7 +296,7 @@ class Proxy:
     def address(self, login: str = "") -> str:
         return f"http://{login and login + '@'}127.0.0.1:{self._server.server_address[1]}"
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> "Proxy":
         self._thread.start()
         return self
 

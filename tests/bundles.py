@@ -1,7 +1,5 @@
 """Made-up bundles: what a package installs, with this Python and no programs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Combinations of parameters: few that bring any two values together by default, the others with `-m exhaustive`."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

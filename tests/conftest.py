@@ -1,7 +1,5 @@
 """What holds for every test: nothing leaves the machine, nothing is left behind, nothing depends on the order."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 import ipaddress

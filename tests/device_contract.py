@@ -1,7 +1,5 @@
 """What every device must do, whatever it is: test classes of each kind inherit this and give a `device` fixture."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """As much of `torch.cuda` and `torch.xpu` as a device needs; the CPU is the card, and work ends before it returns."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ class Event:
         assert enable_timing
         self.at_s = 0.0
 
-    def record(self, _stream: Stream) -> None:
+    def record(self, _stream: "Stream") -> None:
         self.at_s = time.perf_counter()
 
     def query(self) -> bool:
@@ -30,14 +28,14 @@ class Event:
     def synchronize(self) -> None:
         assert self.query()
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         return (end.at_s - self.at_s) * 1e3
 
 
 class Stream:
     """Never has anything in flight."""
 
-    def __init__(self, cards: FakeCards) -> None:
+    def __init__(self, cards: "FakeCards") -> None:
         self._cards = cards
 
     def synchronize(self) -> None:
@@ -47,7 +45,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         event.synchronize()
 
-    def wait_stream(self, _other: Stream) -> None: ...
+    def wait_stream(self, _other: "Stream") -> None: ...
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Q4_K and Q6_K as a test needs them, plainly rounded: the `gguf` package reads these types only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

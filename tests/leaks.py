@@ -4,8 +4,6 @@
 that was shut down, a process that was told to end.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A real Ray cluster on the loopback whose nodes can be killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Documents that tests write themselves: pdf (also encrypted, or pictures alone), docx and zip bombs."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Pictures' files of every kind that is read."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """The other side of the link to a Ray cluster, made up: nodes that answer at once, die, leave, join and are late."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable
@@ -61,7 +59,7 @@ class MadeUpRay:
     def node(name: str) -> ClusterNode:
         return ClusterNode(name, name, name, 2.0, 0.0, 10**9)
 
-    def open(self, _address: str) -> MadeUpRay:
+    def open(self, _address: str) -> "MadeUpRay":
         """See `Link`: a connection."""
         assert self.closed, "two links at once"
         self.links += 1

@@ -4,8 +4,6 @@
 misbehave.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

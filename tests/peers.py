@@ -1,7 +1,5 @@
 """The peers of the benches that the user of this machine has built: tests have homes of their own, where nothing is."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """HTTP with servers of this machine, without certificates: their list takes longer to read than most answers do."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import httpx2

@@ -1,7 +1,5 @@
 """Servers of other projects, and our own, as people run them: each one's address and process, which may be killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of refusals by code and facts, so that messages can be reworded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

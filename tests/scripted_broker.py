@@ -1,7 +1,5 @@
 """What answers requests in place of an engine, as the test says, and models as if they were in the library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows handed out to made-up nodes in their own time: they answer, die, come back and are late."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections import deque

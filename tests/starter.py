@@ -1,7 +1,5 @@
 """The starter model for tests: made once per checkout, into `.cache`, and reused by every later run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

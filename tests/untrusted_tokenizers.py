@@ -1,7 +1,5 @@
 """Tokenizers that somebody made to do harm."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -284,7 +284,7 @@ def types(path: str, type: int, columns: dict[str, int], target: str) -> dict[st
 
     Args:
         columns: of each matrix, those of all experts together: they are said to be equally important.  May be empty.
-        target: where the quantised model is written, or nothing.
+        target: where the quantised model is written, and no types are told; or nothing.
     """
     llama_cpp = importlib.import_module("llama_cpp")
     options = llama_cpp.llama_model_quantize_default_params()
@@ -302,7 +302,7 @@ def types(path: str, type: int, columns: dict[str, int], target: str) -> dict[st
     if failed:
         raise RuntimeError("it cannot quantise the file (its own words are on stderr)")
     lines = re.findall(r"\] (\S+) +- \[.*\], type = +(\w+), size = .*?(?:\((\w+)\))?\n", "".join(words))
-    return {name: (new or old).upper() for name, old, new in lines}
+    return {} if target else {name: (new or old).upper() for name, old, new in lines}
 
 
 def answer(model: Model, kind: str, request: dict[str, Any]) -> dict[str, Any]:

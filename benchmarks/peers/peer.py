@@ -224,7 +224,7 @@ class GgufPeer(_Child):
 def chosen_types(source: Path, kind: str, target: Path | None = None) -> dict[str, str]:
     """ggml's types by tensor that llama.cpp chooses for a GGUF file of plain numbers and `kind` ("Q4_K_M").
 
-    It writes the quantised file to `target`, if there is one.
+    With a `target`, the quantised file is written there instead, and no types are told.
 
     For the IQ types it wants to know how important columns are: they are all said to be alike.
 

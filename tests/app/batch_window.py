@@ -3,8 +3,6 @@
 Run as a program: `python -m tests.app.batch_window INPUT OUTPUT MOST_TOKENS`; ends when the result is there.
 """
 
-from __future__ import annotations
-
 import sys
 
 from PySide6.QtCore import QTimer

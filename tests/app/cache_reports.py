@@ -1,7 +1,5 @@
 """Cache reports as an engine would send them, and as one that has gone mad would."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What every test of the window needs: a theme and settings of its own, and no colours left behind."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

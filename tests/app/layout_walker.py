@@ -1,7 +1,5 @@
 """Looks for what cannot be read, reached or named in a window: text without room, widgets on each other, and so on."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

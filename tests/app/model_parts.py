@@ -1,7 +1,5 @@
 """Made-up models, downloads, repositories and fit cards for tests and pictures of the Models page."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

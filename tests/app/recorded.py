@@ -1,7 +1,5 @@
 """Records and samples that an engine and sensors could have sent."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from app.services.device_monitor import DeviceMonitor

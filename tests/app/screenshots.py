@@ -3,8 +3,6 @@
 Draws offscreen, so that no display is needed; names of scenes after the folder draw only those.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """A scripted engine that takes batch jobs, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An engine client without a process: the same signals, moved by the test."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Downloads and installations of Switchyard's own parts that do what a test says."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ computes without ever letting another thread run.
 Models: `slow` loads until it is cancelled, `missing` is not found, anything else loads.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -80,6 +78,9 @@ class ScriptedEngine:
         request.on_progress(1, 1)
         count = int(argument) if verb in ("count", "flood") else 0
         for n in range(1, count + 1):
+            for asked in [each for each in self._waiting if each[0].cancelled()]:
+                self._waiting.remove(asked)
+                asked[-1](GenerationResult("", "cancelled", 1, 0, 0, 0.0, 0.0))
             if request.cancelled():
                 return GenerationResult("", "cancelled", 1, 0, n - 1, 0.0, 0.0)
             on_text(f"{n} ", n)

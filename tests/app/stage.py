@@ -3,8 +3,6 @@
 What looks at every page (`test_scenes`, `screenshots`) walks through the same scenes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Answers, several at once, each with one end, each saved as it grows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -175,32 +173,3 @@ def test_the_time_of_a_thought_ends_with_the_answers_first_text(bench: Bench, qt
     assert answer.stats is not None
     assert answer.stats.generated_tokens == 5
     assert bench.saved(qtbot, "a") == answer
-
-
-def test_a_thought_that_is_stopped_is_kept_with_its_time(bench: Bench, qtbot: QtBot) -> None:
-    now = 100.0
-    bench.queue._clock = lambda: now
-    bench.ask("a")
-    bench.engine.think("Let me ")
-    now += 7
-    bench.engine.think("see")
-    bench.engine.finish("cancelled")
-    (answer,) = bench.ended
-    assert (answer.state, answer.reasoning, answer.reasoning_s) == (MessageState.PARTIAL, "Let me see", 7.0)
-    assert bench.saved(qtbot, "a") == answer
-    assert Phase(Stage.THINKING) in [phase for _id, phase in bench.phases]
-
-
-def test_the_prompt_of_a_chat_leaves_out_turns_of_thought_alone() -> None:
-    lineage = [
-        Message("q", "c", None, "user", "one"),
-        Message("a", "c", "q", "assistant", "", reasoning="cut"),
-        Message("r", "c", "a", "user", "two"),
-        Message("b", "c", "r", "assistant", "three", reasoning="hm"),
-        Message("s", "c", "b", "user", "four"),
-    ]
-    assert prompt_of("", lineage) == (
-        ChatMessage("user", "one\n\ntwo"),
-        ChatMessage("assistant", "three", "hm"),
-        ChatMessage("user", "four"),
-    )

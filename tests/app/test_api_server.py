@@ -1,7 +1,5 @@
 """The switch that lets other programs use the model: the real server's process, without an engine's."""
 
-from __future__ import annotations
-
 import json
 import socket
 import tempfile

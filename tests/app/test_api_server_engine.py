@@ -1,7 +1,5 @@
 """Other programs and the window's own chat with one real engine, which is killed in the middle."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,17 +1,27 @@
-"""Work in the background: the latest question is the one that is answered, and what must happen happens in order."""
+"""Work in the background: the latest question is the one that is answered; garbage and signals on any thread."""
 
-from __future__ import annotations
-
+import gc
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QObject
+from PySide6.QtCore import QObject, QTimer
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
+from app.main import GarbageCollection
 from app.services.background import LatestTask, TaskQueue
+from app.services.batch_sample import BatchForecasts
+from engine.common.config import BatchJob
+from engine.planner.batch_prediction import JobRows
+from engine.tuning.batch_forecast import Forecast, ForecastQuestion
+from tests.app.scripted_batches import PLAN
+from tests.app.scripted_engine import STARTER
 
 
 class Gate:
@@ -98,18 +108,6 @@ def test_who_types_asks_once(owner: QObject, qtbot: QtBot) -> None:
     assert ran == [2]
 
 
-def test_who_is_told_may_ask_again(owner: QObject, qtbot: QtBot) -> None:
-    task, told = LatestTask(owner), list[int]()
-
-    def on_told(result: int) -> None:
-        told.append(result)
-        if result < 3:
-            task.ask(lambda: result + 1, on_told)
-
-    task.ask(lambda: 1, on_told)
-    qtbot.waitUntil(lambda: told == [1, 2, 3])
-
-
 def test_closing_waits_for_what_runs_and_begins_nothing(owner: QObject, qtbot: QtBot) -> None:
     task, told, ran = LatestTask(owner), list[object](), list[int]()
     gate = Gate()
@@ -155,3 +153,80 @@ def test_nobody_is_told_once_the_owner_is_gone(qapp: QApplication, qtbot: QtBot)
     thread.join()
     qtbot.wait(1)
     assert told == []
+
+
+def test_a_thread_that_allocates_collects_nothing(qapp: QApplication, qtbot: QtBot) -> None:
+    destroyed_on: list[threading.Thread] = []
+
+    class Service(QObject):
+        """In a cycle with itself, its timer running: destroyed on another thread, it would leave the timer behind."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._me = self
+            self._ticking = QTimer(self, interval=1)
+            self._ticking.start()
+
+        def __del__(self) -> None:
+            destroyed_on.append(threading.current_thread())
+
+    gc.enable()
+    owner = QObject()
+    GarbageCollection(owner)
+    Service()
+    kept: list[list[int]] = []
+    allocating = threading.Thread(target=lambda: kept.extend([n] for n in range(20 * gc.get_threshold()[0])))
+    allocating.start()
+    allocating.join()
+    assert destroyed_on == []
+    qtbot.waitUntil(lambda: bool(destroyed_on))
+    assert destroyed_on == [threading.main_thread()]
+    owner.deleteLater()
+
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def test_a_hundred_thousand_emits_do_not_abort_the_interpreter() -> None:
+    script = (
+        "import app\n"
+        "from PySide6.QtCore import QObject, Signal\n"
+        "class Source(QObject):\n"
+        "    said = Signal(object)\n"
+        "source = Source()\n"
+        "for n in range(100_000):\n"
+        "    source.said.emit(n)\n"
+        "    source.setObjectName('x')\n"
+        "print('alive')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.stdout == "alive\n", done.stderr
+
+
+@pytest.fixture
+def question() -> ForecastQuestion:
+    return ForecastQuestion(BatchJob("in.csv", "out.csv"), STARTER, None, None)
+
+
+def test_only_the_last_question_is_answered(qapp: QApplication, qtbot: QtBot, question: ForecastQuestion) -> None:
+    asked: list[int | None] = []
+
+    def forecast(one: ForecastQuestion) -> Forecast:
+        asked.append(one.total)
+        return Forecast(replace(PLAN, job=JobRows(one.total or 0, 0, 1.0)))
+
+    forecasts = BatchForecasts(forecast=forecast)
+    told: list[Forecast] = []
+    forecasts.answered.connect(told.append)
+    for total in range(5):
+        forecasts.ask(replace(question, total=total))
+    qtbot.waitUntil(lambda: bool(told))
+    assert [one.plan.job.rows for one in told] == [4]
+    assert asked == [4]
+    forecasts.ask(replace(question, total=4))  # it has been answered
+    forecasts.ask(replace(question, total=7))
+    forecasts.forget()
+    qtbot.wait(300)
+    assert asked == [4]
+    forecasts.close()
+    forecasts.deleteLater()

@@ -1,19 +1,14 @@
 """The Batch page by hand: a file dropped, a form, three rows tried, a job that runs, pauses, fails and is removed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import openpyxl
 import pytest
 from PySide6.QtCore import QMimeData, QPoint, QPointF, Qt, QUrl
 from PySide6.QtGui import QDragEnterEvent, QDropEvent
-from PySide6.QtTest import QTest
 from PySide6.QtWidgets import (
-    QAbstractButton,
     QApplication,
     QLabel,
     QMessageBox,
@@ -26,7 +21,6 @@ from pytestqt.qtbot import QtBot
 from app.models.batch_rows import Column
 from app.services.batch_job import JobState
 from app.services.engine_client import EngineState
-from app.theme import ThemeController
 from app.views.batch.job_view import CUT_OFF
 from app.views.batch.page import BatchPage
 from app.widgets.asking import before_loading
@@ -284,17 +278,6 @@ def test_a_form_opens_at_its_top_and_the_keyboard_goes_to_what_is_in_view(
     assert view.rect().contains(focused.mapTo(view, focused.rect().bottomLeft()))
 
 
-def test_openai_requests_need_no_template(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
-    file = tmp_path / "requests.jsonl"
-    body = '{"messages": [{"role": "user", "content": "Hi"}]}'
-    file.write_text(f'{{"custom_id": "a", "url": "/v1/chat/completions", "body": {body}}}\n', encoding="utf-8")
-    fill(page, qtbot, file)
-    assert not page.form.template.isVisible()
-    assert "OpenAI" in words(page.form.input)
-    assert page.form.output.path.suffix == ".jsonl"
-    assert page.form.job().template == ""
-
-
 # --- a job that runs ------------------------------------------------------------------------------
 
 
@@ -421,56 +404,6 @@ def test_another_model_is_loaded_only_when_the_user_agrees(
 
 
 # --- for everybody --------------------------------------------------------------------------------
-
-
-def test_everything_has_a_name(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
-    fill(page, qtbot, table)
-    for button in page.findChildren(QAbstractButton):
-        assert button.accessibleName() or button.text() or not button.isVisible(), button
-    form = page.form
-    for field in (form.template.edit, form.template.system, form.answers.max_tokens, form.answers.temperature,
-                  form.answers.choices, form.answers.schema, form.output.name, form.output.format,
-                  form.input.encoding, form.input.separator, form.input.table, page.strip,
-                  page.job_view.rows.table, page.job_view.detail.answer):  # fmt: skip
-        assert field.accessibleName()
-    # Tab goes through the prompt as it is read.
-    page.activateWindow()
-    form.template.edit.setFocus()
-    for before, after in pairwise(
-        [form.template.edit, form.template.pictures, form.template.system, form.answers.max_tokens]
-    ):
-        assert before.hasFocus()
-        QTest.keyClick(before, Qt.Key.Key_Tab)
-        assert after.hasFocus()
-
-
-@pytest.mark.parametrize("font_px", [14, 20])
-@pytest.mark.parametrize("choice", ["light", "dark"])
-def test_nothing_is_cut_off_in_a_small_window(
-    page: BatchPage,
-    theme: ThemeController,
-    qtbot: QtBot,
-    table: Path,
-    engine: ScriptedBatches,
-    choice: str,
-    font_px: int,
-) -> None:
-    theme.set_choice("dark" if choice == "dark" else "light")
-    theme.set_font_px(font_px)
-    page.resize(692, 600)
-    fill(page, qtbot, table)
-    _nothing_cut_off(page)
-    page.form.foot.start.click()
-    qtbot.waitUntil(lambda: page.pages.currentWidget() is page.job_view)
-    engine.tell(3, ROWS, failed=1, rate=31.0, left=60.0)
-    _nothing_cut_off(page)
-
-
-def _nothing_cut_off(page: BatchPage) -> None:
-    assert page.width() <= 692
-    for widget in page.findChildren(QWidget):
-        if isinstance(widget, QLabel | QPushButton) and widget.isVisible():
-            assert widget.mapTo(page, widget.rect().topRight()).x() <= page.width(), widget
 
 
 # --- a job that began with other settings, or whose result is elsewhere ----------------------------

@@ -1,7 +1,5 @@
 """The Batch page with servers to choose: who answers, where text goes, what a trial says, and what a job shows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

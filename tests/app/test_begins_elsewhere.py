@@ -1,7 +1,5 @@
 """The window of who only asks other servers: no model of this PC is loaded before somebody needs one."""
 
-from __future__ import annotations
-
 import base64
 import sys
 from collections.abc import Callable, Iterator
@@ -15,14 +13,13 @@ from pytestqt.qtbot import QtBot
 from app.main import first_run_entry, page_entries
 from app.services.chat_store import ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
-from app.services.engine_request import Request
 from app.services.model_start import ModelStart
 from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from app.views.main_window.window import MainWindow
-from app.widgets.page import CHAT, FIRST_RUN
+from app.widgets.page import CHAT
 from engine.common.paths import models_dir
 from engine.remote.endpoint import endpoint_at, remote_name, remove_endpoint, save_endpoint
 from tests.app.scripted_engine import ScriptedEngine
@@ -143,15 +140,6 @@ def test_an_empty_chat_that_was_to_go_there_is_shown_again(
     assert not gone.chat.presenter.is_elsewhere
 
 
-def test_nobody_is_asked_to_get_a_model_first(open_window: Callable[[], Opened], server: BadEndpoint) -> None:
-    first = open_window()
-    first.settings.default_model = "starter"
-    first.chat.presenter.choose_model(f"endpoint:Rack/{MODEL}")
-    again = open_window()
-    assert again.window.pages.currentWidget() is again.chat
-    assert FIRST_RUN not in again.window._built
-
-
 @pytest.fixture
 def scripted(settings: Settings) -> Iterator[tuple[ModelStart, ScriptedEngine, list[bool]]]:
     """A start whose models are found at once: how often one was looked for stands in the list."""
@@ -189,17 +177,6 @@ def test_an_engine_that_is_restarted_loads_none_either(
     start.need()
     start.restart()
     assert len(begun) == 2
-
-
-def test_a_model_that_is_opened_is_the_one_that_was_needed(
-    scripted: tuple[ModelStart, ScriptedEngine, list[bool]], tmp_path: Path
-) -> None:
-    start, engine, begun = scripted
-    start.put_off()
-    start._begin_load(tmp_path)
-    assert isinstance(engine.loads[0], Request)
-    start.need()
-    assert begun == []
 
 
 def test_pictures_reach_the_server_and_are_there_when_the_window_is_opened_again(

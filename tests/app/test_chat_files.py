@@ -1,7 +1,5 @@
 """Chats to files and back, off the window's thread."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

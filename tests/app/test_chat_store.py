@@ -1,7 +1,5 @@
 """The store as the window sees it: answers by signals, and one clear sentence when something is wrong."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """The models behind the chat page, without a window."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,12 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PySide6.QtCore import Qt
 from PySide6.QtTest import QAbstractItemModelTester
 
 from app.models.conversation import ROW_ROLE, ConversationModel
-from app.models.conversation_list import ConversationListModel, Group, group_of
-from app.services.chat_store import Conversation, Message, MessageState, MessageTree, SearchHit
+from app.models.conversation_list import ConversationListModel
+from app.services.chat_store import Conversation, Message, MessageTree, SearchHit
 from app.services.chat_store.records import MAX_TITLE, title_from
 from app.services.kept import Preset, own_sampling, preset_of
 from engine.common.chat import Picture
@@ -56,30 +53,6 @@ def test_conversations_are_grouped_by_day(list_model: ConversationListModel) -> 
         ]
     )
     assert shown(list_model) == ["pinned", "p", "today", "a", "b", "yesterday", "c", "week", "d", "older", "e"]
-
-
-@pytest.mark.parametrize(
-    ("days", "group"), [(-1, Group.TODAY), (0, Group.TODAY), (1, Group.YESTERDAY), (7, Group.WEEK), (8, Group.OLDER)]
-)
-def test_days_are_calendar_days(days: float, group: Group) -> None:
-    assert group_of(conversation("x", days), NOW) is group
-
-
-def test_a_conversation_that_is_used_again_moves_up(list_model: ConversationListModel) -> None:
-    list_model.set_conversations([conversation("a", 1), conversation("b", 3)])
-    list_model.put(replace(conversation("b"), title="b"))
-    assert shown(list_model) == ["today", "b", "yesterday", "a"]
-    list_model.remove("b")
-    assert shown(list_model) == ["yesterday", "a"]
-    list_model.put(conversation("a", 1, title=""))
-    list_model.put(replace(conversation("a", 1), title=""))
-    assert shown(list_model) == ["yesterday", "untitled"]
-
-
-def test_headings_cannot_be_chosen(list_model: ConversationListModel) -> None:
-    list_model.set_conversations([conversation("a")])
-    assert list_model.index(0).flags() == Qt.ItemFlag.ItemIsDropEnabled  # what lies in a folder is dragged out to it
-    assert list_model.index(1).flags()
 
 
 def test_search_hits_replace_the_groups_until_it_ends(list_model: ConversationListModel) -> None:
@@ -159,14 +132,6 @@ def test_pictures_are_those_of_the_visible_path(model: ConversationModel) -> Non
     assert (model.pictures, model.last, model.row_of("q2")) == ((), None, None)
 
 
-def test_an_update_tells_only_its_row(model: ConversationModel) -> None:
-    told: list[int] = []
-    model.dataChanged.connect(lambda first, _last: told.append(first.row()))
-    model.update(replace(message("a", "q", "assistant"), content="longer", state=MessageState.PARTIAL))
-    assert told == [1]
-    assert model.rows[1].message.content == "longer"
-
-
 @pytest.mark.parametrize(
     ("text", "title"),
     [
@@ -178,13 +143,6 @@ def test_an_update_tells_only_its_row(model: ConversationModel) -> None:
 )
 def test_a_title_is_the_first_line_with_words(text: str, title: str) -> None:
     assert title_from(text) == title
-
-
-@given(st.text(min_size=1, max_size=300))
-def test_a_title_is_short_and_one_line(text: str) -> None:
-    title = title_from(text)
-    assert len(title) <= MAX_TITLE + 1
-    assert len(title.splitlines()) <= 1
 
 
 def test_presets_are_recognised() -> None:
@@ -210,3 +168,10 @@ def test_the_own_sampling_of_a_model_is_in_its_folder(tmp_path: Path) -> None:
         file.write_text(text)
         assert own_sampling(_model_at(tmp_path)) == Preset.BALANCED.value
     assert own_sampling(None) == Preset.BALANCED.value
+
+
+@given(st.text(min_size=1, max_size=300))
+def test_a_title_is_short_and_one_line(text: str) -> None:
+    title = title_from(text)
+    assert len(title) <= MAX_TITLE + 1
+    assert len(title.splitlines()) <= 1

@@ -1,7 +1,5 @@
 """What is written down when something goes wrong: reports of crashes, the log, what a diagnosis collects."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -49,10 +47,6 @@ def reports(tmp_path: Path) -> Iterator[CrashReports]:
 
 def _raise_with_secret() -> None:
     raise ValueError(SECRET)
-
-
-def test_nothing_happened_nothing_is_pending(reports: CrashReports) -> None:
-    assert reports.pending() == ""
 
 
 def test_an_unhandled_error_is_pending_without_its_message(reports: CrashReports) -> None:

@@ -1,7 +1,5 @@
 """The data folder is planned, moved at the next start, and told where that cannot be."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple
@@ -47,11 +45,6 @@ def _carry_out(change: FolderChange) -> list[tuple[int, int]]:
     told: list[tuple[int, int]] = []
     assert carry_out(change, lambda done, total: told.append((done, total)), lambda: False)
     return told
-
-
-def test_without_a_choice_it_is_the_standard_folder() -> None:
-    assert data_dir() == standard_data_dir()
-    assert planned_change() is None
 
 
 def test_a_copy_is_whole_and_the_old_folder_stays(data: Path, tmp_path: Path) -> None:
@@ -126,13 +119,6 @@ def test_a_change_can_be_undone(tmp_path: Path) -> None:
     cancel_change()
     cancel_change()
     assert planned_change() is None
-
-
-def test_back_to_the_standard_folder(tmp_path: Path) -> None:
-    use_folder(tmp_path)
-    assert data_dir() == tmp_path
-    use_folder(standard_data_dir())
-    assert data_dir() == standard_data_dir()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The one place that asks the machine: what it says reaches everybody, and its troubles nobody."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

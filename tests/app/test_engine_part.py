@@ -1,7 +1,5 @@
 """The engine's part in the window: what is offered, fetched, installed and told, and what happens when it is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

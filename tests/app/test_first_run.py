@@ -1,7 +1,5 @@
 """The page for a PC without a model: what it says, what its buttons begin, and what happens when a model is there."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,7 +30,6 @@ from engine.checkpoint.library import LibraryEntry, Listing
 from engine.checkpoint.names import not_in_library
 from engine.common.settings import STARTER
 from tests.app import tuning_results as made
-from tests.app.layout_walker import without_name
 from tests.app.model_parts import DOWNLOADS, RECOMMENDATIONS
 from tests.app.model_parts import MODELS as MODELS_HERE
 from tests.app.scripted_engine import STARTER as STARTER_INFO
@@ -271,12 +268,6 @@ def test_the_machine_in_plain_words(page: FirstRunPage) -> None:
     assert "no AVX2: everything works" in meaning_words(old)
     assert "AVX2" not in meaning_words(without)
     assert "22.0 GB" in meaning_words(without)
-
-
-def test_everything_has_a_name(page: FirstRunPage, downloads: NoDownloads) -> None:
-    assert without_name(page) == []
-    downloads.show(download())
-    assert without_name(page) == []
 
 
 # --- the starter ----------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Keyboard and focus: fields, marks that explain, shortcuts, and where the focus stays."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

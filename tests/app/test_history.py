@@ -1,7 +1,5 @@
 """The past in bounded memory: what goes in comes out again, at every resolution, however it was cut up."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import settings as example_settings
@@ -10,9 +8,9 @@ from numpy.testing import assert_allclose
 
 from app.services.history.gauges import BUCKET_NS, HOLD_NS, BucketSeries, GaugeHistory, spread
 from app.services.history.history import BusyTime, ClockAlignment, History, RecordHistory
-from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, H2D, PREFILL
-from engine.telemetry.records import SPAN, STEP, no_spans
-from tests.app.recorded import STEP_NS, decoded, sample
+from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, H2D
+from engine.telemetry.records import SPAN, no_spans
+from tests.app.recorded import STEP_NS, decoded
 
 ORIGIN_NS = 10**15
 intervals = st.lists(
@@ -67,10 +65,6 @@ def test_what_is_too_old_for_a_level_is_read_from_a_coarser_one(hours: int, colu
     series.add(first + hours * 3_600_000, np.full(1000, 1.0))
     edges = np.linspace(ORIGIN_NS - 10e9, ORIGIN_NS + 20e9, columns + 1)
     assert_allclose(series.read(edges).sum(), 7000.0, rtol=1e-3)
-
-
-def test_a_series_that_was_never_added_to_is_nothing() -> None:
-    assert not BucketSeries().read(np.array([0.0, 1e9, 2e9])).any()
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 60))
@@ -129,39 +123,7 @@ def test_bytes_add_up_to_what_was_copied() -> None:
     assert history.has_copies
 
 
-def test_a_copy_of_the_past_does_not_change() -> None:
-    history = History()
-    history.add_spans(decoded(10, ORIGIN_NS)[0])
-    still = history.copy()
-    edges = np.array([ORIGIN_NS, ORIGIN_NS + 100 * STEP_NS], np.float64)
-    before = still.busy(CPU_EXPERTS, edges)
-    history.add_spans(decoded(50, ORIGIN_NS + 20 * STEP_NS)[0])
-    history.add_sample(ORIGIN_NS + 10**10, sample())
-    assert still.busy(CPU_EXPERTS, edges) == before
-    assert history.busy(CPU_EXPERTS, edges) > before
-    assert still.end_ns == ORIGIN_NS + 10 * STEP_NS
-
-
-def test_pieces_of_a_prompt_are_one_run() -> None:
-    steps = np.zeros(3, STEP)
-    steps["start_ns"] = ORIGIN_NS + np.arange(3) * STEP_NS
-    steps["end_ns"] = steps["start_ns"] + STEP_NS
-    steps["name"], steps["request"], steps["tokens"] = PREFILL, 5, 256
-    history = History()
-    history.add_steps(steps[:2])
-    history.add_steps(steps[2:])
-    (run,) = history.runs_between(ORIGIN_NS, ORIGIN_NS + 10**9)
-    assert (run.phase, run.tokens) == (PREFILL, 768)
-
-
 # --- clocks ---------------------------------------------------------------------------------------
-
-
-def test_one_clock_is_left_alone() -> None:
-    clock = ClockAlignment()
-    assert not clock.observe(ORIGIN_NS, ORIGIN_NS + 5_000_000)
-    spans, _ = decoded(3, ORIGIN_NS - 10**9)
-    assert clock.aligned(spans, ORIGIN_NS) is spans
 
 
 @given(st.integers(-(10**17), 10**17))

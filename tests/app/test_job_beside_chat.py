@@ -1,7 +1,5 @@
 """A job that a server and this PC answer, and a chat that this PC answers meanwhile, in the real window."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Saved prompts and presets: kept in a file, filled in, and never lost to a damaged one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

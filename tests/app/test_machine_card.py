@@ -1,7 +1,5 @@
 """The machine's sensors in their card: few cores and many, no graphics card and eight, and drivers that go away."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

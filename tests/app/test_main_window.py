@@ -1,7 +1,5 @@
 """The window around the pages: where one can go, what it tells, and that it never waits."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

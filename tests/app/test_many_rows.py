@@ -1,7 +1,5 @@
 """Lists and tables of 5,000 rows: nothing is made or asked for each row but for those in sight.  Counted, not timed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

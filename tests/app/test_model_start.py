@@ -1,6 +1,4 @@
-"""The default model is found off the GUI thread and loaded by the engine, or the user is told why not."""
-
-from __future__ import annotations
+"""The default model is found off the GUI thread and loaded with the time left told, or the user is told why not."""
 
 import sys
 from collections.abc import Iterator
@@ -12,12 +10,14 @@ from pytestqt.qtbot import QtBot
 
 from app.services import tuning
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import LoadingPace
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
+from app.views.chat.model_picker import loading_words
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.paths import models_dir
-from engine.protocol import ChatMessage, Failed
+from engine.protocol import ChatMessage, Failed, Phase, Progress
 from tests.app.scripted_engine import ScriptedEngine
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -200,3 +200,37 @@ def test_the_model_is_timed_as_it_is_set(
     assert (rate > 0, "elsewhere" in problem) == ((True, False) if model == "good" else (False, True))
     assert not timing.is_running
     timing.deleteLater()
+
+
+def test_each_phase_has_a_rate_of_its_own() -> None:
+    now = [100.0]
+    pace = LoadingPace(lambda: now[0])
+
+    def tell(phase: Phase, done: int, at_s: float) -> None:
+        now[0] = at_s
+        pace.note(Progress("load", phase, done * 10**9, 10 * 10**9))
+
+    assert pace.share is None
+    assert loading_words(pace) == "Opening the model"
+    tell("reading", 1, 100.0)
+    tell("reading", 2, 100.5)
+    assert pace.left_s is None  # too early to tell
+    tell("reading", 3, 102.0)
+    assert pace.left_s == 7.0
+    assert loading_words(pace).startswith("Reading weights")
+    assert "3.00 GB of 10.0 GB" in loading_words(pace)
+    assert "7 s left" in loading_words(pace)
+    tell("converting", 4, 103.0)
+    assert pace.left_s is None
+    tell("converting", 4, 110.0)
+    assert pace.left_s is None  # nothing moves: nothing is promised
+    tell("converting", 5, 113.0)
+    assert pace.left_s == 50.0
+    assert loading_words(pace).startswith("Converting weights")
+    tell("keeping", 11, 114.0)
+    assert pace.share == 1.0
+    pace.note(Progress("load", "loading", 0, 0))
+    assert pace.share is None
+    assert pace.left_s is None
+    pace.note(None)
+    assert pace.progress is None

@@ -1,7 +1,5 @@
 """The Models page with its real services, a real process that downloads, and a hub on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Models page: what is on this PC, what is recommended, what the hub has, and the downloads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +32,6 @@ from engine.planner.plan_parts import Limits, PicturePlan
 from engine.tuning.fit import DiskBytes, FitCard
 from tests.app import model_parts as parts
 from tests.app import tuning_results as made
-from tests.app.layout_walker import without_name
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 
@@ -355,13 +352,6 @@ def test_folders_are_added_and_taken_off_the_list(scene: Scene, tmp_path: Path, 
     qtbot.waitUntil(lambda: scene.library.calls.look.call_count == looks + 1)
     assert model_folders()[1:] == ()
     qtbot.waitUntil(lambda: not scene.page.findChildren(FoldersDialog))
-
-
-def test_the_folder_where_downloads_go_stays(scene: Scene) -> None:
-    dialog = scene.page.open_folders()
-    assert not dialog.drop.isEnabled()
-    assert dialog.add.isEnabled()
-    dialog.accept()
 
 
 # --- the catalogue ----------------------------------------------------------------------------------
@@ -707,17 +697,6 @@ def test_downloads_are_watched_only_while_the_page_is_seen(scene: Scene) -> None
     scene.downloads.calls.watch.assert_called_with(on=True)
     scene.page.hide()
     scene.downloads.calls.watch.assert_called_with(on=False)
-
-
-def test_everything_has_a_name(scene: Scene) -> None:
-    assert without_name(scene.page) == []
-    scene.library.show(*parts.MODELS)
-    scene.downloads.show(*parts.DOWNLOADS)
-    scene.hub.found.emit(SearchAnswer("qwen", parts.FOUND))
-    scene.hub.show()
-    dialog = scene.page.open_folders()
-    assert without_name(scene.page) == []
-    dialog.accept()
 
 
 def test_tab_goes_through_the_page_from_top_to_bottom(scene: Scene, qtbot: QtBot) -> None:

@@ -1,7 +1,5 @@
 """An hour of the Monitor, by a clock that runs fast: what it holds does not grow."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """What strangers write is shown as it is: no name, cell, title or message is taken for HTML, which would load files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plans for the Tune page: what was timed on this machine decides, also between precisions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,17 +41,6 @@ def test_what_was_timed_chooses_the_precision(monkeypatch: pytest.MonkeyPatch) -
     losers = [one for one in timed.alternatives if one.precision == modelled.precision and one.policy == "CPU only"]
     assert losers
     assert losers[0].speed.decode_tokens_per_s == pytest.approx(0.2 * modelled.speed.decode_tokens_per_s, rel=0.01)
-
-
-def test_what_would_help_is_counted_from_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    modelled = planned(monkeypatch)
-    timed = planned(monkeypatch, *(Correction(name, False, 8, 0.5) for name in ("bf16", "int8", "int4")))
-    assert timed.precision == modelled.precision
-    assert timed.speed.decode_tokens_per_s == pytest.approx(0.5 * modelled.speed.decode_tokens_per_s)
-    before, after = modelled.helps[0], timed.helps[0]
-    assert (after.change, after.gain) == (before.change, before.gain)
-    assert after.decode_tokens_per_s == pytest.approx(0.5 * before.decode_tokens_per_s)
-    assert f"{after.decode_tokens_per_s:.3g} tokens/s" in timed.what_helps
 
 
 def as_timed(plan: planning.Plan, rate: float, config: EngineConfig) -> TuningResult:

@@ -1,7 +1,5 @@
 """Every page in each of its states: nothing is clipped, covered, out of reach or without a name, and it rests."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The card of servers elsewhere in Settings: one is tested before it is kept, and its key goes nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

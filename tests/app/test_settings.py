@@ -1,7 +1,5 @@
 """The settings file: never half written, never lost, never in the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

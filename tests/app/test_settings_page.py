@@ -1,7 +1,5 @@
 """Settings take effect as they are made."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
-"""One window for each data folder, whatever the window before left behind."""
+"""One window for each data folder, and the files that it is opened with."""
 
-from __future__ import annotations
-
+import json
 import signal
 import subprocess
 import sys
@@ -9,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PySide6.QtNetwork import QLocalSocket
 from pytestqt.qtbot import QtBot
 
 from app.services.data_folder import LOCK_NAME, Claim, SingleInstance
+from app.widgets.fields import model_at
+from engine.common.installed import version
 
 # Claims a folder, says so, and answers until it is told to stop.
 HOLDER = """
@@ -95,3 +97,60 @@ def test_a_window_that_hangs_keeps_its_folder(qtbot: QtBot, tmp_path: Path, hold
 def test_a_folder_that_cannot_be_made_is_told(qtbot: QtBot, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert SingleInstance(tmp_path / "file" / "folder").claim() is Claim.NOT_WRITABLE
+
+
+def ask(instance: SingleInstance, said: bytes, qtbot: QtBot) -> bytes:
+    """What the window that has the folder responds to these bytes, which come in two pieces."""
+    socket = QLocalSocket()
+    socket.connectToServer(instance._address)
+    assert socket.waitForConnected(2000)
+    for piece in (said[:4], said[4:]):
+        socket.write(piece)
+        socket.flush()
+        qtbot.wait(20)
+    qtbot.wait(50)
+    answer = bytes(socket.readAll().data())
+    socket.abort()
+    return answer
+
+
+@pytest.mark.parametrize("files", [[], ["/a b/ü.gguf"], ["/x.csv", "/y.jsonl"]])
+@pytest.mark.parametrize("theirs", ["", version(), "9.0.0"])
+def test_a_second_start_hands_its_files_and_another_version_over(
+    qtbot: QtBot, tmp_path: Path, files: list[str], theirs: str
+) -> None:
+    first = SingleInstance(tmp_path)
+    assert first.claim() is Claim.OURS
+    asked: list[list[str]] = []
+    others: list[str] = []
+    first.raise_requested.connect(lambda paths: asked.append(paths))
+    first.other_version.connect(others.append)
+    said = b"raise" + (f"@{theirs}".encode() if theirs else b"")
+    said += (b" " + json.dumps(files).encode() if files else b"") + b"\n"
+    assert ask(first, said, qtbot) == b"raised\n"
+    assert asked == [files]
+    assert others == (["9.0.0"] if theirs == "9.0.0" else [])
+    first.release()
+
+
+@pytest.mark.parametrize("said", [b"lower\n", b"raise", b"raise [1, 2\n", b'raise {"a": 1}\n', b"raise [3]\n"])
+def test_what_is_no_request_opens_nothing(qtbot: QtBot, tmp_path: Path, said: bytes) -> None:
+    first = SingleInstance(tmp_path)
+    assert first.claim() is Claim.OURS
+    asked: list[list[str]] = []
+    first.raise_requested.connect(lambda paths: asked.append(paths))
+    ask(first, said, qtbot)
+    assert asked in ([], [[]])
+    first.release()
+
+
+def test_a_model_is_a_file_or_a_folder_with_one(tmp_path: Path) -> None:
+    file, folder, other = tmp_path / "A.GGUF", tmp_path / "checkpoint", tmp_path / "rows.csv"
+    file.touch()
+    other.touch()
+    folder.mkdir()
+    (folder / "config.json").touch()
+    assert model_at(file) == file
+    assert model_at(folder) == folder
+    assert model_at(other) is None
+    assert model_at(tmp_path / "missing") is None

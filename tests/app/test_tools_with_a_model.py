@@ -3,8 +3,6 @@
 Made for Qwen2.5-Coder-1.5B-Instruct in Q4_K_M.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

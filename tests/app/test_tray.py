@@ -1,7 +1,5 @@
 """The icon in the tray: a question from anywhere, and a window that is hidden only where people said so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The Tune page with a scripted engine: a run to its end, cancelled anywhere, and an engine that dies in the middle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Tune page's pictures, with machines that are ordinary, strange and half unknown."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -22,7 +20,6 @@ from app.widgets.plan_bars import PlanBars, adding_up
 from app.widgets.roofline_plot import RooflinePlot
 from engine.hardware.machine import Origin
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
-from engine.protocol import TuningNumber
 from engine.tuning.machine_state import MachineLook
 from tests.app import tuning_results as made
 
@@ -92,15 +89,6 @@ def test_numbers_say_where_they_come_from(qapp: QApplication) -> None:
     assert "about" not in measured.spoken
     gpu = next(box for box in boxes if box.part == "gpu")
     assert all(line.origin for line in gpu.lines)
-
-
-def test_a_number_just_found_replaces_what_was_assumed() -> None:
-    look = made.look(measured=False)
-    found = {"disk": TuningNumber("disk", "8 x 1 MiB", 7e9, "bytes/s")}
-    link = next(link for link in machine_boxes(look, found)[1] if link.part == "disk")  # type: ignore[arg-type]
-    assert link.is_measured
-    assert link.bytes_per_s == 7e9
-    assert "just measured" in link.spoken
 
 
 def test_hover_and_keys_tell_the_same(qapp: QApplication, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,16 +198,6 @@ def test_the_race_as_a_table(qapp: QApplication) -> None:
     assert table.headerData(PREDICTED, Qt.Orientation.Horizontal) == "Predicted"
     table.show_winner(made.CONTESTANTS[2].name)
     assert [row.is_winner for row in table.rows] == [False, True, False]
-    view.deleteLater()
-    table.deleteLater()
-
-
-def test_contestants_without_a_prediction_or_a_name(qapp: QApplication) -> None:
-    table = PlanTable()
-    table.show_contestants((made.contestant("", 0.0), made.contestant(ABSURD, 1e9)))
-    view = RaceView(table)
-    _painted(view, QSize(500, view.height()))
-    assert table.data(table.index(0, PREDICTED)) == "–"
     view.deleteLater()
     table.deleteLater()
 

@@ -1,7 +1,5 @@
 """An update on its way from makers to people: published by their own tools, found, fetched, tested, used, undone."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

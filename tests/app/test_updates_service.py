@@ -1,7 +1,5 @@
 """Updates in the window: off until wanted, never in the middle of work, and with a way back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The real program, started as its own process on the offscreen platform."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

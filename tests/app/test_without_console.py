@@ -1,7 +1,5 @@
 """The start without a console, as pythonw starts the window on Windows: there are no standard streams at all."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Made-up machines, plans and results for tests of the Tune page."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from engine.checkpoint.model_shape import read_model

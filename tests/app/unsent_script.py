@@ -3,8 +3,6 @@
 Run as a program.
 """
 
-from __future__ import annotations
-
 from PySide6.QtCore import QTimer
 from PySide6.QtGui import QColor, QImage
 from PySide6.QtWidgets import QApplication

@@ -1,7 +1,5 @@
 """The mouse wheel over a field of a page."""
 
-from __future__ import annotations
-
 from PySide6.QtCore import QPoint, QPointF
 from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QWidget

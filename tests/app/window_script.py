@@ -1,7 +1,5 @@
 """A window's event loop with an engine, to be killed: prints the worker's pid once it is busy.  Run as a program."""
 
-from __future__ import annotations
-
 import sys
 
 from PySide6.QtCore import QCoreApplication

@@ -3,8 +3,6 @@
 The tests find buttons by what they are called instead of by where they are drawn, and fail if a button has no name.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,7 +56,7 @@ class AccessibleWindow:
     def __init__(self, bus_address: str) -> None:
         self._bus = open_dbus_connection(bus=bus_address)
 
-    def __enter__(self) -> AccessibleWindow:
+    def __enter__(self) -> "AccessibleWindow":
         return self
 
     def __exit__(

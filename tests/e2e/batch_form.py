@@ -1,7 +1,5 @@
 """What a person does on the Batch page to begin a job."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Asks a window to close, as a window manager does when its cross is clicked; there is none on the private screen."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 

@@ -1,7 +1,5 @@
 """The private screen, for every end-to-end test that runs in this session."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -6,8 +6,6 @@ still one it has the rows of a file answered, and keeps one of the Batch page.  
 Pillow (`pip install pillow`) to put the pictures together.  Run it while nothing else runs, since they show that too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Real packages of this checkout, in two versions, and how programs are run as users run them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

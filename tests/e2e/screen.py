@@ -1,7 +1,5 @@
 """A private X server with a private accessibility bus: a screen of our own, with a keyboard and a mouse."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A batch job by hand from the file to the opened result: a plan, three rows tried, progress, and the end."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

@@ -1,7 +1,5 @@
 """A batch job by hand: engine and window are killed in its middle, and every row is answered exactly once."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal

@@ -1,7 +1,5 @@
 """What people want of a runner, by mouse in the real window: no terminal, and no restart."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -4,8 +4,6 @@ The model is the starter's files, offered by a hub on this machine under another
 `SWITCHYARD_PICTURES=FOLDER` a picture of each step is kept there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

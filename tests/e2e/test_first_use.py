@@ -4,8 +4,6 @@ It begins in an empty data folder, needs no terminal, and the window is never st
 `SWITCHYARD_PICTURES=FOLDER` a picture of each step is kept there.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

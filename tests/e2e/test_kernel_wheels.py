@@ -1,7 +1,5 @@
 """Kernels that were compiled for other systems than this one: run on an emulated processor, or read.  Minutes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The real window of who only asks another Switchyard: its engine's process maps no torch, and so holds no model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Half an hour on two cores, and the package index. `SWITCHYARD_PACKAGES` names a 
 next run, which then tries those.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A person's first quarter of an hour: a chat, a stop, an edit, an engine killed in mid-answer, a restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

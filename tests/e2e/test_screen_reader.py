@@ -1,7 +1,5 @@
 """What a screen reader is told on each page and in each dialog: every control says what it is, not what it holds."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

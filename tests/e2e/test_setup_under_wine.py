@@ -3,8 +3,6 @@
 The package of `test_packages.py`, and one with a small program in its place, which breaks in more ways in less time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

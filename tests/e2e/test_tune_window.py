@@ -1,7 +1,5 @@
 """Tuning by hand, with the real engine: cancelled on the way, then to its end, and what the next start makes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

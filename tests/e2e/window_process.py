@@ -3,8 +3,6 @@
 What it shows is seen over the accessibility bus, what it keeps in its chat database, what runs in the process table.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

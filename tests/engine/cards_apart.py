@@ -1,7 +1,5 @@
 """Several cards of torch's where there is none: the CPU computes, and no operator may be given tensors of two cards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Conversions of a checkpoint, and linear layers in tiles, without a load."""
 
-from __future__ import annotations
-
 import torch
 
 from engine.kernels.native.library import NativeKernels

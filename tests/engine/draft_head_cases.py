@@ -1,7 +1,5 @@
 """Tiny checkpoints with a random draft head under the names that real ones have, and the library's own such layer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

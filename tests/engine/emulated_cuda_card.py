@@ -1,7 +1,5 @@
 """A card for the kernels in CUDA C where there is none: their sources as C++, a block's threads as fibers."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -5,8 +5,6 @@ For maintainers, after `python -m benchmarks.peers build`.  A tiny random Qwen3 
 what llama.cpp computes with it.  Matrices are made of few blocks, so that the files compress.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Conversations by graphs, for any device that captures: a card, or the emulated one's stand-in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts on a device over RAM, with the plain definition beside them to compare with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -100,7 +98,7 @@ class Layers:
         self.cache.close()
         assert self.device.memory.use().used == 0
 
-    def __enter__(self) -> Layers:
+    def __enter__(self) -> "Layers":
         return self
 
     def __exit__(self, *_: object) -> None:

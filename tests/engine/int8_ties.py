@@ -1,7 +1,5 @@
 """Numbers that no two ways of computing round to different whole ones."""
 
-from __future__ import annotations
-
 import torch
 
 _NEAR = 0.01

@@ -6,8 +6,6 @@ transformers are written by llama.cpp's own converter; beside each file lies wha
 picture with it.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """The native kernels, once for every instruction set that works here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

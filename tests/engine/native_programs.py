@@ -1,7 +1,5 @@
 """C++ programs made of the native kernels and a source of `native_sanitizers`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models on emulated devices, and what transformers says of the same files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

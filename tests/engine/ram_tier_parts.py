@@ -1,7 +1,5 @@
 """Made-up records, a disk whose reads end when a test says so, and a RAM tier over them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Chats and batches of tiny models, recorded, with every copy that the devices themselves tell of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

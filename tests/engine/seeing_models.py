@@ -1,7 +1,5 @@
 """Tiny random models that see, with a tokenizer and a chat template that know pictures, and drawn pictures."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

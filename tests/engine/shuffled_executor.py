@@ -1,7 +1,5 @@
 """Stands for model and window in tests of jobs: answers at once in any order, looks on, and comes first when told."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

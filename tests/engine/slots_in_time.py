@@ -1,7 +1,5 @@
 """A tier of expert slots whose copies and computations take time on a clock that only the test moves."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Families with an adapter or an encoder: what transformers says of the same files, without experts in the module."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -15,7 +15,6 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.devices import opening as mps
 from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction, open_card
-from engine.devices.device import upload
 from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import CARD_KINDS, MPS, AppleCards, automatic, open_automatic, open_devices
 from engine.kernels.gpu.proof import why_not
@@ -93,18 +92,6 @@ def test_the_budget_is_what_the_system_recommends_and_ram_has(monkeypatch: pytes
         assert device.memory.total == 0
 
 
-def test_work_is_done_when_its_event_is() -> None:
-    fake = FakeApple()
-    with open_card(kind(fake)) as device:
-        event = device.compute_stream.submit(lambda: None)
-        assert event.done()
-        assert fake.synchronized == 1
-        source, there = torch.ones(3), torch.zeros(3)
-        device.h2d_stream.copy(there, source).wait()
-        assert there.tolist() == [1, 1, 1]
-        assert device.responds()
-
-
 def test_it_is_used_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda", "xpu"):
         monkeypatch.setitem(CARD_KINDS, name, replace(CARD_KINDS[name], torch=FakeCards(names=[]), variables=()))
@@ -123,11 +110,6 @@ def test_elsewhere_there_is_none() -> None:
     assert MPS.count() == 0
     with pytest.raises(EngineError, match="no graphics card that torch can use"):
         open_devices("mps")
-
-
-def test_what_is_meant_for_it_is_not_pinned() -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):  # there is no such memory here, and nothing else was tried
-        upload(torch.ones(1), torch.device("mps"))
 
 
 def test_operators_that_the_cpu_computes_are_named_once() -> None:
@@ -167,3 +149,15 @@ def test_a_plan_has_all_experts_there_or_nothing() -> None:
     assert placed.notes[0].needed == 280
     usual = resolve(config, Budgets(10**12, None, (replace(tight, is_unified=False),)), sizes)
     assert 0 < usual.slots < 8
+
+
+def test_work_is_done_when_its_event_is() -> None:
+    fake = FakeApple()
+    with open_card(kind(fake)) as device:
+        event = device.compute_stream.submit(lambda: None)
+        assert event.done()
+        assert fake.synchronized == 1
+        source, there = torch.ones(3), torch.zeros(3)
+        device.h2d_stream.copy(there, source).wait()
+        assert there.tolist() == [1, 1, 1]
+        assert device.responds()

@@ -30,11 +30,6 @@ POLICY = BatchPolicy(rows=6, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens
 PATIENCE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def mixtral() -> LoadedModel:
-    return tiny_loaded("mixtral")
-
-
 def row(number: int, prompt: int, most: int, seed: int = 0) -> BatchRequest:
     ids = tuple(random_prompt(prompt, seed=seed + number % 3))
     return BatchRequest(number, ids=ids, sampling=SamplingParams(max_tokens=most), end_ids=NO_END)

@@ -6,8 +6,6 @@ take a card's memory (`test_memory_of_others`), a compiler that is missing or kn
 are half written or somebody else's (`test_cuda_compiled`).
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 import time
@@ -23,11 +21,10 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from engine.devices.card import CardKind, open_card
 from engine.devices.card_stream import CardClock, CardStream
-from engine.devices.cuda import CUDA
 from engine.devices.device import CopyLog
 from engine.devices.failures import is_out_of_memory
 from engine.devices.host_memory import HostMemory
-from engine.devices.opening import CARD_KINDS, XPU, open_automatic
+from engine.devices.opening import CARD_KINDS, open_automatic
 from engine.kernels.cuda import compiled, driver
 from engine.kernels.cuda.compiled import machine_code
 from engine.kernels.cuda.driver import DriverError, NvidiaCard
@@ -80,33 +77,6 @@ def test_a_variable_that_hides_all_cards_is_named(
     with pytest.raises(EngineError, match="CUDA_VISIBLE_DEVICES is") as caught:
         open_card(CARD_KINDS["cuda"])
     assert caught.value.code is ErrorCode.DEVICE_UNAVAILABLE
-
-
-@pytest.mark.parametrize("value", ["0", "1,0", "GPU-8a2c", "MIG-61ce7ae6-0a77-5b75-a5ac-f53c1c23c60e"])
-def test_a_variable_that_chooses_a_card_is_no_cause_for_words(
-    monkeypatch: pytest.MonkeyPatch, no_variables: None, value: str
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    cards_are(monkeypatch, FakeCards())
-    devices, note = open_automatic()
-    assert (len(devices), note) == (1, "")
-    for device in devices:
-        device.close()
-
-
-def test_a_variable_says_nothing_where_torch_has_no_cards_anyway(
-    monkeypatch: pytest.MonkeyPatch, no_variables: None
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    cards_are(monkeypatch, FakeCards(names=[]), is_built=False)
-    assert open_automatic() == ([], "")
-
-
-def test_torchs_own_kinds_know_their_variables() -> None:
-    assert CUDA.variables == VARIABLES
-    for each in (CUDA, XPU):
-        assert each.is_built() in (True, False)
-        assert each.count() >= 0
 
 
 def test_a_driver_that_breaks_when_it_is_asked_has_no_cards() -> None:
@@ -268,12 +238,6 @@ def test_a_disk_that_takes_no_kernel_costs_time_only(
     assert compiler.made == 2
     assert kept() == []
     assert "could not be kept" in caplog.text
-
-
-def test_a_file_where_the_folder_should_be_costs_time_only(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.write_text("a file")
-    assert machine_code(INT4, AMPERE, "13000", CountingNvrtc())
 
 
 def test_two_programs_that_compile_at_once_both_get_whole_kernels(folder: Path) -> None:

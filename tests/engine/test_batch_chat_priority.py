@@ -1,7 +1,5 @@
 """Chats that are asked while a job runs get a first token within one layer, and the job goes on beside them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

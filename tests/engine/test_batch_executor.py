@@ -12,11 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.masking_utils import (
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
 
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
@@ -26,7 +21,6 @@ from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.kv.window_masks import window_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
@@ -43,11 +37,6 @@ POLICY = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens
 
 
 EVERY_FAMILY = sorted({*FAMILIES, *ADAPTED} - {"switch_transformers", "nllb-moe"})
-
-
-@pytest.fixture(scope="module")
-def mixtral() -> LoadedModel:
-    return tiny_loaded("mixtral")
 
 
 TURNS = {
@@ -133,18 +122,6 @@ def test_windows_shorter_than_the_prompt_are_those_of_the_librarys_masks(family:
     rows = _rows([40, 3, 12], SamplingParams(max_tokens=4))
     found = {row: answer.token_ids for row, answer in _answers(loaded, rows).items()}
     assert found == {row.row: tuple(library_tokens(loaded.model, row.ids, 4)) for row in rows}
-
-
-def test_masks_of_windows_are_told_from_others() -> None:
-    chunks = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
-    assert window_of(causal_mask_function, 100) == 0
-    assert [window_of(sliding_window_causal_mask_function(window), 100) for window in (1, 11, 60, 99, 100, 101)] == [
-        *(1, 11, 60, 99),
-        *(0, 0),
-    ]
-    for tokens in (64, 65, 100):
-        with pytest.raises(LookupError):
-            window_of(chunks, tokens)
 
 
 @pytest.mark.takes_turns(3)

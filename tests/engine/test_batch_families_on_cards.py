@@ -1,7 +1,5 @@
 """Families that attend or compute in ways of their own, on an emulated card: answers are those of the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from pathlib import Path

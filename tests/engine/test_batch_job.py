@@ -1,8 +1,6 @@
 """A job answers every row once, whatever the order, the interruptions and the faults, replaces the files that it wrote
 itself and no other, and leaves the engine's thread to chats; no model is needed for that."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -17,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.batch_files import result_file
-from engine.batch_files.job_watcher import Between, JobWatcher, StoppedError, run_in_background
-from engine.batch_files.journal import Journal, WrittenFile, journal_path, known_jobs, read_answers
+from engine.batch_files.job_watcher import Between, JobWatcher, run_in_background
+from engine.batch_files.journal import Journal, known_jobs, read_answers
 from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, Row, RowRequest
@@ -199,13 +197,6 @@ def test_a_cut_answer_is_tried_again_with_another_seed_and_then_given_up(home: P
     assert "was cut after" in results[1]["problem"]
 
 
-def test_a_greedy_answer_that_was_cut_is_not_asked_twice(home: Path) -> None:
-    write_rows(home / "in.jsonl", 1)
-    executor = ShuffledExecutor(cut={0: 99})
-    run_job(BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"), choices=("yes",)), executor, Watch())
-    assert len(executor.asked) == 1
-
-
 def test_an_input_that_changes_ends_the_job_and_keeps_its_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.jobs.job._CHECK_S", 0.0)
     path = home / "in.jsonl"
@@ -310,19 +301,6 @@ def test_openai_requests_are_answered_in_their_own_format(home: Path) -> None:
     ):
         with pytest.raises(EngineError):
             prepare(wrong)
-
-
-def test_two_runs_of_one_job_at_once_are_refused(home: Path) -> None:
-    write_rows(home / "in.jsonl", 2)
-    job = BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"), start="restart")
-    prepared = prepare(job)
-    manifest = prepared.manifest("model", "bf16")
-    journal = prepared.open_journal(manifest, "tiny")
-    with pytest.raises(EngineError) as refusal:
-        prepared.open_journal(manifest, "tiny")
-    assert refusal.value.code == ErrorCode.BUSY
-    assert journal_path(home / "out.jsonl").exists()
-    journal.close()
 
 
 @pytest.mark.parametrize("schema", ['{"type": "objekt"}', '{"$ref": "http://localhost/x.json"}', '{"not": {}}'])
@@ -577,17 +555,6 @@ def test_a_result_that_a_program_holds_open_is_written_beside_it(home: Path, mon
     assert run_job(job, ShuffledExecutor(), Watch()).output == home / "out-2.csv"
 
 
-def test_a_file_is_told_from_another_of_its_size(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_text("one")
-    file = WrittenFile.as_it_is(path)
-    assert file.is_at(path)
-    path.write_text("two")
-    os.utime(path, ns=(1, 1))
-    assert not file.is_at(path)
-    assert not file.is_at(tmp_path / "b")
-
-
 def _chat(asks: Callable[[], bool], answers: Callable[[], None], stops: Callable[[], bool]) -> JobWatcher:
     return JobWatcher(lambda _pace, _blocked: None, lambda _answer, _question: None, asks, answers, stops)
 
@@ -617,22 +584,6 @@ def test_background_work_pauses_for_requests_with_priority() -> None:
     assert run_in_background(work, watcher, lambda _share: None) == "done"
     assert seen == [(1, 1)]
     assert len(steps) == 200
-
-
-def test_background_work_can_be_stopped_and_raises_its_errors() -> None:
-    def endless(between: Between) -> None:
-        while True:
-            between(0.5)
-
-    with pytest.raises(StoppedError):
-        run_in_background(endless, _chat(lambda: False, lambda: None, lambda: True), lambda _share: None)
-
-    def broken(_between: Between) -> None:
-        raise EngineError(ErrorCode.DISK_FULL, "full")
-
-    with pytest.raises(EngineError, match="full"):
-        run_in_background(broken, _chat(lambda: False, lambda: None, lambda: False), lambda _share: None)
-    assert not [thread for thread in threading.enumerate() if thread.name == "batch-files"]
 
 
 class Full:

@@ -1,7 +1,5 @@
 """`kill -9` at random moments of one job, whose rows are all answered exactly once, in the memory of its budget."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

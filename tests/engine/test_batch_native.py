@@ -1,7 +1,5 @@
 """Batches by native kernels against the library's own layers, in bf16 and quantised."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

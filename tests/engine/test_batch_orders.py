@@ -1,7 +1,5 @@
 """The order in which schedules hand out a sweep's work: alone, by the simulator, and by the executor."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pictures in batch files: a column of them, or parts of requests in OpenAI's format, answered by a model that sees."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import json

@@ -1,7 +1,5 @@
 """Batches of models with experts on emulated cards or on disk: the same answers, each expert brought once a sweep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

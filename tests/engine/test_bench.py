@@ -1,8 +1,6 @@
 """The benches run on tiny models, on real devices and on machines whose time is modelled, and say what they measured;
 how fast is asserted nowhere but in modelled time."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -10,25 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import disk, predicted_decode, speculation
 from benchmarks.cache import made_up_trace
-from benchmarks.cut import Cut, add_whole
-from benchmarks.loops import most_repeated
 from benchmarks.mmap_peer import memory_group
 from benchmarks.papers import QUICK, paper_cells, smaller_machine
 from benchmarks.peers.editions import EDITIONS
 from benchmarks.peers.library import OFFLOAD
-from benchmarks.serving_load import QUESTIONS, Asked, Load, Question, Timed, closed_loop, open_loop, read_questions
+from benchmarks.serving_load import QUESTIONS, Asked, Question, closed_loop, open_loop, read_questions
 from engine import cli
 from engine.bench import decode, kernels, telemetry
 from engine.bench.card import parts, run
 from engine.bench.card.run import ALL, TESTS, Part, Shape, as_markdown, bench_card, works
 from engine.bench.opened import resolve_model
-from engine.bench.report import Report
 from engine.checkpoint.library import converted_dir
 from engine.checkpoint.synthetic import SHAPES
 from engine.common.config import EngineConfig
@@ -37,7 +31,7 @@ from engine.common.paths import data_dir
 from engine.experts.container import ContainerWriter
 from engine.experts.replay import write_trace
 from engine.hardware.machine import read_machine
-from engine.hardware.measured import CopyTime, ExpertTime, Measurements, save_measurements
+from engine.hardware.measured import Measurements, save_measurements
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import lent, read_profile
 from engine.kernels.cuda.products import CudaProducts
@@ -106,13 +100,6 @@ def test_strategies_are_compared_as_measured_and_as_predicted(capsys: pytest.Cap
         assert row["deviation"] > -1
 
 
-def test_a_prefetch_that_would_hold_the_whole_model_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    two = ("--device", "emulated:slow-linkx2", "--vram", "64MB")
-    document = bench(capsys, "decode", "--strategies", "--model", TINY, "--tokens", "4", *two)
-    assert not_run(document) == {"whole-layer prefetch"}
-    assert rows(document)[None]["name"] == "decode, 25% of the experts on emulated:slow-linkx2"
-
-
 def test_strategies_need_a_device_that_shares_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "decode", "--strategies", "--model", TINY, "--device", "cpu"]) == 2
     assert "--device cuda or emulated:NAME" in capsys.readouterr().err
@@ -154,15 +141,6 @@ def test_cache_policies_on_recorded_routing(
         assert 0 < row["of_limit"] <= 1
     assert all("4 x 256" in name for name in names[3:])
     assert len(names) == 5
-
-
-def test_made_up_routing_repeats_itself_and_has_favourites() -> None:
-    trace = made_up_trace(200, 3, 32, 4)
-    assert (trace.experts == made_up_trace(200, 3, 32, 4).experts).all()
-    for token in trace.experts.reshape(-1, 4):
-        assert len(set(token.tolist())) == 4
-    uses = np.bincount(trace.experts[:, 0].reshape(-1), minlength=32)
-    assert uses.max() > 2 * uses.mean()
 
 
 def test_experts_on_disk_and_nothing_left_behind(
@@ -246,36 +224,12 @@ def test_a_model_with_fewer_layers_says_so_and_what_all_of_them_would_do(capsys:
     assert {row["name"].partition(", ")[2] for row in document["rows"]} == {words}
 
 
-def test_layers_and_head_apart() -> None:
-    cut = Cut(layers=4, whole_layers=48, vocabulary=4096, whole_vocabulary=151936, shorter="")
-    report = Report({})
-    # A layer takes 1 ms of ours and 2 ms of the peer's, the rest 4 and 1 ms; the third contestant only noise.
-    rates = {"ours": [[1 / 0.008, 1 / 0.006]], "peer": [[1 / 0.009, 1 / 0.005]], "noise": [[100.0, 100.0]]}
-    add_whole("decode", cut, {**rates, "memory": [[1.0]]}, report)
-    found = {(row.name, row.peer): (row.value, row.ratio) for row in report.rows}
-    few = ", but 4,096 of 151,936 words"
-    assert found["decode: a layer", "peer"] == pytest.approx((1.0, 2.0))
-    assert found[f"decode: head and the rest{few}", "peer"] == pytest.approx((4.0, 0.25))
-    assert found[f"decode of all 48 layers{few}", "peer"] == pytest.approx((1 / 0.052, 97 / 52))
-    assert [skipped["peer"] for skipped in report.peers_not_run] == ["noise, decode of all 48 layers"]
-
-
 def test_a_model_without_experts_has_nothing_to_prepare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "dense"
     tiny_checkpoint("llama", folder)
     save_tiny_tokenizer(folder)
     assert cli.main(["bench", "disk", "--model", str(folder)]) == 2
     assert "no experts" in capsys.readouterr().err
-
-
-def test_loops_are_counted_with_dry_and_without(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    tiny_checkpoint("mixtral", folder)
-    save_tiny_tokenizer(folder)
-    assert cli.main(["bench", "loops", "--model", str(folder), "--seeds", "1", "--tokens", "8", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert len(document["rows"]) == 6
-    assert {row["repeats"] for row in document["rows"]} == {20}
 
 
 @pytest.mark.exhaustive
@@ -298,13 +252,6 @@ def test_other_benches_guess_nothing(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert cli.main(["bench", kind, "--model", TINY, "--speculation", "heads", "--json"]) == 0
     capsys.readouterr()
     assert [config.speculation for config in asked] == ["off", "heads"]
-
-
-def test_four_tokens_in_a_row_are_counted() -> None:
-    assert most_repeated([1, 2, 3]) == 0
-    assert most_repeated([1, 2, 3, 4]) == 1
-    assert most_repeated([1, 2, 3, 4, 9, 1, 2, 3, 4, 1, 2, 3, 4, 5]) == 3
-    assert most_repeated([7] * 10) == 7
 
 
 @pytest.mark.exhaustive
@@ -384,23 +331,6 @@ def test_what_cannot_be_measured_loses_no_other_row(
     assert missing == {"peer": "qwen3-moe-tiny, int8, cpu", "reason": "too little free RAM for one expert"}
 
 
-def test_of_several_rounds_the_best_counts() -> None:
-    first = measurements()
-    slow = CopyTime("d", "h2d", pinned=True, both_ways=False, nbytes=100, seconds=2.0)
-    quick = CopyTime("d", "h2d", pinned=True, both_ways=False, nbytes=100, seconds=1.0)
-    rounds = [_with(first, slow), _with(first, quick), _with(first, slow)]
-    together = predicted_decode._together(rounds)
-    assert together.copies == (quick,)
-    assert len(together.experts) == 3 * len(first.experts)
-
-
-def _with(found: Measurements, copy: CopyTime) -> Measurements:
-    assert all(isinstance(one, ExpertTime) for one in found.experts)
-    return Measurements(
-        found.kind, "d", 1, found.machine, found.taken_at, found.ram, found.experts, (copy,), (), found.arithmetic
-    )
-
-
 def test_every_setting_is_held_against_what_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     save_measurements(measurements(probe()))
     document = predicted(capsys, "--brute-force", "--device", "cpu", "--precision", "int8")
@@ -443,12 +373,6 @@ def test_each_load_asks_everything_once() -> None:
             assert all(0 < answer.first_s <= answer.whole_s <= load.seconds for answer in load.answers)
         with pytest.raises(EngineError, match="did not answer"):
             closed_loop(running.url, [Question((10**6,), 3)], 1)
-
-
-def test_the_95th_percentile_is_one_of_the_waits() -> None:
-    answers = tuple(Timed(float(number), 30.0, 2) for number in range(1, 21))
-    load = Load(4.0, answers)
-    assert (load.first_p95_s, load.tokens_per_s) == (19.0, 10.0)
 
 
 def test_questions_come_from_a_file_of_either_kind(tmp_path: Path) -> None:
@@ -550,10 +474,6 @@ CARD = "emulated:slow-link"
 
 def silent(_text: str) -> None:
     pass
-
-
-def test_every_part_is_there() -> None:
-    assert {part.name for part in ALL} - {TESTS} == set(parts.PARTS)
 
 
 class _Commands:

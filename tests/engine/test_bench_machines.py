@@ -1,7 +1,5 @@
 """The engine against fixed choices on emulated machines whose time is modelled, processor and all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """int8 and int4 linear layers as a card holds them: what is counted, what comes out, and where everything else goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,6 +1,4 @@
-"""Residual sums, rotations and routers by kernels on an emulated card: what modules give, or modules left alone."""
-
-from __future__ import annotations
+"""Sums, rotations, norms, angles and routers by kernels on an emulated card: as modules give, or left alone."""
 
 from pathlib import Path
 from types import MethodType
@@ -14,9 +12,10 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from engine.kernels.cuda import driver
 from engine.kernels.gpu import rotations
+from engine.kernels.gpu.angles import CardAngles, CudaAngles, speed_up_angles
 from engine.kernels.gpu.latents import CardLatents
 from engine.kernels.gpu.layers import CardLayer
-from engine.kernels.gpu.norms import CardNorm
+from engine.kernels.gpu.norms import CardNorm, CudaNorm, speed_up_norms
 from engine.kernels.gpu.rotations import CudaRotary, HeadNorms, RotaryForm
 from engine.kernels.gpu.routers import CardRouter, CudaRouter, Routing
 from engine.runtime.load.binding import speed_up_on_cards
@@ -269,3 +268,173 @@ def test_without_a_card_modules_stay_as_they_are() -> None:
     model = tiny_model("qwen3_moe")
     speed_up_on_cards(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class _RMSNorm(torch.nn.Module):
+    """As families write it, by how they round and what they add."""
+
+    def __init__(self, width: int, dtype: torch.dtype, *, offset: float = 0.0, rounds_once: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(width).to(dtype))
+        self.variance_epsilon, self.offset, self.rounds_once = 1e-6, offset, rounds_once
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        if self.rounds_once:
+            return ((self.weight.float() + self.offset) * wide).to(x.dtype)
+        return self.weight * wide.to(x.dtype)
+
+
+class _OtherRMSNorm(_RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.mean()
+
+
+FORMS: list[dict[str, Any]] = [{}, {"rounds_once": True}, {"rounds_once": True, "offset": 1.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_norm_gives_what_its_module_gives(dtype: torch.dtype, form: dict[str, Any], card: EmulatedCudaCard) -> None:
+    torch.manual_seed(2)
+    for width in (1, 33, 128, 515):
+        module = _RMSNorm(width, dtype, **form).requires_grad_(False)
+        plain = module.forward
+        assert speed_up_norms(module) == 1
+        assert isinstance(module.__dict__["forward"], CardNorm)
+        for rows in (*range(1, 9), 0):
+            x = torch.randn(1, rows, 2, width).to(dtype).transpose(1, 2)
+            torch.testing.assert_close(module(x), plain(x), rtol=0.01, atol=1e-5)
+
+
+class _PlainRMSNorm(torch.nn.Module):
+    """One without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.with_scale = 1e-6, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + self.eps, -0.5)).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_without_a_weight(dtype: torch.dtype, card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    beside = torch.nn.Linear(2, 2, dtype=dtype)
+    model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"norm": _PlainRMSNorm(), "linear": beside})})
+    norm = model["layer"]["norm"]
+    plain = norm.forward
+    assert speed_up_norms(model) == 1
+    for width in (1, 33, 515):
+        for rows in range(1, 9):
+            x = torch.randn(1, rows, 2, width).to(dtype).transpose(1, 2)
+            torch.testing.assert_close(norm(x), plain(x), rtol=0.01, atol=1e-5)
+    card.launched.clear()
+    other = torch.randn(2, 4, dtype=torch.float64)
+    assert torch.equal(norm(other), plain(other))
+    assert not card.launched
+    right = CudaNorm.__call__
+    monkeypatch.setattr(CudaNorm, "__call__", lambda *args, **more: right(*args, **more) * 1.1)
+    assert speed_up_norms(torch.nn.ModuleDict({"norm": _PlainRMSNorm(), "linear": beside})) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_with_a_multiple(dtype: torch.dtype, card: EmulatedCudaCard) -> None:
+    torch.manual_seed(4)
+    for width in (1, 33, 515):
+        module = _RMSNorm(width, dtype).requires_grad_(False)
+        plain = module.forward
+        assert speed_up_norms(module) == 1
+        for rows in range(1, 9):
+            x, more = (torch.randn(1, rows, width).to(dtype) for _ in range(2))
+            both = module.forward.add(x, more, 0.22)
+            assert torch.equal(both, x + more * 0.22)
+            torch.testing.assert_close(module(both), plain(both), rtol=0.01, atol=1e-5)
+
+
+def test_a_norm_of_another_kind_and_a_kernel_that_computes_wrongly_change_nothing(
+    card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = _OtherRMSNorm(64, torch.bfloat16).requires_grad_(False)
+    assert speed_up_norms(module) == 0
+    assert speed_up_norms(torch.nn.LayerNorm(64)) == 0
+    right = CudaNorm.__call__
+    monkeypatch.setattr(CudaNorm, "__call__", lambda *args, **more: right(*args, **more) * 1.1)
+    assert speed_up_norms(_RMSNorm(64, torch.bfloat16).requires_grad_(False)) == 0
+
+    def fails(*args: object, **more: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(CudaNorm, "__call__", fails)
+    assert speed_up_norms(_RMSNorm(64, torch.bfloat16).requires_grad_(False)) == 0
+
+
+def test_card_norms_without_a_card_modules_stay_as_they_are() -> None:
+    assert driver.card_of(torch.device("cpu")) is None
+    assert speed_up_norms(_RMSNorm(64, torch.bfloat16)) == 0
+
+
+STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6}
+
+
+@settings(max_examples=20)
+@given(
+    dtype=st.sampled_from(list(STEP)),
+    positions=st.lists(st.integers(0, 1_000_000), min_size=1, max_size=8),
+    pairs=st.integers(1, 200),
+    times=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_cosines_and_sines(dtype: torch.dtype, positions: list[int], pairs: int, times: int, seed: int) -> None:
+    frequencies = torch.rand(pairs, generator=torch.Generator().manual_seed(seed))
+    rows, kernel = torch.tensor(positions), CudaAngles(EmulatedCudaCard(4))
+    meant = (rows[:, None].float() * frequencies).double().repeat(1, times)
+    found = kernel(rows, frequencies, 1.25, dtype, times)
+    for mine, wanted in zip(found, (meant.cos(), meant.sin()), strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - 1.25 * wanted).abs().max() <= 1.25 * STEP[dtype] + 1e-6
+    turned = kernel.turned(rows, frequencies, 1.25)
+    assert torch.equal(torch.view_as_real(turned), torch.stack(kernel(rows, frequencies, 1.25, torch.float32, 1), -1))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("dtype", list(STEP))
+def test_a_familys_module_gives_the_same(family: str, dtype: torch.dtype, card: EmulatedCudaCard) -> None:
+    module = tiny_model(family).get_decoder().rotary_emb
+    plain = module.forward
+    assert speed_up_angles(module, dtype)
+    assert isinstance(module.forward, CardAngles)
+    for shape, launches in (((1, 1), 1), ((1, 8), 1), ((8, 1), 1), ((1, 17), 0)):
+        x, positions = torch.zeros(*shape, 4, dtype=dtype), torch.randint(0, 4000, shape)
+        card.launched.clear()
+        found, wanted = module(x, positions), plain(x, positions)
+        assert len(card.launched) == launches
+        pairs = [(found, wanted)] if isinstance(wanted, torch.Tensor) else zip(found, wanted, strict=True)
+        for mine, its in pairs:
+            assert (mine.dtype, mine.shape) == (its.dtype, its.shape)
+            torch.testing.assert_close(mine, its, rtol=2 * STEP[dtype], atol=2 * STEP[dtype])
+
+
+def test_angles_that_change_with_the_context_and_kernels_that_compute_wrongly_change_nothing(
+    card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not speed_up_angles(tiny_model("qwen3_moe", rope_parameters=rope).model.rotary_emb, torch.bfloat16)
+    module = tiny_model("qwen3_moe").model.rotary_emb
+    right = CudaAngles._launch
+
+    def wrong(self: CudaAngles, positions: torch.Tensor, *more: object, **named: object) -> None:
+        right(self, positions + 1, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaAngles, "_launch", wrong)
+    assert not speed_up_angles(module, torch.bfloat16)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(CudaAngles, "_launch", fails)
+    assert not speed_up_angles(module, torch.float32)
+    assert not speed_up_angles(torch.nn.Identity(), torch.float32)

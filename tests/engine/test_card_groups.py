@@ -1,7 +1,5 @@
 """Rows sorted by expert, whose numbers the host knows: what a card computes, and in how few launches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

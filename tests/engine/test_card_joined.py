@@ -1,7 +1,5 @@
 """Linear layers of the same input as one launch of a card, and as they were where they cannot be joined."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Latent attention by kernels in CUDA C on an emulated card: what the definition says, and what a module gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

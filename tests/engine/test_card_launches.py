@@ -1,7 +1,5 @@
 """How many kernels a card would start for a token, counted operator by operator in the step that is captured."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One of several cards stops responding: answers go on on the others, and one sentence says so."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

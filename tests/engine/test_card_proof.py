@@ -1,7 +1,5 @@
 """A card counts only once it has computed something right, whatever its driver does."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from typing import Any

@@ -1,7 +1,5 @@
 """What cards have in common, whoever made them, with a fake in the place of `torch.cuda` and `torch.xpu`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real checkpoints, loaded as users load theirs, answering conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`switchyard chat` with a model: one answer as text or as a document, and a conversation in a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

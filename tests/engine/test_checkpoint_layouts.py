@@ -1,7 +1,5 @@
 """The same weights, stored in every way that checkpoints are: sharded, stacked, FP8, MXFP4."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever the model would like to write, answers satisfy what was asked of them, and calls of tools their schemas."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

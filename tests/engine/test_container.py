@@ -21,7 +21,6 @@ from engine.experts.container import (
     Contents,
     UnusableContainerError,
     open_container,
-    part_path,
     reopen,
 )
 from engine.formats.tiles import RecordLayout
@@ -64,18 +63,6 @@ def damaged_in(path: Path, contents: Contents) -> list[tuple[int, int]]:
         ]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_what_is_written_is_read(direct: bool, tmp_path: Path) -> None:
-    contents = contents_of([(6, SMALL), (4, LARGE)])
-    records = write_records(tmp_path / "a.gguf", contents, direct=direct)
-    with disk_of(tmp_path / "a.gguf", contents, direct=direct) as disk:
-        for layer, made in enumerate(records):
-            there = torch.empty_like(made)
-            for read in [disk.read(layer, expert, record) for expert, record in enumerate(there)]:
-                read.result(60)
-            assert torch.equal(there, made)
-
-
 def test_others_read_it_too_and_no_one_takes_it_for_a_model(file: Path) -> None:
     theirs = GGUFReader(file)
     for tensor, made, spec in zip(theirs.tensors, random_records(CONTENTS), CONTENTS.tensors, strict=True):
@@ -84,18 +71,6 @@ def test_others_read_it_too_and_no_one_takes_it_for_a_model(file: Path) -> None:
         assert (torch.from_numpy(tensor.data.copy()).view(torch.uint8) == made).all()
     with pytest.raises(EngineError, match="open the model that they were made of"):
         read_gguf(file)
-
-
-def test_there_is_none(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        open_container(tmp_path / "none.gguf", CONTENTS)
-
-
-def test_part_of_it_may_be_wanted(file: Path) -> None:
-    wanted = dataclasses.replace(CONTENTS, tensors=CONTENTS.tensors[1:2])
-    opened = open_container(file, wanted)
-    assert opened.entries["layers.1.experts"].offset == place_of(CONTENTS, 1, 0)
-    assert opened.is_intact("layers.1.experts", 2, random_records(CONTENTS)[1][2:4])
 
 
 @pytest.mark.parametrize("left", [0, 3, 10, 200, 3000, CONTENTS.size - 1])
@@ -131,14 +106,6 @@ def test_any_bit_of_a_record(at: int, bit: int, tmp_path_factory: pytest.TempPat
     assert begin <= offset < begin + contents.tensors[layer].layout.nbytes
 
 
-def test_records_in_each_others_place(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    first, second = (slice(place_of(CONTENTS, 0, e), place_of(CONTENTS, 0, e) + SMALL.nbytes) for e in (1, 2))
-    content[first], content[second] = content[second], content[first]
-    file.write_bytes(content)
-    assert damaged_in(file, CONTENTS) == [(0, 1), (0, 2)]
-
-
 _TURNED = RecordLayout(tuple(dataclasses.replace(part, transposed=True) for part in SMALL.parts), SMALL.nbytes)
 
 
@@ -161,19 +128,6 @@ def test_another_version(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "another version of Switchyard" in refusal(file)
 
 
-def test_checksums_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as there:
-        there.setattr(container, "CHECKSUM", "blake2b_64")
-        write_records(tmp_path / "a.gguf", contents_of([(6, SMALL)]))
-    assert "blake2b_64" in refusal(tmp_path / "a.gguf", contents_of([(6, SMALL)]))
-
-
-def test_an_unfinished_file_is_not_put_in_place(tmp_path: Path) -> None:
-    with ContainerWriter(tmp_path / "a.gguf", CONTENTS) as writer, pytest.raises(ValueError, match="0 of 3"):
-        writer.finish()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("damaged", [0, 2])
 def test_only_what_is_damaged_is_made_again(damaged: int, file: Path) -> None:
     whole = file.read_bytes()
@@ -186,12 +140,3 @@ def test_only_what_is_damaged_is_made_again(damaged: int, file: Path) -> None:
         writer.write(damaged, random_records(CONTENTS)[damaged], lambda _count: None)
         writer.finish()
     assert file.read_bytes() == whole
-
-
-def test_of_a_file_that_says_nothing_nothing_is_kept(file: Path) -> None:
-    file.write_bytes(b"nothing")
-    with pytest.raises(UnusableContainerError) as caught:
-        open_container(file, CONTENTS)
-    reopen(caught.value)
-    assert not file.exists()
-    assert not part_path(file).exists()

@@ -1,7 +1,5 @@
 """Converting: the file holds what a conversion in memory would, whatever happens on the way."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

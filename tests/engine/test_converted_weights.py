@@ -4,12 +4,9 @@ Nor does a data folder that was copied from another machine: another processor, 
 version of a library.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,16 +133,6 @@ def test_a_second_start_converts_nothing(model: EngineConfig, made: list[int], m
     third, _, _ = _answer(model)
     assert made
     assert torch.equal(first, third)
-
-
-def test_what_need_not_be_converted_is_not_kept(
-    mixtral: EngineConfig, made: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _answer(EngineConfig(mixtral.model, device="cpu", precision="bf16"))
-    monkeypatch.setattr(placement, "WORTH_KEEPING", 2**40)
-    _answer(mixtral)
-    assert converted_of(Path(mixtral.model)) == []
-    assert not made
 
 
 def test_a_model_that_changed_is_converted_again_with_a_notice(model: EngineConfig, made: list[int]) -> None:
@@ -300,18 +287,6 @@ def test_it_follows_its_model_to_another_place(mixtral: EngineConfig, made: list
     assert torch.equal(first, second)
     assert list(converted_dir().iterdir()) == [converted_path(elsewhere, "int4")]
     assert before != converted_path(elsewhere, "int4").name
-
-
-def test_those_of_other_models_are_left_alone(mixtral: EngineConfig, tmp_path: Path) -> None:
-    _answer(mixtral)
-    before = _file(mixtral).read_bytes()
-    other = tmp_path / "other"
-    shutil.copytree(mixtral.model, other)
-    for file in other.iterdir():
-        os.utime(file, ns=(1, 1))
-    _answer(EngineConfig(str(other), device="cpu", precision="int4"))
-    assert _file(mixtral).read_bytes() == before
-    assert len(converted_of(other)) == 1
 
 
 # --- leftovers --------------------------------------------------------------------------------------

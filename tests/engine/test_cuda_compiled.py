@@ -136,29 +136,6 @@ def test_of_several_compilers_one_is_taken_that_knows_the_card(monkeypatch: pyte
     find_nvrtc.cache_clear()
 
 
-def test_where_the_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = ("libnvrtc.so.13", "libnvrtc-builtins.so.13.5", "libnvrtc.alt.so.12")
-    if sys.platform == "win32":
-        names = ("nvrtc64_130_0.dll", "nvrtc-builtins64_135.dll", "nvrtc64_130_0.alt.dll")
-    folder = tmp_path / "nvidia" / "cu13" / "lib"
-    folder.mkdir(parents=True)
-    for name in names:
-        (folder / name).touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert [path for path in libraries() if tmp_path in path.parents] == [folder / names[0]]
-
-
-def test_what_the_log_says() -> None:
-    log = (
-        "ptxas info    : Compiling entry function 'product_kernel' for 'sm_86'\n"
-        "    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
-        "ptxas info    : Used 96 registers, used 1 barriers, 7048 bytes smem, 592 bytes cmem[0]\n"
-    )
-    assert usage_in(log) == Usage(96, 7048, 12)
-    with pytest.raises(ValueError, match="no registers"):
-        usage_in("")
-
-
 def _installed() -> Nvrtc:
     try:
         return find_nvrtc()
@@ -219,3 +196,26 @@ def test_every_kernel_for_every_card_without_spills(
         record_property(kernel.name, f"{usage.registers} registers, {usage.shared_bytes} bytes shared")
         assert usage.shared_bytes <= 48 * 1024
     assert {kernel.name: usage.spilled_bytes for kernel, usage in usages.items() if usage.spilled_bytes} == {}
+
+
+def test_what_the_log_says() -> None:
+    log = (
+        "ptxas info    : Compiling entry function 'product_kernel' for 'sm_86'\n"
+        "    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 96 registers, used 1 barriers, 7048 bytes smem, 592 bytes cmem[0]\n"
+    )
+    assert usage_in(log) == Usage(96, 7048, 12)
+    with pytest.raises(ValueError, match="no registers"):
+        usage_in("")
+
+
+def test_where_the_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("libnvrtc.so.13", "libnvrtc-builtins.so.13.5", "libnvrtc.alt.so.12")
+    if sys.platform == "win32":
+        names = ("nvrtc64_130_0.dll", "nvrtc-builtins64_135.dll", "nvrtc64_130_0.alt.dll")
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert [path for path in libraries() if tmp_path in path.parents] == [folder / names[0]]

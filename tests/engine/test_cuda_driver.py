@@ -1,7 +1,5 @@
 """What NVIDIA's driver is asked for, by a stub in C that has its interface: no card has to be there."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,25 +1,33 @@
-"""The kernels in CUDA C on an emulated card: what they compute is what the weights mean."""
+"""The kernels in CUDA C on an emulated card: what they compute is what the weights mean, alone and in whole models."""
 
-from __future__ import annotations
-
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine import kernels
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.dispatcher import HybridExperts
 from engine.formats import FORMATS
 from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.gpu import linear as dense
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import prove
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, store, stored_matrix
 from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.native import linear as native_linear
 from engine.kernels.repack import quantise
 from engine.kernels.torch_experts import TorchExperts
+from engine.runtime.loaded_model import LoadedModel
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler
+from tests.engine.on_devices import MIB, PROMPT, opened, share_misses
+from tests.engine.tiny_families import tiny_checkpoint
 
 CPU = torch.device("cpu")
 KERNELS = emulated_kernels()
@@ -56,8 +64,8 @@ def test_shapes_that_are_no_multiples(precision: str) -> None:
 @pytest.mark.takes_turns(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_columns_in_parts_and_in_stages(precision: str) -> None:
-    for kernels in (KERNELS, FEW_PROCESSORS):
-        check(kernels, CPU, "silu", precision, tokens=3, width=1, experts=1, hidden=2176, inner=24)
+    for each in (KERNELS, FEW_PROCESSORS):
+        check(each, CPU, "silu", precision, tokens=3, width=1, experts=1, hidden=2176, inner=24)
 
 
 def test_norms_and_gates_that_only_the_module_knows() -> None:
@@ -174,3 +182,40 @@ def test_prompts_by_operators_with_unpacked_weights_are_the_same() -> None:
     x, index, share = torch.randn(7, 64).bfloat16(), torch.randint(0, 3, (7, 2)), torch.rand(7, 2)
     by_operators, unpacked = (TorchExperts(bank, ExpertMath.of(module), *more) for more in ((), (None, KERNELS.unpack)))
     assert torch.equal(by_operators(x, index, share), unpacked(x, index, share))
+
+
+@torch.inference_mode()
+def logits(model: LoadedModel, tokens: int) -> torch.Tensor:
+    result: torch.Tensor = model.model(input_ids=torch.tensor([PROMPT[:tokens]])).logits
+    return result.float()
+
+
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize(
+    ("family", "precision", "slots"),
+    [("qwen3_moe", "int4", 3), ("mixtral", "bf16", None), ("gpt_oss", "lut4", 3), ("gpt_oss", "int8", None)],
+)
+def test_logits_are_those_of_torch(
+    family: str, precision: str, slots: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
+    share_misses(monkeypatch)
+    # The emulated device is taken for one that holds linear layers quantised; tiny layers are taken for large ones.
+    monkeypatch.setattr("engine.runtime.load.forms.is_held_quantised", lambda place: True)
+    monkeypatch.setattr(native_linear, "SMALLEST", 256)
+    folder = tiny_checkpoint(family, tmp_path / family)
+    options = {"precision": precision, "cache_slots": slots, "vram_bytes": 64 * MIB}
+    with opened(folder, **options) as model:
+        wanted = [logits(model, tokens) for tokens in (1, 5)]
+    found_here = replace(emulated_kernels(), most_few=4)  # five tokens have more visits
+    monkeypatch.setattr(kernels, "kernels_of", lambda place: found_here)
+    monkeypatch.setattr(dense, "kernels_of", lambda place: found_here)
+    with opened(folder, **options) as model:
+        bound = [m.__dict__[BANK_LAYER][1] for m in model.model.modules() if BANK_LAYER in m.__dict__]
+        assert bound
+        assert all(isinstance(kernel, CardExperts if slots is None else HybridExperts) for kernel in bound)
+        linear = [m for m in model.model.modules() if isinstance(m.__dict__.get("forward"), CardLinear)]
+        assert bool(linear) == (precision != "bf16")
+        for expected in wanted:
+            found = logits(model, expected.shape[1])
+            assert torch.cosine_similarity(found, expected, dim=-1).min() > 0.98

@@ -3,8 +3,6 @@
 Random cases, whose buffers are of exactly their sizes, are compared with plain loops.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a real card's device does around torch, with torch's own calls replaced: no card is needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -88,28 +86,6 @@ def test_after_a_failed_capture_memory_no_longer_comes_from_its_pool(
     assert len(left) == 2
 
 
-def test_a_capture_that_was_given_up_in_good_order_leaves_the_pool_to_torch(left: list[tuple[str, int, Any]]) -> None:
-    capture = CudaCapture(PLACE, _Stream(), [])  # type: ignore[arg-type]
-    capture.begin()
-    capture.abandon()
-    assert left == []
-
-
-def test_captures_one_after_the_other_share_a_pool_and_those_beside_each_other_do_not(
-    left: list[tuple[str, int, Any]],
-) -> None:
-    pools = list[Any]()
-    for _ in range(3):
-        capture = CudaCapture(PLACE, _Stream(), pools)  # type: ignore[arg-type]
-        capture.begin()
-        capture.end()
-        capture.close()
-        capture.close()
-    assert torch.cuda.MemPool.made == 1  # type: ignore[attr-defined]
-    pair = [CudaCapture(PLACE, _Stream(), pools) for _ in range(2)]  # type: ignore[arg-type]
-    assert pair[0]._pool != pair[1]._pool
-
-
 def test_memory_beyond_the_plan_is_refused_by_torch_itself() -> None:
     total = 24 * 2**30
     assert hard_fraction(20 * 2**30, total) == pytest.approx((20 * 2**30 + HEADROOM_BYTES / 2) / total)
@@ -139,3 +115,25 @@ def test_what_is_measured_is_kept_for_this_card_driver_and_link(
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(cuda, "nvidia_gpus", lambda _nvml: ((replace(CARD, bus=bus, driver=driver),), ""))
     assert identity_of(1) == expected
+
+
+def test_captures_one_after_the_other_share_a_pool_and_those_beside_each_other_do_not(
+    left: list[tuple[str, int, Any]],
+) -> None:
+    pools = list[Any]()
+    for _ in range(3):
+        capture = CudaCapture(PLACE, _Stream(), pools)  # type: ignore[arg-type]
+        capture.begin()
+        capture.end()
+        capture.close()
+        capture.close()
+    assert torch.cuda.MemPool.made == 1  # type: ignore[attr-defined]
+    pair = [CudaCapture(PLACE, _Stream(), pools) for _ in range(2)]  # type: ignore[arg-type]
+    assert pair[0]._pool != pair[1]._pool
+
+
+def test_a_capture_that_was_given_up_in_good_order_leaves_the_pool_to_torch(left: list[tuple[str, int, Any]]) -> None:
+    capture = CudaCapture(PLACE, _Stream(), [])  # type: ignore[arg-type]
+    capture.begin()
+    capture.abandon()
+    assert left == []

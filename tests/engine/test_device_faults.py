@@ -1,7 +1,5 @@
 """What goes wrong on a device while a model is loaded or answers: a smaller plan, the same tokens, and it is said."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator

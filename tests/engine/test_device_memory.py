@@ -1,7 +1,5 @@
 """Whatever memory there is: the right answer with a word about what was reduced, or one clear refusal."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator

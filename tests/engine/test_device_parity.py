@@ -1,8 +1,5 @@
 """Whatever is kept where and computed by whom: logits and tokens are those of transformers with the same weights."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +49,6 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 SHORT = 12
 """Tokens of a prompt that is dispatched like a decode step."""
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-    reference.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """The common contract, kept by the devices that every machine has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,15 +1,11 @@
 """The emulated card: what it does, and when, by its clock."""
 
-from __future__ import annotations
-
 import functools
-import gc
 import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from time import perf_counter
 
 import pytest
 import torch
@@ -22,11 +18,11 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.cpu import open_cpu
 from engine.devices.device import CopyRecord, Device, Direction, Event
 from engine.devices.emulated import open_emulated
-from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import open_devices
 from engine.devices.timeline import Timeline
 from engine.hardware.profiles import DeviceProfile, emulated_cards, has_fixed_host, timed_profiles
-from tests.device_contract import DeviceContract, fail
+from tests.device_contract import DeviceContract
 
 US = 1e-6
 MIB = 2**20
@@ -102,41 +98,6 @@ def test_copies_take_the_latency_and_their_bytes_one_after_the_other(card: Devic
     assert second.started_s == first.ended_s
 
 
-def test_both_directions_carry_at_once(card: Device) -> None:
-    there, here = big(card, MIB)
-    begun_s = clock.now()
-    down = card.d2h_stream.copy(here, there)
-    up = card.h2d_stream.copy(there, here)
-    card.synchronize()
-    assert up.ended_s - begun_s == about(10 * US + MIB / 1e9)
-    assert down.ended_s - begun_s == about(10 * US + MIB / 0.5e9)
-
-
-def test_a_small_copy_overtakes_a_large_one_and_delays_it(card: Device) -> None:
-    there, here = big(card, MIB)
-    begun_s = clock.now()
-    large = card.h2d_stream.copy(there, here)
-    assert clock.own is not None
-    clock.own.advance(100 * US)
-    small = card.small_copy_stream.copy(there[:1000], here[:1000], direction=Direction.H2D)
-    small.wait()
-    needed_s = 10 * US + 1000 / 1e9
-    assert clock.now() - begun_s == about(100 * US + needed_s)
-    large.wait()
-    assert large.ended_s - begun_s == about(10 * US + MIB / 1e9 + needed_s)
-
-
-def test_a_kernel_takes_its_launch_and_the_longer_of_bytes_and_arithmetic(card: Device) -> None:
-    begun_s = clock.now()
-    read = card.compute_stream.submit(lambda: kernel(card, 1e6, 1e6))
-    computed = card.compute_stream.submit(lambda: kernel(card, 1e6, 1e9))
-    empty = card.compute_stream.submit(lambda: None)
-    empty.wait()
-    assert read.ended_s - begun_s == about(5 * US + 1e6 / 100e9)
-    assert computed.ended_s - read.ended_s == about(5 * US + 1e9 / 1e12)
-    assert empty.ended_s - computed.ended_s == about(5 * US)
-
-
 def test_a_layer_by_hand(card: Device) -> None:
     """Two hits beside an expert that is fetched, and one on the processor meanwhile."""
     there, here = big(card, MIB)
@@ -170,36 +131,6 @@ def test_the_caller_s_operators_are_the_card_s_and_the_host_goes_on_beside_them(
         meter.kernel(100e3, 0)
     # The second kernel is issued when the processor has done its part, while the first one runs.
     assert clock.now() - begun_s == about(2 * (5 * US + 1 * US))
-
-
-def test_waiting_with_a_limit_takes_as_long_as_the_limit(card: Device) -> None:
-    there, here = big(card, MIB)
-    event = card.h2d_stream.copy(there, here)
-    begun_s = clock.now()
-    assert not event.wait(1e-4)
-    assert clock.now() - begun_s == about(1e-4)
-    assert event.wait(1.0)
-
-
-def test_real_time_passes_only_outside_the_card() -> None:
-    real = [0.0]
-    own = OwnClock(source=lambda: real[0])
-    real[0] = 1.0
-    assert own.now() == 1.0
-    with own.stopped():
-        real[0] = 2.0
-        with own.going_on():
-            real[0] = 2.5
-    assert own.now() == 1.5
-    with own.paced(0.5):
-        real[0] = 3.5
-        assert own.now() == 2.0
-    own.advance_to(1.0)
-    assert own.now() == 2.0
-    own.advance_to(7.0)
-    real[0] = 4.0
-    assert own.now() == 7.5
-    assert own.now_ns() == 7_500_000_000
 
 
 STEPS = st.lists(
@@ -256,26 +187,6 @@ def test_no_event_before_its_cause_and_no_link_beyond_its_rate(steps: list[tuple
             assert carried <= (until_s - mine[first].started_s) * rate * (1 + 1e-9) + 1e-3
 
 
-def test_results_are_those_of_a_card_without_a_data_sheet() -> None:
-    def run(device: Device) -> torch.Tensor:
-        with device:
-            torch.manual_seed(0)
-            weights, hidden = torch.randn(64, 64), torch.randn(4, 64)
-            there = device.memory.allocate(weights.nbytes, MemoryCategory.EXPERTS).view(torch.float32).view(64, 64)
-            out = torch.zeros(4, 64)
-            for _ in range(3):
-                device.compute_stream.wait(device.h2d_stream.copy(there, weights))
-                done = device.compute_stream.submit(lambda: out.add_(hidden @ there))
-                device.h2d_stream.wait(done)
-                weights = weights * 1.5
-            back = torch.empty_like(out)
-            device.synchronize()
-            device.small_copy_stream.copy(back, out, direction=Direction.D2H).wait()
-            return back
-
-    assert torch.equal(run(open_emulated(CARD)), run(open_emulated(replace(CARD, card_gbps=0.0))))
-
-
 def test_machines_with_such_cards_are_sound() -> None:
     profiles = timed_profiles()
     assert len(profiles) == 12
@@ -299,64 +210,10 @@ def device() -> Iterator[Device]:
         yield device
 
 
-@pytest.fixture
-def glacial() -> DeviceProfile:
-    return DeviceProfile("glacial", "for tests", 2**26, 0.001, 0.001, 0.0)
-
-
 def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
-
-
-def test_copies_of_one_direction_do_not_overlap_and_queued_ones_follow_each_other(device: Device) -> None:
-    there, here = big(device, 200_000)
-    events = [stream.copy(there, here) for _ in range(6) for stream in (device.h2d_stream, device.compute_stream)]
-    device.synchronize()
-    spans = sorted((event.started_s, event.ended_s) for event in events)
-    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_bytes_are_there_when_the_copy_has_ended_and_not_before(device: Device, *, asks: bool) -> None:
-    there, here = big(device, 100_000)
-    there.fill_(1)
-    event = device.h2d_stream.copy(there, here)
-    assert not event.wait(1e-5)
-    assert (event.done(), bool(there.all())) == (False, True)
-    assert clock.own is not None
-    if asks:
-        event.wait()
-    else:
-        clock.own.advance(1.0)
-        assert event.done()
-    assert not there.any()
-
-
-def test_work_is_done_when_somebody_asks_for_what_needs_it(device: Device) -> None:
-    ran = list[int]()
-    device.compute_stream.submit(lambda: ran.append(1))
-    device.h2d_stream.submit(lambda: ran.append(2))
-    third = device.compute_stream.submit(lambda: ran.append(3))
-    device.d2h_stream.wait(third)
-    assert ran == []
-    device.d2h_stream.synchronize()
-    assert ran == [1, 3]
-    device.synchronize()
-    assert ran == [1, 3, 2]
-
-
-def test_waiting_with_a_limit_waits_for_what_another_thread_does(device: Device) -> None:
-    has_begun, goes_on = threading.Event(), threading.Event()
-    event = device.compute_stream.submit(lambda: (has_begun.set(), goes_on.wait(30)))
-    other = in_thread(event.wait)
-    assert has_begun.wait(30)
-    later = threading.Timer(0.05, goes_on.set)
-    later.start()
-    assert event.wait(timeout_s=1e6)
-    other.join()
-    later.join()
 
 
 PROGRAM = st.lists(
@@ -419,60 +276,6 @@ def test_a_race_is_found(race: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {0.0, 1000.0}
 
 
-def test_direction_is_told_by_who_owns_the_tensors(device: Device) -> None:
-    told: list[CopyRecord] = []
-    device.copy_log.listen(told.append)
-    there, here = big(device, 64)
-    torchs = torch.zeros(64, dtype=torch.uint8)
-    small, compute = device.small_copy_stream, device.compute_stream
-    for copy in (
-        lambda: small.copy(there[:8], here[:8]),
-        lambda: small.copy(here, there),
-        lambda: small.copy(torchs, here),
-        lambda: small.copy(torchs, here, direction=Direction.D2H),
-        lambda: compute.copy(torchs, here),
-        lambda: compute.copy(there, there.clone()),
-    ):
-        copy().wait()
-    assert [one.direction for one in told] == ["h2d", "d2h", "h2d", "d2h", "d2d", "h2d"]
-
-
-def test_a_slower_card_takes_longer() -> None:
-    with open_emulated(replace(DRIP, compute_slowdown=1000.0)) as device:
-        event = device.compute_stream.submit(lambda: torch.zeros(1000).add_(1))
-        begun_s = perf_counter()
-        event.wait()
-        assert event.ended_s - event.started_s > perf_counter() - begun_s
-
-
-def test_the_budget_is_the_profiles_or_less() -> None:
-    with (
-        open_emulated(DRIP) as whole,
-        open_emulated(DRIP, 1, 1000) as part,
-        open_emulated(DRIP, 2, 2**40) as big,
-    ):
-        assert [one.memory.total for one in (whole, part, big)] == [2**26, 1000, 2**26]
-        assert [one.name for one in (whole, part, big)] == ["emulated:drip#0", "emulated:drip#1", "emulated:drip#2"]
-        part.memory.allocate(1000, MemoryCategory.WEIGHTS)
-        with pytest.raises(DeviceMemoryError):
-            part.memory.allocate(1, MemoryCategory.WEIGHTS)
-
-
-def test_events_from_any_thread_and_across_devices(device: Device) -> None:
-    with open_emulated(DRIP, 1) as other:
-        there, here = big(device, 1000)
-        first = device.h2d_stream.copy(there, here)
-        other.compute_stream.wait(first)
-        second = other.compute_stream.submit(lambda: None)
-        assert not first.wait(1e-6)
-        assert not second.done()
-        waited: list[bool] = []
-        for thread in [in_thread(lambda: waited.append(second.wait())) for _ in range(4)]:
-            thread.join()
-        assert waited == [True] * 4
-        assert second.started_s >= first.ended_s
-
-
 def test_work_that_waits_for_later_work_of_its_stream_is_told_so(device: Device) -> None:
     later: list[Event] = []
     event = device.compute_stream.submit(lambda: later[0].wait())
@@ -480,21 +283,6 @@ def test_work_that_waits_for_later_work_of_its_stream_is_told_so(device: Device)
     with pytest.raises(EngineError, match="queued behind it"):
         event.wait()
     device.recover()
-
-
-def test_what_a_thread_is_doing_is_waited_for_by_others(device: Device) -> None:
-    begun, gate = threading.Event(), threading.Event()
-    event = device.compute_stream.submit(lambda: (begun.set(), gate.wait(PATIENCE_S)))
-    behind = device.compute_stream.record()
-    waiting = [in_thread(event.wait)]
-    assert begun.wait(PATIENCE_S)
-    waiting += [in_thread(device.close)]
-    gate.set()
-    for thread in waiting:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    assert event.failure is None
-    assert behind.failure is not None
 
 
 def test_closing_tells_everyone_who_waits(device: Device) -> None:
@@ -507,54 +295,6 @@ def test_closing_tells_everyone_who_waits(device: Device) -> None:
         with pytest.raises(EngineError, match="was closed") as caught:
             event.wait()
         assert caught.value.code == ErrorCode.DEVICE_UNAVAILABLE
-
-
-def test_a_device_that_waits_for_another_can_be_closed(device: Device) -> None:
-    held = device.compute_stream.submit(fail)
-    other = open_emulated(DRIP, 1)
-    other.compute_stream.wait(held)
-    end = other.compute_stream.record()
-    other.close()
-    assert end.failure is not None
-    assert held.failure is None
-    device.close()
-
-
-def test_a_device_can_be_closed_by_its_own_work() -> None:
-    device = open_emulated(DRIP)
-    event = device.compute_stream.submit(device.close)
-    behind = device.compute_stream.record()
-    event.wait()
-    with pytest.raises(EngineError, match="was closed"):
-        behind.wait()
-
-
-def test_a_forgotten_device_leaves_its_clock() -> None:
-    open_emulated(DRIP)
-    gc.collect()
-    assert clock.own is None
-
-
-def test_a_stream_keeps_no_tensor_of_work_that_has_ended(device: Device) -> None:
-    gone = threading.Event()
-
-    class Tracked:
-        def __del__(self) -> None:
-            gone.set()
-
-    def submit() -> None:
-        tracked = Tracked()
-
-        def work() -> None:
-            local = tracked
-            raise ZeroDivisionError(f"with {type(local).__name__} in a frame")
-
-        with pytest.raises(EngineError):
-            device.compute_stream.submit(work).wait()
-
-    submit()
-    assert gone.wait(PATIENCE_S)
-    device.recover()
 
 
 def test_many_threads_many_streams(device: Device) -> None:
@@ -596,3 +336,52 @@ def test_many_threads_many_streams(device: Device) -> None:
     device.recover()
     device.synchronize()
     assert device.memory.use().by_category[MemoryCategory.STAGING] == 4 * 3000
+
+
+def test_real_time_passes_only_outside_the_card() -> None:
+    real = [0.0]
+    own = OwnClock(source=lambda: real[0])
+    real[0] = 1.0
+    assert own.now() == 1.0
+    with own.stopped():
+        real[0] = 2.0
+        with own.going_on():
+            real[0] = 2.5
+    assert own.now() == 1.5
+    with own.paced(0.5):
+        real[0] = 3.5
+        assert own.now() == 2.0
+    own.advance_to(1.0)
+    assert own.now() == 2.0
+    own.advance_to(7.0)
+    real[0] = 4.0
+    assert own.now() == 7.5
+    assert own.now_ns() == 7_500_000_000
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_bytes_are_there_when_the_copy_has_ended_and_not_before(device: Device, *, asks: bool) -> None:
+    there, here = big(device, 100_000)
+    there.fill_(1)
+    event = device.h2d_stream.copy(there, here)
+    assert not event.wait(1e-5)
+    assert (event.done(), bool(there.all())) == (False, True)
+    assert clock.own is not None
+    if asks:
+        event.wait()
+    else:
+        clock.own.advance(1.0)
+        assert event.done()
+    assert not there.any()
+
+
+def test_waiting_with_a_limit_waits_for_what_another_thread_does(device: Device) -> None:
+    has_begun, goes_on = threading.Event(), threading.Event()
+    event = device.compute_stream.submit(lambda: (has_begun.set(), goes_on.wait(30)))
+    other = in_thread(event.wait)
+    assert has_begun.wait(30)
+    later = threading.Timer(0.05, goes_on.set)
+    later.start()
+    assert event.wait(timeout_s=1e6)
+    other.join()
+    later.join()

@@ -1,7 +1,5 @@
 """How much can be pinned is found out in a child process, whatever becomes of it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -15,11 +13,6 @@ MB, GB = 2**20, 2**30
 
 def child(script: str) -> list[str]:
     return [sys.executable, "-c", f"import os, signal, sys, time\n{script}"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
-def test_nothing_can_be_pinned_without_a_card() -> None:
-    assert measure_pinnable(64 * MB) == 0
 
 
 @pytest.mark.parametrize(
@@ -88,3 +81,8 @@ def test_memory_that_a_card_shares_is_pinned_and_mapped_whole_or_refused(monkeyp
     pinned.popitem()  # what was refused
     memory.release(here)
     assert (pinned, memory.pinned_bytes) == ({}, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
+def test_nothing_can_be_pinned_without_a_card() -> None:
+    assert measure_pinnable(64 * MB) == 0

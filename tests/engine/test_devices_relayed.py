@@ -1,7 +1,5 @@
 """Copies from memory that is not pinned: their submitter does not wait, nothing overtakes them, all bytes arrive."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.card_stream import BUFFER_BYTES, WORTH_BYTES, CardClock, CardStream, RelayedStream
+from engine.devices.card_stream import BUFFER_BYTES, WORTH_BYTES, CardClock, RelayedStream
 from engine.devices.device import CopyLog, CopyRecord, Direction
 from tests.fake_cards import FakeCards
 
@@ -99,20 +97,6 @@ def test_nothing_overtakes_what_is_on_its_way(gate: Gate, stream: RelayedStream)
     stream.synchronize()
     assert order == [1, 2]
     assert all(event.done() and event.failure is None for event in events)
-
-
-def test_another_stream_that_waits_for_one_runs_after_it(gate: Gate, stream: RelayedStream) -> None:
-    cards: Any = FakeCards()
-    compute = CardStream("fake:0 compute", cards.Stream(_PLACE, priority=0), cards, CardClock(cards, _PLACE), CopyLog())
-    there, sent = some()
-    event = stream.copy(there, sent, direction=Direction.H2D)
-    threading.Timer(0.05, gate.open.set).start()
-    compute.wait(event)
-    found: list[bool] = []
-    compute.submit(lambda: found.append(torch.equal(there, sent))).wait()
-    assert found == [True]
-    stream.wait(compute.record())
-    compute.close()
 
 
 @pytest.mark.parametrize("way", ["small", "pinned", "strided", "back"])

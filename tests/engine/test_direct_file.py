@@ -1,7 +1,5 @@
 """Files read and written past the page cache: any place, any length, and a disk that hesitates."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,10 +1,8 @@
 """A model whose experts do not fit into RAM says what it says when they do."""
 
-from __future__ import annotations
-
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.checkpoint.gguf.file import read_converted
 from engine.checkpoint.library import converted_of, converted_path
@@ -20,12 +20,27 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.executor import ExpertExecutor
+from engine.experts.prediction.prefetcher import make_prefetcher
+from engine.experts.prediction.target import over_disk
+from engine.experts.ram_tier import RamTier
 from engine.planner import placement
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes
 from engine.runtime.load import weights as from_disk
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.combinations import some
+from tests.engine.made_up_records import (
+    LARGE,
+    SMALL,
+    contents_of,
+    disk_of,
+    flip,
+    place_of,
+    random_records,
+    write_records,
+)
+from tests.engine.ram_tier_parts import arrived
+from tests.engine.slots_in_time import PlantedRoutes
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -200,28 +215,7 @@ def test_the_least_budget_is_told_truly(mixtral: Path) -> None:
         pass
 
 
-def test_more_budget_is_more_slots(mixtral: Path) -> None:
-    least = least_budget(mixtral)
-    held = []
-    for more in (0, 60_000):
-        with loaded(mixtral, ram_bytes=least + more) as model:
-            assert model.disk_backed is not None
-            held.append(model.disk_backed.nbytes)
-            assert model.info.weights_bytes + model.info.experts_bytes <= least + more
-    assert held[1] > held[0]
-
-
 # --- what may happen to the files -----------------------------------------------------------------
-
-
-def test_progress_is_one(mixtral: Path) -> None:
-    told: list[tuple[int, int]] = []
-    config = EngineConfig(str(mixtral), device="cpu", precision="bf16", threads=1, ram_bytes=least_budget(mixtral))
-    for _ in range(2):  # the second time they are converted
-        told.clear()
-        load_model(config, on_progress=lambda *done: told.append(done), cancelled=lambda: False).close()
-        assert told[-1][0] == told[-1][1] == told[0][1]
-        assert told == sorted(told)
 
 
 @pytest.mark.parametrize("after", [0, 5, 20])
@@ -299,6 +293,199 @@ def test_the_source_may_go_while_the_model_runs(mixtral: Path, monkeypatch: pyte
         assert_says(model, expected, atol=1e-5)
 
 
+def test_ids_that_are_no_expert_contribute_nothing(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(monkeypatch, mixtral, "fp32") as model, torch.no_grad():
+        compute = tiers(model)[0]
+        hidden = torch.randn(PROMPT.shape[1], 32)
+        none = torch.full((PROMPT.shape[1], 2), 4)
+        assert not compute(hidden, none, torch.ones(none.shape)).any()
+        mixed = none.clone()
+        mixed[:, 1] = 3
+        alone = compute(hidden, mixed[:, 1:], torch.ones(PROMPT.shape[1], 1))
+        assert torch.equal(compute(hidden, mixed, torch.ones(none.shape)), alone)
+
+
+LAYERS = 4
+CONTENTS = contents_of([(8, SMALL), (8, SMALL), (3, LARGE), (8, SMALL)])
+RECORDS = random_records(CONTENTS)
+HIDDEN = 6
+
+
+class Kernel:
+    """What an expert makes of a token depends on every byte of its record."""
+
+    def __init__(self, tier: RamTier, layer: int) -> None:
+        self._records = tier.slots(layer).records
+        self.calls: list[int] = []
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        self.calls.append(len(hidden_states))
+        return hidden_states * digest(self._records[top_k_index[:, 0]])[:, None] * top_k_weights
+
+
+def digest(records: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(records.shape[1]) % 251 + 1.0
+    return (records.float() @ places) / records.shape[1] / 1000
+
+
+class Listener:
+    """Stands where a prefetcher would."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, list[int], torch.Size]] = []
+
+    def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+        assert hidden is not None
+        self.told.append((layer, list(experts), hidden.shape))
+
+
+class Model:
+    """All layers over one tier."""
+
+    def __init__(self, path: Path, slots: int) -> None:
+        self.disk = disk_of(path, CONTENTS, readers=3)
+        self.tier = RamTier(self.disk, budget_of(slots), at_least=1, policy="lru")
+        self.listener = Listener()
+        self.kernels = [Kernel(self.tier, layer) for layer in range(LAYERS)]
+        self.layers = [
+            ExpertExecutor(self.tier.source(layer, kernel), layer, self.listener, ahead=self.tier)
+            for layer, kernel in enumerate(self.kernels)
+        ]
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+def budget_of(slots: int) -> int:
+    """Room for so many of the 24 small records, and for the large ones in proportion."""
+    return slots * SMALL.nbytes + max(1, slots // 8) * LARGE.nbytes
+
+
+def expected(layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(hidden)
+    for token, experts in enumerate(index.tolist()):
+        for place, expert in enumerate(experts):
+            if expert < CONTENTS.tensors[layer].num_experts:
+                out[token] += weights[token, place] * digest(RECORDS[layer][expert][None]) * hidden[token]
+    return out
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("converted") / "a.gguf"
+    write_records(file, CONTENTS)
+    return file
+
+
+@pytest.fixture
+def model(path: Path) -> Iterator[Model]:
+    model = Model(path, 12)
+    yield model
+    model.close()
+
+
+def check(model: Model, layer: int, tokens: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, HIDDEN, generator=draw)
+    count = CONTENTS.tensors[layer].num_experts + 1  # one that is none
+    index = torch.stack([torch.randperm(count, generator=draw)[:3] for _ in range(tokens)])
+    weights = torch.rand(tokens, 3, generator=draw)
+    torch.testing.assert_close(
+        model.layers[layer](hidden, index, weights), expected(layer, hidden, index, weights), rtol=1e-4, atol=1e-4
+    )
+
+
+@given(
+    slots=st.integers(1, 24),
+    steps=st.lists(st.tuples(st.integers(1, 20), st.none() | st.integers(0, 24)), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=8)
+def test_any_steps_with_any_slots(path: Path, slots: int, steps: list[tuple[int, int | None]], seed: int) -> None:
+    model = Model(path, slots)
+    try:
+        for step, (tokens, resized) in enumerate(steps):
+            for layer in range(LAYERS):
+                if resized is not None and layer == 1:
+                    model.tier.resize(budget_of(resized))
+                check(model, layer, tokens, seed + step)
+        counters = model.tier.counters
+        assert counters.failures == 0
+        assert all(not group.pool._pins for group in model.tier._groups.values())
+    finally:
+        model.close()
+
+
+def test_a_prompt_reads_the_next_layer_ahead_and_leaves_decoding_its_experts(model: Model) -> None:
+    for layer in (3, 0):
+        arrived(model.tier.acquire(layer, [0]))  # in use, as it were, by decoding
+    tokens = torch.randn(40, HIDDEN)
+    index = torch.arange(40)[:, None] % 8
+    for layer in (0, 1):
+        model.layers[layer](tokens, index, torch.ones(40, 1))
+    counters = model.tier.counters
+    assert counters.prefetched
+    assert counters.prefetches_used
+    assert {0} <= model.tier.resident(3).keys()
+    assert model.listener.told == []
+
+
+def test_a_step_that_fails_gives_all_slots_back(tmp_path: Path) -> None:
+    write_records(tmp_path / "b.gguf", CONTENTS)
+    flip(tmp_path / "b.gguf", place_of(CONTENTS, 0, 5) + 3)
+    model = Model(tmp_path / "b.gguf", 4)
+    try:
+        for tokens in (1, 40):
+            with pytest.raises(EngineError, match="Expert 5"):
+                model.layers[0](torch.randn(tokens, HIDDEN), torch.arange(8).expand(tokens, 8), torch.ones(tokens, 8))
+        assert all(not group.pool._pins for group in model.tier._groups.values())
+        check(model, 1, 3, 0)
+    finally:
+        model.close()
+
+
+LAYERS_OF_PREFETCH_FROM_DISK, EXPERTS, WIDTH = 5, 12, 2
+
+
+@pytest.mark.parametrize("choice", ["auto", "previous", "correlation"])
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> None:
+    contents = contents_of([(EXPERTS, LARGE)] * LAYERS_OF_PREFETCH_FROM_DISK)
+    write_records(tmp_path / "a.gguf", contents)
+    records = random_records(contents)
+    with (
+        disk_of(tmp_path / "a.gguf", contents, readers=2) as disk,
+        RamTier(disk, int(contents.nbytes * share), at_least=2 * WIDTH) as tier,
+    ):
+        prefetcher = make_prefetcher(
+            tier,
+            lambda: over_disk(disk, LARGE.nbytes),
+            layers=LAYERS_OF_PREFETCH_FROM_DISK,
+            experts=EXPERTS,
+            per_token=WIDTH,
+            choice=choice,
+        )
+        assert prefetcher is not None
+        routes = PlantedRoutes(LAYERS_OF_PREFETCH_FROM_DISK, EXPERTS, WIDTH, follows=0.95)
+        for _ in range(120):
+            for layer, experts in enumerate(routes.step()):
+                held = tier.acquire(layer, experts)
+                arrived(held)
+                prefetcher.observe(layer, experts)
+                for expert in held.rows:
+                    assert torch.equal(held.record(expert), records[layer][expert])
+                held.release()
+        report, counters = prefetcher.report(), tier.counters
+        prefetcher.close()
+    assert counters.prefetched == report.prefetched
+    assert report.used + report.wasted <= report.prefetched
+    if choice == "correlation":
+        assert report.used > report.wasted
+        assert counters.prefetches_used > 0
+
+
 def test_a_closed_model_raises(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_disk(monkeypatch, mixtral) as model:
         module = next(m for m in model.model.modules() if getattr(m, BANK_LAYER, None) is not None)
@@ -310,15 +497,3 @@ def test_a_closed_model_raises(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(EngineError) as caught:
             computes(hidden, index, weights)
         assert caught.value.code is ErrorCode.INTERNAL
-
-
-def test_ids_that_are_no_expert_contribute_nothing(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_disk(monkeypatch, mixtral, "fp32") as model, torch.no_grad():
-        compute = tiers(model)[0]
-        hidden = torch.randn(PROMPT.shape[1], 32)
-        none = torch.full((PROMPT.shape[1], 2), 4)
-        assert not compute(hidden, none, torch.ones(none.shape)).any()
-        mixed = none.clone()
-        mixed[:, 1] = 3
-        alone = compute(hidden, mixed[:, 1:], torch.ones(PROMPT.shape[1], 1))
-        assert torch.equal(compute(hidden, mixed, torch.ones(none.shape)), alone)

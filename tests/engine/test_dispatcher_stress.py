@@ -13,11 +13,9 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Device
-from engine.devices.emulated import open_emulated
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.misses import MIXED, modes
 from engine.experts.prediction.target import Place, VramPrefetch
-from engine.hardware.profiles import DeviceProfile
 from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EXPERTS, KINDS, LAYERS, Layers, routing
 from tests.engine.test_record_source import OnDisk
@@ -125,12 +123,6 @@ def _stress(device: Device, folder: Path, steps: int, seed: int) -> Answers:
     assert all("injected" in message or "memory" in message for message in messages)
     assert len(messages) < 0.1 * steps
     return answers
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
-        yield device
 
 
 def test_stress_gives_the_same_answers_again(device: Device, tmp_path: Path) -> None:

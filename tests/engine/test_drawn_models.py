@@ -5,8 +5,6 @@ Sizes divide nothing, windows are shorter than prompts, rotary embeddings stretc
 one, every family before one comes a second time.  The tables of tiny_configs say what a family needs besides.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import random
@@ -67,7 +65,7 @@ def test_all_families_are_drawn() -> None:
     assert drawn_model(1, 5) == drawn_model(1, 5) != drawn_model(2, 5)
 
 
-def check(seed: int, drawn: DrawnModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(seed: int, drawn: "DrawnModel", folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails with the way in which, and the place where, answers are not those of transformers."""
     print(f"{SEED_VARIABLE}={seed}: {drawn}\n{drawn.values}")  # noqa: T201 - pytest shows it where one fails
     tiny_checkpoint(drawn.family, folder, drawn=drawn.values, prepare=_spread_logits)
@@ -84,7 +82,7 @@ def _spread_logits(model: Any) -> None:
         output_embeddings(model).weight.mul_(40)
 
 
-def _expected(drawn: DrawnModel, folder: Path) -> Expected:
+def _expected(drawn: "DrawnModel", folder: Path) -> Expected:
     config = tiny_config(drawn.family, drawn=drawn.values)
     model = model_class(config).from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [random_prompt(tokens, seed=row) for row, tokens in enumerate(drawn.prompts)]

@@ -1,7 +1,5 @@
 """Models with an encoder: the same tokens as transformers' `generate`."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

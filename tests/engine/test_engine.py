@@ -1,7 +1,5 @@
 """The object that worker and command line drive: one model, one conversation, and every refusal a sentence."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

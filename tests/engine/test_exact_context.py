@@ -1,7 +1,5 @@
 """Answers that depend on which tokens are computed together are the library's, whatever came before."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a card and the host tell each other during a token: no order of their steps, and no delay, breaks it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

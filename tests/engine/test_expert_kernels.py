@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.common.footprint import PART_ALIGNMENT, RECORD_ALIGNMENT
 from engine.experts.record import allocate_records
 from engine.formats.tiles import RecordLayout
 from engine.kernels import choose_kernel
@@ -119,32 +118,3 @@ def test_bf16_stays_near_the_reference(tokens: int, width: int, seed: int) -> No
     result = kernel(states, index, shares)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.float(), exact, rtol=0.03, atol=0.03 * float(exact.abs().max()))
-
-
-def test_a_record_is_contiguous_and_aligned() -> None:
-    layout = RecordLayout.of(
-        {"gate_up_proj": ((6, 5), torch.bfloat16), "down_proj": ((5, 3), torch.bfloat16)}, transposed=False
-    )
-    layer = LayerRecords("experts", layout, allocate_records(3, layout, CPU))
-    assert layer.records.data_ptr() % RECORD_ALIGNMENT == layout.nbytes % RECORD_ALIGNMENT == 0
-    for expert in range(3):
-        start = layer.records[expert].data_ptr()
-        for part in layout.parts:
-            view = layer.part(part.name, expert)
-            assert view.is_contiguous()
-            assert view.data_ptr() == start + part.offset
-            assert part.offset % PART_ALIGNMENT == 0
-            assert part.offset + part.nbytes <= layout.nbytes
-
-
-def test_filling_one_expert_touches_no_other() -> None:
-    layout = RecordLayout.of(
-        {"up_proj": ((4, 5), torch.float32), "down_proj": ((5, 4), torch.float32)}, transposed=True
-    )
-    layer = LayerRecords("experts", layout, allocate_records(3, layout, CPU))
-    layer.records.zero_()
-    layer.part("down_proj", 1).fill_(7)
-    assert not layer.records[0].any()
-    assert not layer.records[2].any()
-    assert layer.stacked["down_proj"].sum() == 7 * 20
-    assert not layer.stacked["up_proj"].any()

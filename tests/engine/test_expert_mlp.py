@@ -1,7 +1,5 @@
 """The trained predictor learns what is planted, is saved whole or not at all; a damaged file is told, not used."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 from engine.experts.prediction import mlp
 from engine.experts.prediction.mlp import (
     UNREADABLE,
-    WIDTHS,
     ExpertMlp,
     FoldedMlp,
     Learning,
@@ -26,7 +23,6 @@ from engine.experts.prediction.mlp import (
     RoutingStatistics,
     TrainedMlp,
     load_mlp,
-    loss_on,
     paths,
     save_mlp,
     train,
@@ -48,23 +44,6 @@ def routes(tokens: int, follows: float = 1.0, seed: int = 3) -> RoutingTrace:
 @pytest.fixture(scope="module")
 def trained() -> TrainedMlp:
     return train(routes(500), distance=1, widths=(64, 32), epochs=12, learning_rate=5e-3, seed=1)
-
-
-def test_it_has_the_papers_seven_layers() -> None:
-    model = ExpertMlp(3, 5)
-    matrices = [model.surroundings, *model.hidden, model.out]
-    assert [int(layer.weight.shape[0]) for layer in matrices] == [2048, 1024, 512, 256, 128, 64, 5]  # type: ignore[arg-type]
-    assert len(WIDTHS) + 1 == 7
-    assert model.dropout.p == 0.1
-
-
-def test_statistics_are_equations_2_and_3() -> None:
-    chosen = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 0]], [[-1, -1], [1, 2]]], np.int16)
-    trace = RoutingTrace(chosen, np.zeros(chosen.shape, np.float16), np.array([0, 3]), 4)
-    statistics = RoutingStatistics.of(trace, 1)
-    assert statistics.popularity.tolist() == [[0.5, 0.25, 0.25, 0], pytest.approx([1 / 6, 1 / 6, 0.5, 1 / 6])]
-    # Expert 0 was chosen twice: followed by 2 twice, by 3 and 0 once each.
-    assert statistics.affinity[0].tolist() == [[0.25, 0, 0.5, 0.25], [0, 0, 0.5, 0.5], [0.5, 0, 0.5, 0], [0] * 4]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3))
@@ -100,17 +79,6 @@ def test_it_learns_what_is_planted(trained: TrainedMlp) -> None:
     assert found > 0.9 * wanted
 
 
-def test_an_answer_of_another_step_is_none(trained: TrainedMlp) -> None:
-    predictor = MlpPredictor(trained, WIDTH)
-    predictor.observe(0, [1, 2], None)
-    predictor.wait()
-    assert predictor.predict(1)
-    predictor.observe(0, [3, 4], None)  # the next token
-    predictor.close()
-    predictor._answers[1] = 0, [(1, 1.0)]
-    assert predictor.predict(1) == ()
-
-
 @given(st.integers(0, 2**31))
 @settings(max_examples=20)
 def test_folded_is_the_same_network(seed: int) -> None:
@@ -127,14 +95,6 @@ def test_folded_is_the_same_network(seed: int) -> None:
     expected = model(path, surroundings).sigmoid()[0]
     real = path[path != model.padding]
     torch.testing.assert_close(FoldedMlp(model)(real, surroundings[0]), expected)
-
-
-def test_the_same_seed_is_the_same_network() -> None:
-    one, other = (train(routes(80, 0.5), distance=1, widths=TINY, epochs=2, seed=5) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
-    dice = torch.get_rng_state()
-    train(routes(80), distance=1, widths=TINY, epochs=1, seed=6)
-    assert torch.equal(dice, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("tokens", [1, 63])
@@ -172,12 +132,6 @@ def test_a_damaged_file_is_told_and_not_used(trained: TrainedMlp, tmp_path: Path
     path.write_bytes(content)
     loaded, note = load_mlp(path, LAYERS, EXPERTS)
     assert (loaded is None) == (note == UNREADABLE)  # some bits change nothing that matters
-
-
-@pytest.mark.parametrize("shape", [(LAYERS + 1, EXPERTS), (LAYERS, EXPERTS + 1)])
-def test_another_models_file_is_told(trained: TrainedMlp, tmp_path: Path, shape: tuple[int, int]) -> None:
-    save_mlp(trained, tmp_path / "a.safetensors")
-    assert load_mlp(tmp_path / "a.safetensors", *shape) == (None, UNREADABLE)
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(
@@ -262,13 +216,6 @@ def test_one_trains_at_a_time_and_its_result_is_taken_once(
     assert learnt.finished() is None
     assert os.listdir(learnt.path.parent) == [learnt.path.name]
     learnt.close()
-
-
-def test_the_loss_on_the_trace_it_was_trained_on_is_its_loss() -> None:
-    trace = routes(120, follows=0.7)
-    one = train(trace, distance=1, widths=TINY, epochs=2)
-    assert loss_on(one, trace) == pytest.approx(one.loss, rel=1e-5)
-    assert loss_on(one, routes(120, follows=0.7, seed=9)) > one.loss
 
 
 @pytest.mark.usefixtures("not_nice")

@@ -1,7 +1,5 @@
 """Every family, loaded by transformers and by us from the same files, must say the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

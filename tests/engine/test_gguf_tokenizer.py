@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files: tokens are llama.cpp's, text comes back, and a damaged vocabulary is one sentence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """GGUF files on the command line: chat, the library, plans, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

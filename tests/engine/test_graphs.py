@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,6 @@ from tests.combinations import some
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of, step_of
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, memory_use, opened, reference, share_misses
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-    reference.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -139,14 +133,6 @@ def test_what_was_guessed_is_computed_though_steps_have_a_single_token_now(
         )
         assert session.together(prompts, 6) == alone
         assert max(made) >= 3
-
-
-def test_a_step_is_cut_where_experts_are_called(checkpoints: Path) -> None:
-    expected = reference("qwen3_moe", checkpoints)
-    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
-        assert list(answer(session, PROMPT).token_ids) == expected.first
-        step = step_of(graphs_of(session))
-        assert step.pieces == model.model.config.num_hidden_layers + 1
 
 
 def test_experts_that_wait_for_nothing_are_part_of_the_graph(
@@ -283,18 +269,6 @@ def test_a_device_without_room_for_graphs_does_without(checkpoints: Path, monkey
         graphs = graphs_of(session)
         assert graphs.refused is not None
         assert "memory" in graphs.refused
-
-
-@pytest.mark.parametrize("config", [{"graphs": "auto"}, {"graphs": "off"}, {"graphs": "on", "device": "cpu"}], ids=str)
-def test_where_graphs_are_not_wanted(config: dict[str, Any], checkpoints: Path) -> None:
-    with opened(reference("qwen3_moe", checkpoints).folder, **config) as model:
-        assert model.graph_device is None
-
-
-def test_native_kernels_are_not_captured(checkpoints: Path) -> None:
-    folder = reference("qwen3_moe", checkpoints).folder
-    with opened(folder, graphs="on", precision="bf16") as model:
-        assert (model.graph_device is None) == (model.kernels is not None)
 
 
 class TestTheStandIn:

@@ -1,7 +1,5 @@
 """Decode steps over several cards: a graph for each card's layers, copies between them, the same tokens."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,12 +27,6 @@ from tests.engine.cards_apart import CARDS, CardsApart
 from tests.engine.graph_cases import check_conversation, graphs_of, step_of
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses
 from tests.engine.tiny_families import tiny_model
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-    reference.cache_clear()
 
 
 @pytest.fixture(autouse=True)

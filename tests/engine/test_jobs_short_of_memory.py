@@ -1,7 +1,5 @@
 """A second program takes a card's memory while a job's rows are answered: they are computed in less, and come out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic

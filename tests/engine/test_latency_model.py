@@ -1,6 +1,4 @@
-"""Who is computed where: the choice is the best there is, measurements are fitted, kept and corrected."""
-
-from __future__ import annotations
+"""Who is computed where, and what strategies take: the best choice there is, from measurements fitted and kept."""
 
 import itertools
 import json
@@ -14,6 +12,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.shared_experts import LayerStep
+from benchmarks.strategies import StepCosts, StrategyModel
+from engine.bench.report import Report, median_interval, row
 from engine.common.costs import Cost
 from engine.devices.opening import open_devices
 from engine.experts import latency as latency_measurement
@@ -136,33 +137,12 @@ def test_entering_the_first_way_is_paid_for_only_where_it_ends_sooner(
     assert end_s <= max(other.alone_s(longest_first), other.backlog_s) * (1 + 1e-6)
 
 
-def test_few_misses_of_a_prompt_come_over_the_link_with_less_than_its_states() -> None:
-    away = Estimate(lambda _: 1e-5, bring_s=1e-4)
-    misses = [(key, 30) for key in range(2)]
-    for entry_s, on_cpu in ((0.0, 1), (5e-4, 0)):
-        first = Estimate(lambda _: 1.5e-4, keeps_caller=True, entry_s=entry_s)
-        assert [len(keys) for keys in split_among(misses, [first, away])] == [on_cpu, 2 - on_cpu]
-
-
 def test_one_miss_goes_where_algorithm_1_says() -> None:
     for tokens in (1, 4, 7, 8, 9, 30, 500):
         on_cpu, fetched = split(MIXTRAL, [(3, tokens)])
         assert (on_cpu, fetched) == (([3], []) if MIXTRAL.prefers_cpu(tokens) else ([], [3]))
     assert MIXTRAL.prefers_cpu(1)
     assert not MIXTRAL.prefers_cpu(500)
-
-
-def test_the_order_of_the_misses_does_not_matter() -> None:
-    misses = [(0, 3), (1, 3), (2, 9), (3, 1), (4, 9)]
-    assert {tuple(map(tuple, split(MIXTRAL, order))) for order in itertools.permutations(misses)} == {
-        tuple(map(tuple, split(MIXTRAL, misses)))
-    }
-
-
-def test_a_busy_link_is_left_alone() -> None:
-    misses = [(key, 20) for key in range(4)]
-    assert split(MIXTRAL, misses)[1]
-    assert not split(MIXTRAL, misses, backlog_s=10.0)[1]
 
 
 def test_corrections_follow_a_trend_and_shrug_at_outliers() -> None:
@@ -180,18 +160,6 @@ def test_corrections_follow_a_trend_and_shrug_at_outliers() -> None:
     assert model.cpu_s(1) == pytest.approx(3 * before_s, rel=0.05)
     assert model.transfer_s == pytest.approx(MIXTRAL.transfer_s / 4, rel=0.05)
     assert model.gpu_s(2) == pytest.approx(MIXTRAL.gpu_s(2) * 2, rel=0.05)
-
-
-def test_fits() -> None:
-    assert fit_line([(t, 2.0 + 0.5 * t) for t in (1, 2, 4, 8)]) == pytest.approx((2.0, 0.5))
-    assert fit_line([(1, 3.0)]) == (3.0, 0.0)
-    assert fit_line([(1, 3.0), (2, 2.0)])[1] == 0.0
-    assert fit_line([(1, 1.0), (10, 20.0)])[0] == 0.0
-    assert fit_knee([(1, 1.0), (8, 1.1), (16, 1.0), (32, 9.0)]) == pytest.approx((1.0, 16, 0.5))
-    assert fit_knee([(1, 1.0)]) == (1.0, 1, 0.0)
-    measured = [(1, 0.9), (2, 0.8), (4, 1.0), (8, 1.2), (32, 1.7), (128, 3.4), (512, 8.0)]
-    flat_s, knee, each_s = fit_knee(measured)
-    assert all(abs(flat_s + each_s * max(0, t - knee) - s) < 0.35 * s for t, s in measured)
 
 
 def test_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,24 +213,8 @@ def test_the_device_is_left_alone_only_if_the_cpu_is_done_sooner(hits: list[int]
     assert replace(MIXTRAL).side(len(hits) + len(misses)).take(sides) == (alone_s < both_s)
 
 
-def test_what_joining_both_sides_takes_is_learnt() -> None:
-    model = replace(MIXTRAL)
-    for _ in range(200):
-        sides = model.sides([1], [1])
-        alone = model.side(2).take(sides)
-        model.side(2).observe(alone, sides[True] if alone else 1.0, sides[alone])
-    assert alone
-    assert model.side(20).take(model.sides([1] * 10, [1] * 10)) is False  # of which nothing is known yet
-
-
 # An RTX 4090 and int4 experts of Qwen3-30B-A3B: a launch takes 6 us, an expert's bytes 3 us more; the CPU takes 56 us.
 RTX_4090 = LatencyModel("int4", 2_800_000, 50e-6, 6e-6, 9e-6, 16, 1e-6, 10e-6, 25e9, gpu_launch_s=6e-6)
-
-
-@given(st.lists(st.integers(1, 64), max_size=12))
-def test_experts_on_the_device_share_a_launch(hits: list[int]) -> None:
-    own_s = sum(RTX_4090.gpu_s(tokens) - RTX_4090.gpu_launch_s for tokens in hits)
-    assert RTX_4090.hits_s(hits) == pytest.approx(own_s + RTX_4090.gpu_launch_s if hits else 0.0)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -271,9 +223,86 @@ def test_a_card_that_has_the_experts_is_not_left_idle(count: int) -> None:
     assert sides[False] < sides[True]
 
 
-def test_a_launch_cannot_take_longer_than_what_it_is_part_of() -> None:
-    with pytest.raises(ValueError, match="invalid"):
-        replace(RTX_4090, gpu_launch_s=1.0)
+@given(st.lists(st.integers(1, 64), max_size=12))
+def test_experts_on_the_device_share_a_launch(hits: list[int]) -> None:
+    own_s = sum(RTX_4090.gpu_s(tokens) - RTX_4090.gpu_launch_s for tokens in hits)
+    assert RTX_4090.hits_s(hits) == pytest.approx(own_s + RTX_4090.gpu_launch_s if hits else 0.0)
+
+
+FREE = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+seconds = st.floats(1e-6, 1e-2)
+
+
+def latency(cpu_s: float, gpu_s: float, transfer_s: float) -> LatencyModel:
+    return LatencyModel("bf16", 1000, cpu_s, 0.0, gpu_s, 64, 0.0, 0.0, 1000 / transfer_s)
+
+
+def step(hits: int, on_cpu: int, fetched: int, backlog: int = 0) -> LayerStep:
+    return LayerStep(hits + on_cpu + fetched, hits, on_cpu, fetched, backlog, 0.0)
+
+
+def test_both_sides_work_at_once_and_the_later_one_counts() -> None:
+    model = StrategyModel(latency(2.0, 1.0, 4.0), FREE, 16)
+    assert model.seconds_per_token("mixed", [step(3, 1, 0)], 1) == pytest.approx(3.0)
+    assert model.seconds_per_token("mixed", [step(1, 3, 0)], 1) == pytest.approx(6.0)
+    # It arrives after 4 s, is computed in 1, while the CPU has long ended.
+    assert model.seconds_per_token("mixed", [step(1, 1, 1)], 1) == pytest.approx(5.0)
+    assert model.seconds_per_token("mixed", [step(1, 1, 1, backlog=2)], 1) == pytest.approx(13.0)
+
+
+@given(cpu_s=seconds, gpu_s=seconds, transfer_s=seconds, needed=st.integers(1, 12), layers=st.integers(1, 60))
+def test_the_best_mix_is_never_predicted_slower_than_either_side_alone(
+    cpu_s: float, gpu_s: float, transfer_s: float, needed: int, layers: int
+) -> None:
+    model = StrategyModel(latency(cpu_s, gpu_s, transfer_s), FREE, 64)
+    steps = [step(0, needed, 0)]
+    off = model.seconds_per_token("off", steps, layers)
+    assert off <= model.seconds_per_token("cpu", steps, layers) * (1 + 1e-9)
+    assert off <= model.seconds_per_token("fetch", steps, layers) * (1 + 1e-9)
+
+
+def test_a_row_says_how_far_the_measurement_is_from_the_prediction() -> None:
+    report = Report({})
+    report.rows.append(row("decode", [10.0], "tokens/s", peer="another", peer_values=[5.0], predicted=1.6))
+    report.rows.append(row("decode", [10.0], "tokens/s", predicted=20.0))
+    ratio, value = report.rows
+    assert ratio.deviation == pytest.approx(0.25)
+    assert value.deviation == pytest.approx(-0.5)
+    assert "+25%" in report.text()
+    assert report.document()["rows"][0]["predicted"] == 1.6
+
+
+def test_a_row_says_how_far_single_pairs_of_runs_differ() -> None:
+    report = Report({})
+    peers = [1.0] * 9
+    report.rows.append(row("decode", [float(n) for n in range(1, 10)], "tokens/s", peer="p", peer_values=peers))
+    report.rows.append(row("few", [1.0, 2.0], "tokens/s", peer="p", peer_values=[1.0, 1.0]))
+    report.rows.append(row("one", [1.0], "tokens/s", peer="p", peer_values=[1.0]))
+    many, few, one = report.text().splitlines()[1:]
+    assert many.endswith("5.00x  pairs 1.00 to 9.00, 95%: 2.00 to 8.00")
+    assert few.endswith("pairs 1.00 to 2.00")
+    assert one.endswith("1.00x")
+    assert report.document()["rows"][0]["likely"] == (2.0, 8.0)
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(6, 0), (7, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3), (25, 7)])
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, left_out: int) -> None:
+    """Tables of the binomial distribution, as in Conover 1999, table A3."""
+    values = [float(number) for number in range(count)]
+    assert median_interval(values) == (values[left_out], values[-1 - left_out])
+    assert median_interval(values[:5]) is None
+
+
+@given(cpu_s=seconds, gpu_s=seconds, transfer_s=seconds, needed=st.integers(1, 12), rest_s=seconds, layer_s=seconds)
+def test_constants_are_added_once(
+    cpu_s: float, gpu_s: float, transfer_s: float, needed: int, rest_s: float, layer_s: float
+) -> None:
+    free = StrategyModel(latency(cpu_s, gpu_s, transfer_s), FREE, 64)
+    costly = StrategyModel(latency(cpu_s, gpu_s, transfer_s), StepCosts(rest_s, layer_s, 0.0, 0.0, 0.0, 0.0), 64)
+    steps = [step(0, needed, 0)]
+    for misses in ("cpu", "fetch", "off", "mixed"):
+        more = costly.seconds_per_token(misses, steps, 5) - free.seconds_per_token(misses, steps, 5)
+        assert more == pytest.approx(rest_s + 5 * layer_s, abs=1e-9)
 
 
 class _Card:
@@ -291,13 +320,13 @@ class _Card:
         if not self._capturing:
             self.now_s += 100e-6
 
-    def new_capture(self) -> _Card:
+    def new_capture(self) -> "_Card":
         return self
 
     def begin(self) -> None:
         self._capturing = True
 
-    def end(self) -> _Card:
+    def end(self) -> "_Card":
         self._capturing = False
         if not self._can_capture:
             raise RuntimeError("a number was read back")
@@ -332,3 +361,15 @@ def test_what_cannot_be_captured_is_timed_as_it_is() -> None:
     times = latency_measurement._launch_times(card, card.kernel, 1, 16, torch.float32)  # type: ignore[arg-type]
     assert times == [(1, pytest.approx(100e-6))]
     assert (card.closed, card.abandoned) == (1, 1)
+
+
+def test_fits() -> None:
+    assert fit_line([(t, 2.0 + 0.5 * t) for t in (1, 2, 4, 8)]) == pytest.approx((2.0, 0.5))
+    assert fit_line([(1, 3.0)]) == (3.0, 0.0)
+    assert fit_line([(1, 3.0), (2, 2.0)])[1] == 0.0
+    assert fit_line([(1, 1.0), (10, 20.0)])[0] == 0.0
+    assert fit_knee([(1, 1.0), (8, 1.1), (16, 1.0), (32, 9.0)]) == pytest.approx((1.0, 16, 0.5))
+    assert fit_knee([(1, 1.0)]) == (1.0, 1, 0.0)
+    measured = [(1, 0.9), (2, 0.8), (4, 1.0), (8, 1.2), (32, 1.7), (128, 3.4), (512, 8.0)]
+    flat_s, knee, each_s = fit_knee(measured)
+    assert all(abs(flat_s + each_s * max(0, t - knee) - s) < 0.35 * s for t, s in measured)

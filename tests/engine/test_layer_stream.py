@@ -1,7 +1,5 @@
 """Layers that come from disk for each pass: the same answers bit by bit, in no more RAM than planned."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -179,22 +177,6 @@ def test_waiting_can_be_cancelled(stream: LayerStream, monkeypatch: pytest.Monke
         goes_on.set()
 
 
-def test_there_is_no_file(tmp_path: Path) -> None:
-    before = _in_use[0]
-    with pytest.raises(EngineError, match="nothing"):
-        LayerStream(layers_of(tmp_path / "nothing"), 5)
-    assert _in_use[0] == before
-
-
-def test_older_systems_read_by_touching(stream: LayerStream, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.experts.file_image._POPULATE_READ", 12345)
-    assert mmap.PAGESIZE == PAGE
-    stream.enter(0)
-    found = stream.view(layers_of(file)[0][1])
-    assert found is not None
-    assert bytes(found.numpy()) == file.read_bytes()[170_007 : 170_007 + 90_001]
-
-
 # --- a model --------------------------------------------------------------------------------------
 
 
@@ -359,3 +341,19 @@ def test_a_model_whose_file_is_cut_short_answers_with_a_sentence(tmp_path: Path)
             loaded.model(input_ids=torch.tensor([PROMPT]))
     finally:
         loaded.close()
+
+
+def test_there_is_no_file(tmp_path: Path) -> None:
+    before = _in_use[0]
+    with pytest.raises(EngineError, match="nothing"):
+        LayerStream(layers_of(tmp_path / "nothing"), 5)
+    assert _in_use[0] == before
+
+
+def test_older_systems_read_by_touching(stream: LayerStream, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.experts.file_image._POPULATE_READ", 12345)
+    assert mmap.PAGESIZE == PAGE
+    stream.enter(0)
+    found = stream.view(layers_of(file)[0][1])
+    assert found is not None
+    assert bytes(found.numpy()) == file.read_bytes()[170_007 : 170_007 + 90_001]

@@ -1,10 +1,7 @@
 """The engine starts without torch's compiler, its distributed tensors and sympy, and all works as with them."""
 
-from __future__ import annotations
-
 import json
 import os
-import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -16,7 +13,7 @@ import torch
 
 from engine.common.paths import cache_dir
 from engine.runtime.adapters import adapter_for
-from engine.runtime.lean_import import _kept_structure, _LaterExpressions
+from engine.runtime.lean_import import _kept_structure
 from engine.runtime.load import library_models
 from engine.runtime.load.library_models import build_skeleton, model_class_for
 from tests.combinations import some
@@ -114,17 +111,6 @@ def _described(model: Any) -> dict[str, object]:
     return told
 
 
-def test_an_expression_that_is_compiled_later_finds_the_same() -> None:
-    later = _LaterExpressions(re).compile(r"(?P<g0>a.c)|(?P<g1>x)", re.IGNORECASE)
-    assert later.pattern == r"(?P<g0>a.c)|(?P<g1>x)"
-    found = deepcopy(later).search("..ABC")
-    assert found is not None
-    assert found.lastgroup == "g0"
-    assert later.sub("-", "abcxx") == "---"
-    with pytest.raises(re.error):
-        _LaterExpressions(re).compile("(").match("")
-
-
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b'{"key": 1}', b'{"key": [], "exports": []}', b"\xff"])
 def test_the_list_of_exports_is_kept_and_built_again_if_it_cannot_be_read(
     tmp_path: Path, content: bytes | None
@@ -149,12 +135,6 @@ def test_the_list_of_exports_is_kept_and_built_again_if_it_cannot_be_read(
         (cache_dir() / "transformers-exports.json").write_bytes(content)
     assert _kept_structure(str(library), build) == exports
     assert len(built) == (1 if content is None else 2)
-
-
-def test_the_list_of_exports_need_not_be_kept(tmp_path: Path) -> None:
-    cache_dir().parent.mkdir(parents=True)
-    cache_dir().write_text("a file where the folder should be", encoding="utf-8")
-    assert _kept_structure(str(tmp_path), lambda _folder: {"a": {}}) == {"a": {}}
 
 
 _LATE = """

@@ -1,7 +1,5 @@
 """Rows of clients that come, watch and go: streamed, cancelled alone, and moved aside when pages run short."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -18,15 +16,10 @@ from engine.runtime.decode.generation import ChanceLog, GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.single_streams import Alone
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
-
-
-@pytest.fixture(scope="module")
-def mixtral() -> LoadedModel:
-    return tiny_loaded("mixtral")
 
 
 def _batch(executor: BatchExecutor) -> ContinuousBatch:

@@ -6,14 +6,11 @@ from, if it was.  Which tests must pass, and why the others are left out, is sai
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tarfile
 import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
@@ -27,10 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import shapes
 from benchmarks.peers import build as building
-from benchmarks.peers.beside import Beside, Room, best_flags, files_beside
+from benchmarks.peers.beside import files_beside
 from benchmarks.peers.build import Builder, PeerBuildError, find_sources
 from benchmarks.peers.editions import EDITIONS, IK_LLAMA_CPP, LLAMA_CPP, Edition
-from benchmarks.peers.instructions import GROUPS, Instructions, working_instructions
+from benchmarks.peers.instructions import GROUPS, Instructions
 from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import resolve_model
 from engine.bench.report import PeerError, Report, in_turn
@@ -39,7 +36,6 @@ from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import take_lock
 from engine.runtime.load.model import load_model
 from tests.engine.llama_cpp_server.plugin import FOLDER, STARTER, WORDLESS
 from tests.engine.single_streams import Alone
@@ -67,11 +63,6 @@ def test_without_the_binding_it_says_how_to_build_it(
         GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64)
 
 
-def test_an_interpreter_that_is_gone(tmp_path: Path) -> None:
-    with pytest.raises(PeerError, match="cannot be started"):
-        GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=tmp_path / "python")
-
-
 @posix_only
 @pytest.mark.parametrize(
     ("script", "reason"),
@@ -97,47 +88,6 @@ def test_a_peer_that_dies_while_it_computes(tmp_path: Path) -> None:
         pytest.raises(PeerError, match="died of SIGSEGV"),
     ):
         peer.decode_rate([1, 2], 4)
-
-
-@posix_only
-def test_rates_are_tokens_over_the_seconds_it_reports(tmp_path: Path) -> None:
-    script = f"""{OPENS}
-    read line; echo '{{"seconds": 9}}'
-    read line; echo '{{"seconds": 0.5, "ids": [7, 8, 9]}}'
-    read line; echo '{{"seconds": 0.2, "ids": [9, 8, 9]}}'
-    read line; echo '{{"seconds": 0.1}}'
-    read line; echo '{{"seconds": 0.25}}'"""
-    with GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer:
-        assert peer.opening_s == 1.5
-        assert peer.decode_rate([1, 2], 4) == 8
-        assert peer.decode_rate([1, 2], 4) == 20  # goes on: the prompt is not read again
-        assert peer.prefill_rate([1, 2, 3]) == 12
-
-
-@posix_only
-def test_the_flags_that_are_the_fastest_are_used(tmp_path: Path) -> None:
-    script = """while read line; do case "$line" in
-        *'"flash": false'*) flash=1; echo '{"seconds": 0}';;
-        *'"open"'*) flash=2; echo '{"seconds": 0}';;
-        *'"load"'*'"repack": true'*) repack=1; echo '{"seconds": 0}';;
-        *'"load"'*) repack=5; echo '{"seconds": 0}';;
-        *'"prefill"'*) echo "{\\"seconds\\": $(($flash * $repack))}";;
-        esac; done"""
-    beside = Beside(LLAMA_CPP, "llama.cpp, BF16", tmp_path / "model.gguf")
-    heard: list[str] = []
-    with GgufPeer("llama.cpp", beside.file, 1, 64, python=stand_in(tmp_path, script)) as peer:
-        best = best_flags(beside, peer, lambda peer: 1 / peer.prefill_seconds([1]), Room(64), heard.append)
-        assert best.words == "-fa off"
-        assert peer.prefill_seconds([1]) == 1
-    assert len(heard) == len(LLAMA_CPP.flags)
-
-
-def test_instructions_are_used_only_if_they_were_seen_to_work(tmp_path: Path) -> None:
-    assert working_instructions(str(tmp_path / "no-compiler")) == []
-    if os.name == "posix":
-        path = stand_in(tmp_path, "exit 0")  # "compiles" without making a program
-        assert working_instructions(str(path)) == []
-    assert len({option for group in GROUPS for option in group.options}) == sum(len(group.options) for group in GROUPS)
 
 
 def test_the_extra_and_the_build_are_of_one_version() -> None:
@@ -361,57 +311,6 @@ def test_the_last_instructions_go_until_it_runs(
     assert compiled == [names[:3], names[:2], names[:1]]
     receipt = json.loads(edition.receipt().read_text(encoding="utf-8"))
     assert receipt == {"version": edition.version, "instructions": names[:1], "sources": "sources"}
-
-
-def test_what_never_runs_is_not_built(compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "fault_of", lambda _edition: "died of SIGILL")
-    with pytest.raises(PeerBuildError, match="died of SIGILL"):
-        builder().build()
-    assert compiled[-1] == []
-    assert not LLAMA_CPP.receipt().exists()
-
-
-def test_two_do_not_build_at_once(compiled: list[list[str]]) -> None:
-    LLAMA_CPP.home().mkdir(parents=True)
-    lock = take_lock(LLAMA_CPP.home() / "lock")
-    assert lock is not None
-    with pytest.raises(PeerBuildError, match="another process"):
-        builder().build()
-    lock.release()
-    assert not compiled
-
-
-def test_progress_is_said_and_a_failure_points_to_its_log() -> None:
-    LLAMA_CPP.home().mkdir(parents=True)
-    heard: list[str] = []
-    script = "print('[1/2] Building CXX object a.o'); print('error: no'); raise SystemExit(3)"
-    with pytest.raises(PeerBuildError, match=r"build\.log"):
-        builder(heard=heard)._run([sys.executable, "-c", script])
-    assert heard == ["[1/2]"]
-    assert "error: no" in (LLAMA_CPP.home() / "build.log").read_text(encoding="utf-8")
-
-
-def test_a_source_that_was_fetched_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    LLAMA_CPP.home().mkdir(parents=True)
-    archive = LLAMA_CPP.home() / f"{LLAMA_CPP.archive}.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        member = tarfile.TarInfo(f"{LLAMA_CPP.archive}/{LLAMA_CPP.folder}/CMakeLists.txt")
-        member.size = 2
-        tar.addfile(member, io.BytesIO(b"ok"))
-    known = dataclasses.replace(LLAMA_CPP, sha256=building._sha256(archive))
-    monkeypatch.setattr(Builder, "_run", lambda *_: pytest.fail("nothing is to be fetched"))
-    for _ in range(2):
-        assert (builder(known)._sources() / "CMakeLists.txt").read_bytes() == b"ok"
-        archive.write_bytes(b"")
-
-
-def test_a_source_that_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    LLAMA_CPP.home().mkdir(parents=True)
-    archive = LLAMA_CPP.home() / f"{LLAMA_CPP.archive}.tar.gz"
-    monkeypatch.setattr(Builder, "_run", lambda *_: Path(archive).write_bytes(b"another"))
-    with pytest.raises(PeerBuildError, match="expected"):
-        builder()._sources()
-    assert not (LLAMA_CPP.home() / "source").exists()
 
 
 def test_sources_that_somebody_names(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What loading refuses, and that it takes nothing and leaves nothing when it does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A second program takes a card's memory and leaves it: the budget follows, answers stay, and it is said once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -59,40 +57,6 @@ def test_a_budget_falls_at_once_and_rises_calmly() -> None:
     assert card.look(30 * GIB, times=CALM_LOOKS) == PLANNED
     assert not card.watch.note
     assert card.enforced == [12 * GIB - GIB // 2, 13 * GIB, PLANNED]
-
-
-def test_nothing_is_asked_twice_within_a_moment() -> None:
-    card = Card()
-    card.look(0)
-    total = card.budget.total
-    card.room = Room(0, 4 * GIB)
-    card.watch.look(card.now_s + LOOK_EVERY_S / 2)
-    assert card.budget.total == total
-
-
-def test_a_program_that_comes_and_goes_is_waited_for_longer_each_time() -> None:
-    card = Card()
-    waits = []
-    for _ in range(5):
-        card.look(0)
-        low = card.budget.total
-        card.experts.resize(low)
-        waits.append(0)
-        while card.look(9 * GIB) == low:
-            waits[-1] += 1
-        card.experts.resize(card.budget.total)
-    assert waits == [CALM_LOOKS * 2**turn - 1 for turn in range(5)]
-
-
-def test_what_was_moved_to_ram_is_given_up_once() -> None:
-    card = Card()
-    assert card.look(GIB, spilled=2 * GIB) == 10 * GIB
-    assert "moved memory of cuda:0 to RAM" in card.watch.note
-    card.experts.resize(card.budget.total)
-    assert card.look(GIB, spilled=2 * GIB, times=4) == 10 * GIB  # the system takes its time
-    assert card.look(GIB, spilled=GIB) == 9 * GIB
-    card.experts.resize(card.budget.total)
-    assert card.look(30 * GIB, times=CALM_LOOKS) == PLANNED
 
 
 @given(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 12), st.integers(0, 20)), max_size=40))

@@ -1,7 +1,5 @@
 """`models export --to gguf`: what is written is read back as the same model, and answers alike."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

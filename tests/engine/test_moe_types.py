@@ -1,7 +1,5 @@
 """Every MoE model type that the installed transformers knows is right, as a tiny model shows, or refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

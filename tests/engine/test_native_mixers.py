@@ -1,7 +1,5 @@
 """Native steps of an index and of delta nets against a few lines of torch in float64."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 

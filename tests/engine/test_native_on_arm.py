@@ -5,8 +5,6 @@ Those in turn are held against torch by the other tests.  The vectors beside the
 need AVX-512 with VNNI and BF16.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -33,7 +31,7 @@ def on_arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> "Results":
     try:
         compiler = find_compiler()
     except BuildError as why:
@@ -47,7 +45,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Results:
     not (shutil.which(_CROSS) and shutil.which(_EMULATOR)), reason=f"{_CROSS} and {_EMULATOR} are not both here"
 )
 @pytest.mark.parametrize("isa", [Isa.PORTABLE, Isa.NEON, Isa.NEON_DOT, Isa.NEON_I8MM], ids=lambda isa: isa.name)
-def test_every_kernel_gives_what_it_gives_here(on_arm: Path, wanted: Results, isa: Isa) -> None:
+def test_every_kernel_gives_what_it_gives_here(on_arm: Path, wanted: "Results", isa: Isa) -> None:
     got = results(_EMULATOR, "-cpu", "max", on_arm, isa=isa, seed=_SEED)
     compare(got, wanted, f"seed {_SEED}", only_numbers=True)  # whether a maximum passes on a NaN is the compiler's
 

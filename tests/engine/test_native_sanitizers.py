@@ -1,7 +1,5 @@
 """The native kernels under the compiler's sanitizers: memory, undefined behaviour and data races."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable

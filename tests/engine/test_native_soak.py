@@ -3,8 +3,6 @@
 Sizes are odd, or beside the multiples that vectors, tiles and pages have. What fails names its seed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Callable

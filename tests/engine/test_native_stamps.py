@@ -1,7 +1,5 @@
 """The ring that native steps are stamped into: nothing is lost, mixed up or invented, whoever reads it and when."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 
@@ -21,8 +19,6 @@ from engine.telemetry.layer_log import Stamped
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
-
-_CAPACITY = 2**16
 
 
 class _Steps:
@@ -82,37 +78,6 @@ def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def _empty(stamps: NativeStamps) -> None:
     while len(stamps.take(2**14)[0]):
         pass
-
-
-@pytest.mark.parametrize("steps", [MAX_TOKENS], indirect=True)
-def test_steps_of_one_and_of_several_tokens_name_each_expert_once(steps: _Steps) -> None:
-    stamps = steps.stamps
-    written, chosen, taken = stamps.written, stamps.chosen, stamps.taken
-    steps.run(200)
-    first, rest = stamps.take(77), stamps.take(1000)
-    assert (len(first[0]), len(rest[0])) == (77, 123)
-    assert steps.agree(*first)
-    assert steps.agree(*rest, begin=77)
-    assert stamps.written - written == stamps.taken - taken == 200
-    assert stamps.chosen - chosen == len(first[1]) + len(rest[1])
-    assert stamps.ended_ns == rest[0]["ended_ns"][-1]
-    stamps.switch(False)
-    steps.run(5)
-    assert not len(stamps.take(10)[0])
-
-
-@pytest.mark.parametrize("steps", [1], indirect=True)
-def test_a_full_ring_keeps_the_oldest_and_goes_on_where_it_was_emptied(steps: _Steps) -> None:
-    stamps = steps.stamps
-    dropped = stamps.dropped
-    steps.run(_CAPACITY + 96)
-    assert stamps.dropped - dropped == 96
-    kept = stamps.take(2 * _CAPACITY)
-    assert len(kept[0]) == _CAPACITY
-    assert steps.agree(*kept)
-    steps.run(300)  # over the ring's end
-    assert steps.agree(*stamps.take(1000), begin=_CAPACITY + 96)
-    assert stamps.dropped - dropped == 96
 
 
 @pytest.mark.parametrize("steps", [MAX_TOKENS], indirect=True)

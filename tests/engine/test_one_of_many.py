@@ -37,11 +37,6 @@ POISON = 666
 TOKENS = 12
 
 
-@pytest.fixture(scope="module")
-def mixtral() -> LoadedModel:
-    return tiny_loaded("mixtral")
-
-
 class FaultError(Exception):
     """Whatever it may be."""
 

@@ -1,7 +1,5 @@
 """A step's visits: computed in any portions, in any order and anywhere, the sum is the same."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

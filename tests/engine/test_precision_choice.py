@@ -1,7 +1,5 @@
 """`auto` precision: the best that fits, and what is said about it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,20 +1,25 @@
-"""The prefetcher uses the predictor that gains, none if none does, and evicts nothing that is wanted or predicted."""
-
-from __future__ import annotations
+"""Prefetching: the predictor that gains, the fastest way to meet a miss, and answers that stay what they are."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.prediction.predictors import Correlation, NextGate, PreviousToken, Ranked
+from engine.common.costs import CostModel
+from engine.devices.device import Device
+from engine.experts import misses
+from engine.experts.latency import LatencyModel
+from engine.experts.misses import CACHE_OFF, MIXED, WAYS, Fetched, OnCpu, Step, Way, modes
+from engine.experts.prediction.predictors import Correlation, PreviousToken, Ranked
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import PrefetchTimes
+from engine.experts.record_source import Held
+from engine.experts.shares import Estimate
+from tests.engine.hybrid_layers import Layers, routing
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
 
 LAYERS, EXPERTS, WIDTH = 6, 16, 2
@@ -98,15 +103,6 @@ def test_who_no_longer_gains_is_dropped() -> None:
     assert prefetcher.adopted is None
 
 
-@pytest.mark.parametrize("choice", ["previous", "correlation"])
-def test_a_choice_is_kept_whatever_it_gains(choice: str) -> None:
-    tier = tier_of()
-    prefetcher = prefetcher_of(tier, choice)
-    run(tier, prefetcher, PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=0.0), steps=100)
-    assert prefetcher.adopted == choice
-    assert prefetcher.report().prefetched or choice == "previous"
-
-
 @given(counts=st.lists(st.integers(1, EXPERTS), min_size=LAYERS, max_size=LAYERS), seed=st.integers(0, 99))
 def test_layers_of_different_sizes_are_asked_for_what_they_have(counts: list[int], seed: int) -> None:
     draw = random.Random(seed)
@@ -157,24 +153,6 @@ def test_it_looks_farther_ahead_when_experts_take_longer_to_arrive() -> None:
         run(tier, prefetcher, correlated(), steps=200)
         assert prefetcher.ahead >= least
         assert prefetcher.ahead == 1 or least > 1
-
-
-def test_the_same_twice() -> None:
-    def once() -> tuple[object, ...]:
-        tier = tier_of()
-        prefetcher = prefetcher_of(tier)
-        run(tier, prefetcher, correlated(), steps=200)
-        return prefetcher.report(), tier.now_s, tuple(tier.evicted)
-
-    assert once() == once()
-
-
-def test_a_step_of_many_tokens_is_no_decode_step() -> None:
-    tier = tier_of()
-    prefetcher = prefetcher_of(tier)
-    for layer in range(LAYERS):
-        prefetcher.observe(layer, list(range(EXPERTS + 1)))
-    assert prefetcher.report().steps == 0
 
 
 class Oracle:
@@ -231,33 +209,6 @@ def test_nothing_wanted_or_predicted_is_offered_for_eviction(
             assert len(offered) == len(tier.offered)
 
 
-def test_layers_with_slots_of_their_own_evict_their_own() -> None:
-    tier = tier_of(60)
-    prefetcher = Prefetcher(
-        tier,
-        [Correlation(LAYERS, EXPERTS, 2 * WIDTH)],
-        lambda: tier.times,
-        layers=LAYERS,
-        experts=EXPERTS,
-        per_token=WIDTH,
-        choice="correlation",
-        pools=range(LAYERS),
-        clock=tier.clock,
-    )
-    asked: list[int] = []
-    really = tier.prefetch
-
-    def prefetch(layer: int, experts: Sequence[int], dead: object = ()) -> int:
-        pairs = list(dead)  # type: ignore[call-overload]
-        asked.extend(owner for owner, _ in pairs)
-        assert all(owner == layer for owner, _ in pairs)
-        return really(layer, experts, pairs)
-
-    tier.prefetch = prefetch  # type: ignore[method-assign, assignment]
-    run(tier, prefetcher, correlated(), steps=100)
-    assert asked
-
-
 @given(
     st.floats(0, 1e-2),
     st.floats(1e-6, 1e-2),
@@ -277,46 +228,59 @@ def test_room_is_for_those_that_save_something(
     assert times.saved_s(room, left_s, backlog * 1000) <= 1e-9
 
 
-@pytest.mark.takes_turns(3)
-@pytest.mark.parametrize("tokens", [3, 4, 6])
-def test_steps_of_several_tokens_wait_less_when_experts_of_all_of_them_are_prefetched(tokens: int) -> None:
-    """As steps do that try guessed tokens."""
-    waited, experts = {}, 64
-    for who in ("nobody", "as for one token", "for all tokens"):
-        dice = torch.Generator().manual_seed(5)
-        weights = [torch.randn(experts, 16, generator=dice) for _ in range(LAYERS)]
+def toy(base: type[Way], seconds: float) -> tuple[type[Way], list[int]]:
+    """A way that meets one expert after the other and says that each takes so long; what it has met."""
+    met: list[int] = []
 
-        def gate(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = hidden @ weight.T
-            return logits, logits.topk(WIDTH).indices
+    class OneByOne(base):  # type: ignore[misc, valid-type]
+        name = "one by one"
 
-        gates = [partial(gate, weight=weight) for weight in weights]
-        kind = NextGate if who == "for all tokens" else _OfOneToken
-        tier = SlotsInTime(200, experts, arrival_s=FAST / 3, miss_s=1e-3)
-        prefetcher = Prefetcher(
-            tier,
-            [kind(gates, 2 * WIDTH)],
-            lambda tier=tier: tier.times,
-            layers=LAYERS,
-            experts=experts,
-            per_token=WIDTH,
-            choice="gate",
-            clock=tier.clock,
-        )
-        for _ in range(200):
-            hidden = torch.randn(tokens, 16, generator=dice)
-            for layer in range(LAYERS):
-                hidden = hidden + 0.1 * torch.randn(tokens, 16, generator=dice)
-                chosen = gates[layer](hidden)[1].flatten().unique().tolist()
-                tier.want(layer, chosen)
-                if who != "nobody":
-                    prefetcher.observe(layer, chosen, hidden)
-        waited[who] = tier.misses
-    assert waited["for all tokens"] < waited["as for one token"] < waited["nobody"]
+        def estimate(self, step: Step, busy_s: float) -> Estimate:
+            del step, busy_s
+            return Estimate(lambda _tokens: seconds, keeps_caller=self.keeps_caller)
+
+        def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
+            met.extend(experts)
+            for expert in experts:
+                super().serve(step, [expert], held)
+
+    return OneByOne, met
 
 
-class _OfOneToken(NextGate):
-    """No more experts for several tokens than for one."""
+@pytest.mark.parametrize("base", [OnCpu, Fetched])
+@pytest.mark.parametrize("seconds", [0.0, 1e3])
+def test_a_new_way_is_used_where_it_is_the_fastest(
+    device: Device, monkeypatch: pytest.MonkeyPatch, base: type[Way], seconds: float
+) -> None:
+    # How long anything took here and now must not decide.
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+    monkeypatch.setattr(LatencyModel, "observe_gpu", lambda *_: None)
+    monkeypatch.setattr(LatencyModel, "sides", lambda *_: {})
+    way, met = toy(base, seconds)
+    monkeypatch.setattr(misses, "WAYS", [*WAYS, way])
+    assert modes() == [MIXED, "cpu", "fetch", "one by one", CACHE_OFF]
+    answers = []
+    for mode in modes():
+        generator = torch.Generator().manual_seed(7)
+        met.clear()
+        with Layers(device, slots=4, mode=mode, policy="lru") as layers:
+            results = []
+            for count in (1, 1, 4, 1, 70):
+                results.append(layers.check(0, routing(generator, count, 3)))
+                layers.cache.wait()
+            answers.append(torch.cat(results))
+            counters = layers.cache.counters
+            missed = counters.misses + counters.prefill_lookups - counters.prefill_hits
+            if mode == "one by one" or (mode == MIXED and not seconds):
+                assert len(met) == missed > 0
+                counted = counters.on_cpu + counters.prefill_on_cpu
+                assert counted == (missed if base.keeps_caller else 0)
+            elif mode != CACHE_OFF or seconds:
+                assert met == []
+            assert layers.cache.resize(0) == 0
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
 
-    def predict(self, layer: int) -> Ranked:
-        return super().predict(layer)[: self._limit]
+
+def test_an_unknown_way_is_an_error(device: Device) -> None:
+    with Layers(device) as layers, pytest.raises(ValueError, match="by magic"):
+        layers.layers[0].serve_by("by magic")

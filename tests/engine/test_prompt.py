@@ -1,7 +1,5 @@
 """Conversations become the tokens of their template, and of something sensible where it fails."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

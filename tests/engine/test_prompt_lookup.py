@@ -1,7 +1,5 @@
 """What is guessed from a text that repeats itself."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,24 +12,9 @@ def _guess(ids: list[int], most: int = 5) -> Guess:
     return guess
 
 
-def test_what_followed_the_same_tokens_is_guessed() -> None:
-    assert _guess([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], 3).ids == (4, 5, 6)
-
-
 def test_the_place_that_agrees_longest_counts_and_of_equals_the_latest() -> None:
     assert _guess([7, 1, 2, 50, 8, 1, 2, 60, 7, 1, 2], 1).ids == (50,)
     assert _guess([1, 2, 50, 1, 2, 60, 9, 1, 2], 1).ids == (60,)
-
-
-def test_nothing_is_guessed_of_a_text_that_does_not_repeat_itself() -> None:
-    assert PromptLookup([]).guess(4) is None
-    assert PromptLookup([1]).guess(4) is None
-    assert PromptLookup([1, 2, 3, 1, 3, 2]).guess(4) is None
-
-
-def test_a_period_goes_on() -> None:
-    assert _guess([1, 2, 3, 1, 2, 3, 1, 2], 7).ids == (3, 1, 2, 3, 1, 2, 3)
-    assert _guess([4, 4, 4], 4).ids == (4, 4, 4, 4)
 
 
 def test_chances_fall_along_a_guess_and_rise_with_what_agrees() -> None:

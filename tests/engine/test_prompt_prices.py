@@ -3,8 +3,6 @@
 The card's time is modelled, and the processor's, too: every call of the card's driver keeps it from computing.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -143,16 +141,6 @@ def test_no_share_ends_later_than_one_way_alone(
     assert shared_s <= one_way_s / 0.97 * (1 + 1e-6)
 
 
-def test_a_processor_that_is_kept_too_long_to_compute_gets_nothing() -> None:
-    # 51 experts come in 52 us each, and one takes 600 us here: four would fit beside the link
-    misses = [(expert, 32) for expert in range(51)]
-    other = Estimate(lambda _tokens: 2e-6, bring_s=52e-6)
-    first = Estimate(lambda _tokens: 600e-6, keeps_caller=True, entry_s=50e-6)
-    assert len(split_among(misses, [first, other])[0]) == 4
-    other = Estimate(lambda _tokens: 2e-6, bring_s=52e-6, caller_s=45e-6)
-    assert not split_among(misses, [first, other])[0]
-
-
 def test_as_many_experts_come_ahead_as_the_link_has_time_for() -> None:
     latency = LatencyModel("test", 4096, 1e-3, 0.0, 1e-6, 512, 0.0, 0.0, 4096 / 190e-6)
     assert latency.fit_between_layers(0) == 0  # nothing is known yet
@@ -243,45 +231,6 @@ def test_a_program_that_is_busy_for_a_while_changes_nothing_for_long(layers: int
             truth.layers(layers, prices_ms)
             truth.busy_ms = 0.0
             assert truth.layers(600, prices_ms)[100:].count(best) > 400, (best, seed)
-
-
-def test_a_way_that_has_become_better_is_found() -> None:
-    prices_ms = {SHARED: 2.0, FETCHED: 2.1, ON_CPU: 2.2}
-    truth = Truth(PromptChoice(), {SHARED: 1.0, FETCHED: 2.0, ON_CPU: 3.0})
-    assert truth.layers(100, prices_ms)[-10:] == [SHARED] * 10
-    truth.beyond_ms[ON_CPU] = 0.2
-    assert truth.layers(1200, prices_ms)[-10:] == [ON_CPU] * 10
-
-
-def test_a_way_that_is_thought_much_dearer_is_not_tried() -> None:
-    ways = Truth(PromptChoice(), {SHARED: 1, FETCHED: 1, ON_CPU: 1}).layers(50, {SHARED: 2, FETCHED: 20, ON_CPU: 30})
-    assert ways == [SHARED] * 50
-
-
-@pytest.mark.parametrize("best", [FETCHED, ON_CPU])
-def test_layers_are_priced_less_often_while_all_misses_go_one_way(best: PromptWay) -> None:
-    choice, prices_ms = PromptChoice(), dict.fromkeys(PromptWay, 9.0) | {best: 1.0}
-    truth = Truth(choice, dict.fromkeys(PromptWay, 1.0))
-    assert truth.layers(60, prices_ms) == [best] * 60
-    while choice.rests(512):
-        pass
-    choice.choose(512, prices_ms)
-    assert [choice.rests(512) for _ in range(16)] == [best] * 15 + [None]
-    assert choice.rests(200) is None  # of another length nothing is known
-    assert choice.way(200) is None
-    choice.choose(512, {SHARED: 0.1, **prices_ms, best: 9.0})
-    assert choice.rests(512) is None
-
-
-def test_a_processor_that_is_soonest_alone_is_left_alone() -> None:
-    with timed_layers(card(100.0, 10.0, 20.0)) as layers:  # a call of the driver takes longer than an expert
-        counters = layers.cache.counters
-        for seed in range(6):  # its price is corrected
-            read(layers, seed)
-        before = counters.prefill_fetched, counters.prefetched
-        for seed in range(6, 14):
-            read(layers, seed)
-        assert (counters.prefill_fetched, counters.prefetched) == before
 
 
 @given(data=st.data())

@@ -1,8 +1,6 @@
 """Prompts of every size while other programs hold a card's memory: smaller pieces, or one sentence, and never a size
 between two others that alone has no room."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from time import monotonic

@@ -103,12 +103,6 @@ def test_it_goes_on_where_it_was_stopped_and_reads_no_more_than_it_should(tmp_pa
     assert reference.later.tolist() == [False, True, False]
 
 
-def test_a_contestant_with_other_ids_is_refused(tmp_path: Path) -> None:
-    reference = Reference(random_contestant(1, 11), [(1, 2, 3)], tmp_path)
-    with pytest.raises(ValueError, match="12 ids, not 11"):
-        reference.compare(random_contestant(1, 12))
-
-
 def test_the_bench_compares_every_precision_with_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(20 * WORDS, encoding="utf-8")
@@ -138,16 +132,6 @@ def test_a_gguf_file_is_compared_as_it_is(tmp_path: Path, capsys: pytest.Capture
     names = {row["name"] for row in rows}
     assert {"perplexity of fp32", f"perplexity of {STORED}"} <= names
     assert "perplexity of int4" not in names
-
-
-@pytest.mark.skipif(LLAMA_CPP.python() is not None, reason="its binding is installed here")
-def test_peers_that_are_not_built_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(WORDS, encoding="utf-8")
-    arguments = ["bench", "quality", "--model", TINY, "--text", str(text), "--tokens", "20", "--peers", "--json"]
-    assert cli.main(arguments) == 0
-    skipped = json.loads(capsys.readouterr().out)["peers_not_run"]
-    assert [peer["peer"] for peer in skipped] == ["llama.cpp, Q8_0", "llama.cpp, Q4_0", "llama.cpp, Q4_1"]
 
 
 @pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m benchmarks.peers build")

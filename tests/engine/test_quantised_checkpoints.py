@@ -2,8 +2,6 @@
 their values do when they are stored plainly.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Whole models in int8 and int4: in RAM, on disk and on a device, near the same model in bf16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

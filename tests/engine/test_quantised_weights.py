@@ -1,7 +1,5 @@
 """Weights in tiles: their form, how near they are, and that torch and native code make and read the same."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

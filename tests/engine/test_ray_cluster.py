@@ -1,7 +1,5 @@
 """Jobs on a real Ray cluster on the loopback, under fire: every row is answered once, and nothing is left running."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """The engine on a node: what it answers, and why it cannot."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

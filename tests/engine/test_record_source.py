@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ from tests.engine.made_up_records import LARGE, SMALL, disk_of
 from tests.engine.ram_tier_parts import RECORDS, HeldDisk, make_tier
 from tests.engine.test_expert_kernels import layer_of
 from tests.engine.vram_cache_parts import holding
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
-        yield device
 
 
 @dataclass
@@ -316,19 +309,6 @@ def test_three_tiers_equal_the_reference(
         assert not tiers.tier.lent
         counters = tiers.cache.counters
         assert counters.misses == counters.on_cpu + counters.fetched
-    finally:
-        tiers.close()
-
-
-def test_copies_for_later_do_not_hold_up_a_step_that_needs_their_slots(device: Device, tmp_path: Path) -> None:
-    tiers = OnDisk(device, tmp_path, "gated", 4, 8, "cpu", 1)
-    try:
-        generator = torch.Generator().manual_seed(1)
-        holding(device)
-        for _ in range(6):
-            for layer in range(LAYERS):
-                tiers.check(layer, routing(generator, 1, 3))
-        assert len(tiers.tier.lent) == 1, "one slot of four may be kept"
     finally:
         tiers.close()
 

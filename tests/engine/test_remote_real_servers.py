@@ -1,7 +1,5 @@
 """Chats and rows through servers as people run them, with the starter: llama.cpp's, vLLM and `switchyard serve`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs and pictures at servers as people run them: llama.cpp's, vLLM and our own, one of which is killed."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

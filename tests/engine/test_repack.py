@@ -1,7 +1,5 @@
 """Blocks of GGUF files become tiles: codes kept, natively and in torch the same, and as near as they are said to be."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The same seed gives the same answer in bf16: with and without reuse, in company, and after a restart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

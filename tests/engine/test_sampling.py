@@ -1,7 +1,5 @@
 """Our choice of tokens, beams and DRY against transformers' and their definitions, and where they must not reach."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,7 @@ from transformers import (
 
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import BeamResult, beam_search, decode_beams
-from engine.runtime.decode.dry import Breakers, DryPenalty, _known_breakers, breakers_of
+from engine.runtime.decode.dry import Breakers, DryPenalty, breakers_of
 from engine.runtime.decode.sampling import (
     candidates,
     draw,
@@ -238,12 +236,6 @@ def test_the_penalty_stays_finite() -> None:
     assert int(logits.argmin()) == 3
 
 
-@pytest.mark.parametrize("off", [{"dry_multiplier": 0.0}, {"dry_multiplier": 1.0, "dry_range": 0}])
-def test_off_it_costs_nothing(off: dict[str, Any]) -> None:
-    assert not SamplingParams(**off).uses_dry
-    assert _sequence([1] * 9, SamplingParams(**off)).is_greedy
-
-
 # --- breakers -------------------------------------------------------------------------------------
 
 
@@ -294,23 +286,6 @@ def test_breakers_against_their_definition(words: list[str], breakers: list[str]
                     expected.setdefault(token, set()).add(tuple(tokenizer.encode(breaker[size:])))
     found = breakers_of(tokenizer, tuple(breakers), tokenizer.encode)
     assert {token: set(tails) for token, tails in found.items()} == expected
-
-
-def test_each_token_is_looked_at_once_for_all_breakers() -> None:
-    """Nobody's request for a hundred long ones may keep the others waiting, nor do many fill the memory."""
-
-    class Word(str):
-        looks = 0
-
-        def __getitem__(self, place: Any) -> str:
-            Word.looks += 1
-            return str.__getitem__(self, place)
-
-    tokenizer = _Words(*(Word(f"{number:03}") for number in range(500)))
-    for number in range(40):
-        breakers_of(tokenizer, tuple(f"{number}{'9' * (first % 30)}{first}" for first in range(100)), lambda _: [0])
-    assert Word.looks <= 3 * 500 * 40
-    assert len(_known_breakers[tokenizer]) < 40
 
 
 def test_a_breaker_of_characters_that_no_token_holds() -> None:

@@ -39,11 +39,6 @@ from tests.engine.tiny_families import tiny_checkpoint
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
 
 
-@pytest.fixture(scope="module")
-def mixtral() -> LoadedModel:
-    return tiny_loaded("mixtral")
-
-
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.3},

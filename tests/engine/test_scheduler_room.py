@@ -1,7 +1,5 @@
 """Requests and rows where memory is short: somebody gives way, the longest request has room, and none is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +18,11 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=16)
-
-
-@pytest.fixture(scope="module")
-def mixtral() -> LoadedModel:
-    return tiny_loaded("mixtral")
 
 
 @pytest.fixture(scope="module")

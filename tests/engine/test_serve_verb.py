@@ -1,11 +1,10 @@
-"""`switchyard serve` as a process: it says where it is, answers, and ends when asked to; mistakes are one sentence."""
-
-from __future__ import annotations
+"""`switchyard serve` as a process: where it is, whom it trusts, and how it ends; mistakes are one sentence."""
 
 import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,17 @@ import psutil
 import pytest
 
 from engine.cli import main
+from engine.common.errors import EngineError
+from engine.remote.client import Client
+from engine.remote.endpoint import endpoint_at, saved_endpoints
+from engine.remote.failures import RemoteError, Trouble
+from engine.remote.trust import fingerprint, offered_certificate
+from engine.serving.server import Address, Server, own_certificate
+from engine.serving.service import Service
 from engine.verbs.serve import reached_at
 from tests import plain_http
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.scripted_broker import ScriptedBroker, made_up_models
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
@@ -160,3 +167,48 @@ def test_mistakes_are_one_sentence(
     captured = capsys.readouterr()
     assert words in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_it_is_made_once_for_the_user_alone() -> None:
+    file = own_certificate()
+    content = file.read_bytes()
+    assert own_certificate().read_bytes() == content
+    if os.name == "posix":
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.write_bytes(b"damaged")
+    assert own_certificate().read_bytes() != content
+    with pytest.raises(EngineError):
+        fingerprint(b"nothing")
+
+
+def test_another_switchyard_trusts_it_by_its_fingerprint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    address = Address(port=0, key="0123456789", certificate=own_certificate())
+    server = Server(Service(ScriptedBroker(ends=True), made_up_models()), address)
+    port = server.start()
+    try:
+        endpoint = endpoint_at(f"https://127.0.0.1:{port}", "rack")
+        with Client(endpoint, "0123456789") as client, pytest.raises(RemoteError) as failed:
+            client.models()
+        assert failed.value.kind is Trouble.CERTIFICATE
+        shown = fingerprint(offered_certificate(endpoint))
+        assert shown == fingerprint(own_certificate().read_bytes())
+        add = ["endpoints", "add", "rack", endpoint.url, "--untested", "--json", "--fingerprint"]
+        assert main([*add, "AB:CD"]) == 2
+        assert saved_endpoints() == ()
+        capsys.readouterr()
+        assert main([*add, shown.lower()]) == 0
+        (kept,) = saved_endpoints()
+        assert json.loads(capsys.readouterr().out)["certificate"] == kept.ca_file
+        assert "PRIVATE" not in Path(kept.ca_file).read_text()
+        with Client(kept, "0123456789") as client:
+            assert client.models().server == "switchyard"
+    finally:
+        server.stop()
+
+
+def test_only_who_can_be_reached_is_announced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from tests.tiny_checkpoint import write_tiny_checkpoint
+
+    model = write_tiny_checkpoint(tmp_path / "tiny")
+    assert main(["serve", "--model", str(model), "--announce", "Rack"]) == 2
+    assert "--host" in capsys.readouterr().err

@@ -638,13 +638,6 @@ def test_others_cannot_reach_it_without_a_key(address: Address) -> None:
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
-def test_a_port_in_use_is_said() -> None:
-    with serving() as running:
-        other = Server(Service(running.broker, made_up_models()), Address(port=running.port))
-        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{running.port}"):
-            other.start()
-
-
 def test_an_unused_model_is_freed_and_comes_back() -> None:
     with serving(idle_s=0.05) as running:
         assert running.chat().status_code == 200
@@ -880,3 +873,10 @@ def _until(holds: Any) -> None:
             return
         time.sleep(0.01)
     pytest.fail("it did not happen")
+
+
+def test_a_port_in_use_is_said() -> None:
+    with serving() as running:
+        other = Server(Service(running.broker, made_up_models()), Address(port=running.port))
+        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{running.port}"):
+            other.start()

@@ -5,8 +5,6 @@ langchain-openai and llm; `SWITCHYARD_AIDER` one with aider-chat, which wants ol
 `SWITCHYARD_NODE` a folder with `node_modules` that has `openai`, `ai` and `@ai-sdk/openai-compatible`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

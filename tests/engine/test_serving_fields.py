@@ -1,7 +1,5 @@
 """Fields that change an answer: each interface gives what they ask for, under each of its names, or refuses it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

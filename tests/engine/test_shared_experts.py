@@ -1,7 +1,5 @@
 """Experts of each layer shared among cards: the same sums and tokens as on one, each card its own part."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -226,12 +224,6 @@ def test_the_way_between_cards_is_the_one_that_was_measured_to_be_sooner() -> No
             assert devices[1].memory.use().used == 0
             for device in devices:
                 device.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-    reference.cache_clear()
 
 
 @pytest.mark.takes_turns(2)

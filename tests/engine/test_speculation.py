@@ -243,27 +243,6 @@ def test_nothing_is_guessed_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch)
     assert took < 1.05
 
 
-def test_prices_between_measured_ones() -> None:
-    prices = StepPrices()
-    assert prices.ratio(1) == 1.0
-    assert prices.ratio(3) == pytest.approx(1.8)
-    prices.took(4, 2.5)
-    assert prices.ratio(4) == pytest.approx(2.2)  # of single steps nothing is known to compare with
-    for _ in range(60):
-        prices.took(1, 1.0)
-        prices.took(4, 2.5)
-    assert prices.ratio(4) == pytest.approx(2.5, rel=0.01)
-    assert prices.ratio(3) == pytest.approx(2.0, rel=0.01)
-    assert prices.ratio(7) == pytest.approx(4.0, rel=0.01)
-    prices.took(4, 100.0)  # busy for a while: averaged, not believed at once
-    assert prices.ratio(4) < 3.5
-    assert prices.ratio(1) == 1.0
-    assert prices.back == 0.0
-    for _ in range(60):
-        prices.took_back(0.5)
-    assert prices.back == pytest.approx(0.5, rel=0.01)
-
-
 class Costly:
     """A drafter whose guesses take as long as half a step, and never come true."""
 
@@ -302,30 +281,6 @@ def test_a_drafter_that_takes_time_is_asked_only_as_far_as_that_may_be_lost(
     tries.settle()
     assert clock.now_s < 1000 / (1 - 0.015) + 1.5
     assert costly.asked < 20
-
-
-def test_prices_that_seemed_too_high_are_tried_again_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that was busy when steps were timed is not always so."""
-    clock = Clock(monkeypatch)
-    prices = StepPrices()
-    prices.took(1, 1.0)
-    for _ in range(40):
-        for tokens in range(2, 9):
-            prices.took(tokens, 2.0 * tokens)
-    text = [*range(60)] * 12
-    tries = GuessedSteps(ScriptedSession([*range(60)], EXPERTS, clock), prices, [*range(60)], len(text) + 1)
-    for token in text:
-        tries.step(torch.tensor([[token]]), token)
-    tries.settle()
-    assert clock.now_s < len(text) / 1.1
-    dear = ScriptedSession([*range(60)], tuple(2.0 * n for n in range(1, 9)), clock)
-    before_s = clock.now_s
-    tries = GuessedSteps(dear, StepPrices(), [*range(60)], len(text) + 1)
-    for token in text:
-        tries.step(torch.tensor([[token]]), token)
-    tries.settle()
-    assert tries.speculation.guessed < 12
-    assert clock.now_s - before_s < 2.0 * len(text) * 1.02
 
 
 @pytest.fixture(scope="module", params=["auto", "int8"])

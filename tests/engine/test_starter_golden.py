@@ -1,7 +1,5 @@
 """The starter against what it is made from, and our engine against transformers on the same checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -69,18 +69,6 @@ def small_tables_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables_of, "KEPT_ROWS_BYTES", KIB)
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    found, build = list[Plan](), loading.build
-
-    def told(plan: Plan, *arguments: Any, **options: Any) -> LoadedModel:
-        found.append(plan)
-        return build(plan, *arguments, **options)
-
-    monkeypatch.setattr(loading, "build", told)
-    return found
-
-
 def load(path: Path, ram: int | None = None, device: str = "cpu", vram: int | None = None, **more: Any) -> LoadedModel:
     config = EngineConfig(
         str(path), device=device, ram_bytes=ram, vram_bytes=vram, threads=1, context_tokens=128, **more
@@ -221,19 +209,6 @@ def test_each_row_of_a_step_is_read_once_and_no_other(
     finally:
         reads.close()
         tables_of.KEPT_ROWS_BYTES = before
-
-
-def test_rows_used_last_are_not_read_again(tmp_path: Path, reads: TableReads) -> None:
-    own = bound(stored(tmp_path / "file", "BF16", [50], 64), reads)
-    for _ in range(3):
-        own(torch.tensor([[3, 7, 3]]))
-    assert reads.rows == 2
-
-
-def test_neighbours_are_read_together(tmp_path: Path, reads: TableReads) -> None:
-    own = bound(stored(tmp_path / "file", "BF16", [20, 30], 64), reads)
-    own(torch.arange(50))
-    assert (reads.rows, reads.reads) == (50, 2)  # of two parts
 
 
 def test_a_number_beyond_the_table_is_refused(tmp_path: Path, reads: TableReads) -> None:

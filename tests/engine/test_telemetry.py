@@ -1,7 +1,5 @@
 """Timelines of chats and batches: complete, true to the byte, and physically possible; also as traces and tables."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import json

@@ -1,7 +1,5 @@
 """Tensors of a checkpoint into given memory: byte for byte, several at a time, and nothing is written to afterwards."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models on cards whose time is modelled: the same tokens, and times that can be repeated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

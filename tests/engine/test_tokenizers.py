@@ -1,7 +1,5 @@
 """A checkpoint's tokenizer is loaded, or refused in one sentence, kept for later, and in the starter the original's."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -283,22 +281,6 @@ def test_what_is_of_no_use_is_not_kept(tmp_path: Path) -> None:
     with refused(ErrorCode.CHECKPOINT_DAMAGED, str(file)):
         load_tokenizer(file)
     assert kept_tokenizer(read_gguf(file)) is None
-
-
-def test_those_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_MOST_KEPT", 3)
-    files = [write_file(tmp_path / f"{name}.gguf", {**BYTES, "general.name": name}) for name in "abcde"]
-    for used, file in enumerate(files[:3]):
-        load_tokenizer(file)
-        folder = kept_tokenizer(read_gguf(file))
-        assert folder is not None
-        os.utime(folder, (used, used))
-    load_tokenizer(files[0])
-    load_tokenizer(files[3])
-    assert [kept_tokenizer(read_gguf(file)) is not None for file in files] == [True, False, True, True, False]
-    monkeypatch.setattr(keeping, "_MOST_BYTES", 1)
-    load_tokenizer(files[4])
-    assert [kept_tokenizer(read_gguf(file)) is not None for file in files] == [False] * 4 + [True]
 
 
 PANGRAM = "Grüße, 世界! It's 2026-11-20;\tπ ≈ 3.14159\n\n  def f(x):\n    return x**2  # 🚂"

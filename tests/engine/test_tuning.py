@@ -119,22 +119,6 @@ def test_a_tuning_that_is_no_longer_possible_is_not_insisted_on(engine: Engine, 
     assert engine.info is not None
 
 
-def test_timing_ends_when_it_is_told_to_and_leaves_no_context(model: Path) -> None:
-    loaded = load_model(
-        EngineConfig(str(model), device="cpu", threads=1), on_progress=lambda _d, _t: None, cancelled=lambda: False
-    )
-    try:
-        heard: list[int] = []
-        found = time_decode(loaded, [3, 4, 5], 20, on_token=lambda count, _rate: heard.append(count))
-        assert found.tokens == 20
-        assert heard == list(range(1, 21))
-        assert found.tokens_per_s > 0
-        assert time_decode(loaded, [3, 4, 5], 200, seconds=0.0).tokens < 20
-        assert time_decode(loaded, [3, 4, 5], 200, cancelled=lambda: True).tokens_per_s == 0
-    finally:
-        loaded.close()
-
-
 def test_measurements_of_this_machine_are_not_taken_again(model: Path) -> None:
     machine = probe_machine()
     kept = measurements(machine)
@@ -233,3 +217,19 @@ def test_doctor_advises_to_tune_again_what_is_not_to_be_trusted(switchyard_home:
         (finding,) = tuning_findings(MACHINE)
         assert finding.status is status
         assert word in finding.detail
+
+
+def test_timing_ends_when_it_is_told_to_and_leaves_no_context(model: Path) -> None:
+    loaded = load_model(
+        EngineConfig(str(model), device="cpu", threads=1), on_progress=lambda _d, _t: None, cancelled=lambda: False
+    )
+    try:
+        heard: list[int] = []
+        found = time_decode(loaded, [3, 4, 5], 20, on_token=lambda count, _rate: heard.append(count))
+        assert found.tokens == 20
+        assert heard == list(range(1, 21))
+        assert found.tokens_per_s > 0
+        assert time_decode(loaded, [3, 4, 5], 200, seconds=0.0).tokens < 20
+        assert time_decode(loaded, [3, 4, 5], 200, cancelled=lambda: True).tokens_per_s == 0
+    finally:
+        loaded.close()

@@ -56,20 +56,6 @@ def test_geometry_covers_the_first_layers(device: Device, bank: list[LayerRecord
     assert device.memory.use().used == 0
 
 
-@pytest.mark.parametrize("ways", [None, 4])
-def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[LayerRecords], ways: int | None) -> None:
-    """A popular expert outlives many that are used once: what LFRU forgets, it forgets over a whole pool's uses."""
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8, ways=ways, policy="lfru")
-    for _ in range(6):
-        fill(cache, bank, 0, [0])
-    for _ in range(3):
-        for expert in range(1, EXPERTS):
-            for layer in range(LAYERS):
-                fill(cache, bank, layer, [expert])
-    assert 0 in cache.residents(0)
-    cache.close()
-
-
 def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
     hold = holding(device)
@@ -82,14 +68,6 @@ def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[LayerRecords])
     cache.wait()
     assert cache.acquire(0, [0]).hits == {0: 0}
     assert cache.counters.post_fetched_bytes == RECORD
-    cache.close()
-
-
-def test_only_so_many_copies_are_in_flight(device: Device, bank: list[LayerRecords]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
-    hold = holding(device)
-    assert cache.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
-    hold.wait()
     cache.close()
 
 
@@ -127,62 +105,6 @@ def test_memory_that_others_take_is_given_back_at_the_next_step(bank: list[Layer
         device.memory.limit(total)
         assert cache.resize(8) == 8
         cache.close()
-
-
-def test_a_prefill_is_no_use(device: Device, bank: list[LayerRecords]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=2, policy="lru")
-    fill(cache, bank, 0, [0])
-    fill(cache, bank, 0, [1])
-    lookups = cache.counters.lookups
-    held = cache.hold(0, [0, 2])
-    assert (list(held.hits), held.misses, held.is_use) == ([0], [2], False)
-    assert cache.resize(0) == 2
-    cache.release(held)
-    fill(cache, bank, 0, [2])
-    assert sorted(cache.residents(0)) == [1, 2], "0 had been used last only by a prefill"
-    counters = cache.counters
-    assert (counters.lookups, counters.prefill_lookups, counters.prefill_hits) == (lookups + 1, 2, 1)
-    cache.close()
-
-
-def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: list[LayerRecords]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, policy="lru")
-    target = VramPrefetch(
-        [[Place(cache, layer, RecordSource(bank[layer], lambda h, *_: h))] for layer in range(LAYERS)]
-    )
-    fill(cache, bank, 0, [0, 1, 2])
-    hold = holding(device)
-    assert target.prefetch(1, [0, 1, 2]) == 1
-    assert target.absent(1, [2, 0, 1]) == [2, 1]
-    assert target.backlog_bytes == RECORD
-    lookup = cache.acquire(0, [0])
-    # In use, on its way, absent: none of them may leave.
-    assert target.prefetch(1, [1], dead=[(0, 0), (1, 0), (2, 3)]) == 0
-    assert target.prefetch(1, [0, 1, 2], dead=[(0, 0), (0, 1)]) == 1
-    cache.release(lookup)
-    hold.wait()
-    cache.wait()
-    assert [sorted(cache.residents(layer)) for layer in range(LAYERS)] == [[0, 2], [0, 1], []]
-    for expert, slot in cache.residents(1).items():
-        segment, row = cache.locate(slot)
-        assert torch.equal(segment.records.records[row], bank[1].records[expert])
-    cache.release(cache.acquire(1, [0]))
-    fill(cache, bank, 2, [0, 1, 2])
-    counters = cache.counters
-    assert (counters.prefetched, counters.prefetches_used, counters.prefetches_wasted) == (2, 1, 1)
-    assert counters.prefetched_bytes == 2 * RECORD
-    cache.close()
-
-
-def test_closing_after_the_device(bank: list[LayerRecords]) -> None:
-    device = tiny_device()
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
-    hold = holding(device)
-    cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1]))
-    hold.wait()
-    device.close()
-    cache.close()
-    assert device.memory.use().used == 0
 
 
 @pytest.mark.parametrize("ways", [None, 3])
@@ -239,35 +161,6 @@ def test_steps_that_need_not_be_observed_count_as_observed() -> None:
         assert asking.adopted == observing.adopted
     assert times_s[0] == times_s[1]
     assert spared > 30 * BURST_STEPS
-
-
-def test_the_cache_adopts_and_keeps_its_residents(device: Device, bank: list[LayerRecords]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=9, ways=3)
-    for step in range(1200):
-        for layer in range(LAYERS):
-            fill(cache, bank, layer, [step % 4])
-        if cache.policy != "lru":
-            break
-    assert cache.policy not in ("lru", "fifo")
-    assert all(len(cache.residents(layer)) == 3 for layer in range(LAYERS))
-    cache.close()
-
-
-def test_a_layers_slots_stay_until_a_step_whose_copy_failed_is_over(device: Device, bank: list[LayerRecords]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3, ways=1)
-
-    def fail() -> None:
-        raise RuntimeError("injected")
-
-    lookup = cache.acquire(2, [0])
-    hold = holding(device)
-    device.h2d_stream.submit(fail)
-    assert cache.admit(lookup, 0, kept(bank[2], [0])) is not None
-    hold.wait()
-    assert cache.resize(0) == 3
-    cache.release(lookup)
-    assert cache.resize(0) == 0
-    cache.close()
 
 
 class CacheMachine(RuleBasedStateMachine):

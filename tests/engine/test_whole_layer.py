@@ -1,22 +1,15 @@
 """Whole-layer prefetch: every layer in time and in its place, whatever is called when and whatever fails."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError
-from engine.devices.cpu import open_cpu
 from engine.devices.device import Device
-from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.record_source import RecordSource
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
-from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.reference import reference_experts
@@ -24,12 +17,6 @@ from tests.engine.hybrid_layers import EXPERTS, HIDDEN, KINDS, routing
 from tests.engine.test_expert_kernels import Experts, layer_of
 
 LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
-        yield device
 
 
 class Layers:
@@ -72,22 +59,6 @@ def test_equals_the_reference_in_any_order(
         layers.buffers.close()
     layers.buffers.close()
     assert device.memory.use().used == 0
-
-
-def test_every_layer_crosses_the_link_once_per_round() -> None:
-    generator = torch.Generator().manual_seed(1)
-    with open_cpu(total=2**24) as device:
-        layers, copied = Layers(device, KINDS["gated"]), [0]
-
-        def count(_: object) -> None:
-            copied[0] += 1
-
-        device.copy_log.listen(count)
-        for _ in range(4):
-            for layer in range(LAYERS):
-                layers.check(layer, routing(generator, 1, 2))
-        assert copied[0] == EXPERTS * (4 * LAYERS + 1)
-        layers.buffers.close()
 
 
 @pytest.mark.parametrize("which", ["compute", "h2d"])

@@ -1,7 +1,5 @@
 """The window's server: any model by name, one beside the window's, and signs of life while somebody waits."""
 
-from __future__ import annotations
-
 import queue
 import shutil
 import threading

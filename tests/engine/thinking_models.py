@@ -1,7 +1,5 @@
 """Tiny models that think: real ones, whose tokens are written for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

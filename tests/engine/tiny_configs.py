@@ -4,8 +4,6 @@
 says what a family needs besides, chiefly so that each of its kinds of layer occurs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 COMMON: dict[str, Any] = {

@@ -3,8 +3,6 @@
 `tiny_checkpoint("mixtral", folder)` writes one, made and saved by transformers, with a small working tokenizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """A small real tokenizer: byte-level BPE over a few sentences, with control tokens and a chat template."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

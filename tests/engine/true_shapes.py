@@ -1,7 +1,5 @@
 """GGUF files of true size that take no room: header, tokenizer, and holes where the numbers are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny emulated device, and an expert cache on it filled at will."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from engine.devices.device import Device, Event

@@ -1,7 +1,5 @@
 """GGUF files taken apart and put together again, also those that nothing should read."""
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ class GgufDraft:
     data: bytes = b""
 
     @classmethod
-    def read(cls, content: bytes) -> GgufDraft | None:
+    def read(cls, content: bytes) -> "GgufDraft | None":
         """A file's draft; `None` if it is not well-formed."""
         try:
             return _Cursor(content).draft()

@@ -1,7 +1,5 @@
 """Mutations that keep a file's structure: lengths, counts, offsets, types and values change, the rest still fits."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -3,8 +3,6 @@
 `READERS[name].fuzz(data)` is for fuzzers and for the corpus. An `EngineError` is an answer; it must be one short line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

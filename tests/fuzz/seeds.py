@@ -1,7 +1,5 @@
 """Small sound inputs, from which fuzzers start."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that strangers made end in an answer or in one line that says why not, in little time and memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Experts and linear layers on a real card, by its own kernels: what is computed is what the weights mean."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

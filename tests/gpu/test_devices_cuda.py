@@ -1,7 +1,5 @@
 """The common contract on a real card, and what only a card can be asked."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Decode steps repeated as graphs on a real card: tokens are those of transformers, and memory is counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

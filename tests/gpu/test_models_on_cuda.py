@@ -1,7 +1,5 @@
 """Models on a real card, with some of their experts or all of them there: the answers are transformers' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Timelines of a real card: dense work, graphs and heads are seen by the card's clock."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

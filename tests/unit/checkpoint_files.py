@@ -1,7 +1,5 @@
 """Writes checkpoint files byte by byte, so that tests can write broken ones."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

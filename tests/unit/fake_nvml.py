@@ -1,7 +1,5 @@
 """NVIDIA's library as drivers make it: sound, broken, hanging, gone in the middle, back again."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ All of it is drawn from a seed. Each place, machine and person occurs in many se
 many of them: a question shares its words with dozens of passages, and all of them only with its own.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tensor entries of checkpoints that are nowhere: what headers say, without files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A machine, measurements and an engine for tuning runs that take no time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Markdown for tests: a text with everything in it, and a strategy for texts that stress the block structure."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Random spans and steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Remembers in memory what a job wrote, as its journal does on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engine.batch_files.journal import WrittenFile

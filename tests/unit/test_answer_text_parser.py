@@ -1,9 +1,5 @@
 """Parsing Markdown as it arrives gives what parsing the whole gives, and costs what has just arrived."""
 
-from __future__ import annotations
-
-import random
-
 import pytest
 from hypothesis import given
 
@@ -20,7 +16,7 @@ from app.widgets.answer_text.blocks import (
     TextSpan,
 )
 from app.widgets.answer_text.parser import StreamParser
-from tests.unit.markdown_texts import EVERYTHING, chunked_texts
+from tests.unit.markdown_texts import chunked_texts
 
 
 def parse(text: str) -> list[Segment]:
@@ -212,16 +208,6 @@ def test_streaming_equals_the_whole(case: tuple[str, list[str]]) -> None:
 
 
 @given(chunked_texts())
-def test_streaming_equals_a_reading_in_one_go(case: tuple[str, list[str]]) -> None:
-    text, chunks = case
-    parser = stream(chunks)
-    parser.finish()
-    whole = StreamParser()
-    # One read of everything, without any cut at all.
-    assert parser.finished == whole._read(stream_parser._clean(text), whole._references)
-
-
-@given(chunked_texts())
 def test_streaming_equals_the_whole_where_blocks_outgrow_the_window(case: tuple[str, list[str]]) -> None:
     text, chunks = case
     with pytest.MonkeyPatch.context() as patch:
@@ -243,35 +229,11 @@ def test_what_is_finished_stays(case: tuple[str, list[str]]) -> None:
         before = list(parser.finished)
 
 
-def test_every_prefix_of_a_rich_text() -> None:
-    whole = parse(EVERYTHING)
-    parser = StreamParser()
-    for character in EVERYTHING:
-        parser.append(character)
-        parser.advance()
-        assert isinstance(parser.tail(), list)
-    parser.finish()
-    assert parser.finished == whole
-
-
 def test_a_late_definition_makes_links_of_what_came_before() -> None:
     parser = stream(["See [a].\n\n", "More.\n\n", "[a]: https://example.org\n\n", "End."])
     assert not any(span.href for span in parser.finished[0].spans)  # type: ignore[union-attr]
     parser.finish()
     assert TextSpan("a", href="https://example.org") in parser.finished[0].spans  # type: ignore[union-attr]
-
-
-def test_appending_costs_the_tail_and_not_the_whole() -> None:
-    parser = StreamParser()
-    paragraph = "Some words of an answer that goes on and on. " * 4 + "\n\n"
-    for _ in range(100):
-        before = parser.parsed_characters
-        parser.append(paragraph)
-        parser.advance()
-        parser.tail()
-        assert parser.parsed_characters - before <= 4 * len(paragraph)
-    parser.finish()
-    assert len(parser.finished) == 100
 
 
 @pytest.mark.parametrize(
@@ -340,23 +302,3 @@ def test_a_table_longer_than_the_window_keeps_its_header() -> None:
     tables = parse(source)
     assert all(isinstance(table, TableBlock) and table.rows[0][0] == (TextSpan("name"),) for table in tables)
     assert sum(len(table.rows) - 1 for table in tables if isinstance(table, TableBlock)) == 3_000
-
-
-def test_appending_after_the_end_is_an_error() -> None:
-    parser = StreamParser()
-    parser.finish()
-    with pytest.raises(RuntimeError):
-        parser.append("x")
-
-
-def test_long_answers_in_random_chunks() -> None:
-    chooser = random.Random(7)
-    text = (EVERYTHING + "\n\n") * 12
-    chunks, start = [], 0
-    while start < len(text):
-        end = start + chooser.randint(1, 60)
-        chunks.append(text[start:end])
-        start = end
-    parser = stream(chunks)
-    parser.finish()
-    assert parser.finished == parse(text)

@@ -1,7 +1,5 @@
 """Jobs in the engine process run beside each other, stop for another model, and end once."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A row has one ending, whatever happens to the process, and results are written whole or not at all."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

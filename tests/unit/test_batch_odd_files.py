@@ -1,7 +1,5 @@
 """Inputs as people have them: read as they are meant, or refused in one sentence that says what to do."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows become prompts, or endings that say why not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +16,6 @@ from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError
 
 _SAMPLING = SamplingParams(max_tokens=7)
-
-
-def test_a_template_is_filled_with_text_numbers_and_json() -> None:
-    template = parse_template("{{ a }} and {{b}}: {{c}}, again {{a}}", ["a", "b", "c"])
-    row = Row(4, {"a": "{{b}}", "b": 2.5, "c": {"x": [True, None]}})
-    assert template.fill(row) == '{{b}} and 2.5: {"x": [true, null]}, again {{b}}'
 
 
 @pytest.mark.parametrize(("text", "word"), [("no column", "names no column"), ("{{missing}}", "missing")])

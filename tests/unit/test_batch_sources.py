@@ -1,7 +1,5 @@
 """Every kind of input gives its rows, and what is wrong with it is said in one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json
@@ -171,12 +169,6 @@ def test_equal_names_in_a_line_of_json_are_told_apart(
     assert len({tuple(row) for row in _fields(path)}) == 1
 
 
-def test_names_may_hold_what_separates_other_files(tmp_path: Path) -> None:
-    path = tmp_path / "input.csv"
-    path.write_text("Name, first;City, state;Age, years\nAda;Rome;3\nBob;Oslo;4\n")
-    assert _fields(path)[1] == {"Name, first": "Bob", "City, state": "Oslo", "Age, years": "4"}
-
-
 @pytest.mark.parametrize(
     ("content", "columns", "rows"),
     [
@@ -265,18 +257,6 @@ def test_what_a_model_says_is_text_for_spreadsheets_and_terminals(tmp_path: Path
     assert [row["answer"] for row in _fields(raw)] == said
 
 
-def test_rows_stream_from_a_file_far_bigger_than_what_is_held(tmp_path: Path) -> None:
-    path = tmp_path / "big.csv"
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("text\n")
-        file.writelines(f"row {index} {'x' * 1000}\n" for index in range(20_000))
-    source = open_source(path)
-    shares = [row.share for row in source.rows()]
-    assert len(shares) == 20_000
-    assert shares == sorted(shares)
-    assert 0 < shares[5000] < 1
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 def test_a_byte_order_mark_names_the_encoding(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "input.csv"
@@ -306,12 +286,6 @@ def test_a_quote_that_is_never_closed_ends_in_a_marked_row(tmp_path: Path) -> No
     assert [bool(problem) for problem in _problems(path)] == [False, True]
 
 
-def test_headers_without_names_or_twice_the_same_are_made_different(tmp_path: Path) -> None:
-    path = tmp_path / "input.csv"
-    path.write_text("a,,a\n1,2,3\n")
-    assert open_source(path).columns == ("a", "column_2", "a_2")
-
-
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "input.jsonl"
     path.write_text('{"a": {"b": [1]}}\n\n"plain"\n[1]\n{broken\n', encoding="utf-8")
@@ -326,12 +300,6 @@ def test_text_a_row_a_line_or_a_row_a_file(tmp_path: Path) -> None:
     path.write_text("one\r\n\r\n two\nthree", newline="")
     assert [row["text"] for row in _fields(path)] == ["one", " two", "three"]
     assert _fields(path, InputForm(whole_files=True)) == [{"file": "input.txt", "text": "one\n\n two\nthree"}]
-
-
-def test_parquet_keeps_nested_columns(tmp_path: Path) -> None:
-    path = tmp_path / "input.parquet"
-    pq.write_table(pa.table({"text": ["a", None], "nested": [{"x": [1, 2]}, None]}), path)
-    assert _fields(path) == [{"text": "a", "nested": {"x": [1, 2]}}, {"text": None, "nested": None}]
 
 
 def test_values_that_python_has_nothing_like_are_read_and_written_unchanged(tmp_path: Path) -> None:
@@ -401,19 +369,6 @@ def test_a_formula_without_its_result_is_no_empty_cell(tmp_path: Path) -> None:
     first, second = _problems(path)
     assert "formula" in first
     assert not second
-
-
-def test_a_spreadsheet_has_the_columns_that_its_first_row_names(tmp_path: Path) -> None:
-    book = openpyxl.Workbook()
-    book.active.append(["question", "number"])
-    book.active.append(["why?", 3])
-    book.active.append([None, None])
-    book.active.append(["how?"])
-    book.save(tmp_path / "input.xlsx")
-    assert _fields(tmp_path / "input.xlsx") == [
-        {"question": "why?", "number": 3},
-        {"question": "how?", "number": None},
-    ]
 
 
 def test_a_folder_gives_the_rows_of_all_its_files(tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ No sentence: that start puts it right by itself.  Whatever happens, what worked 
 is gone, a start is all that it takes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -129,12 +126,6 @@ BROKEN: list[tuple[str, type[Fresh], breaks.Break, str]] = [
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     make_quick(monkeypatch, 16 * 1024)
     monkeypatch.setattr(os, "sync", lambda: None)
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 rows = pytest.mark.parametrize(("kind", "broken", "says"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])

@@ -1,7 +1,5 @@
 """One tier of experts in any order of lookups, copies, failures and resizes, whatever it is that copies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls in every form that a family writes: what was meant is read, and what is no call goes on as text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

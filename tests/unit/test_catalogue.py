@@ -1,7 +1,5 @@
 """The catalogue: whole, honest about what nobody checked, and comparable with a hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One wrong bit anywhere in the chat database costs at most what is on its page."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import sqlite3

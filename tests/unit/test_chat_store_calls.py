@@ -1,7 +1,5 @@
 """Calls of tools are kept with their answers: in the file, in exports, and when the file is damaged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

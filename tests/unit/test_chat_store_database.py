@@ -1,7 +1,5 @@
 """The database's tables: the tree as rows, full-text search, versions of the file."""
 
-from __future__ import annotations
-
 import base64
 import sqlite3
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from app.services.chat_store.database import PURGE_AFTER_S, ChatDatabase
 from app.services.chat_store.records import (
     MATCH_END,
     MATCH_START,
-    AnswerStats,
     Conversation,
     Message,
     MessageState,
@@ -49,21 +46,6 @@ def chat(database: ChatDatabase, *contents: str, **fields: object) -> tuple[Conv
         messages.append(Message(f"{conversation.id}-{number}", conversation.id, parent, role, content))
         database.add_message(messages[-1])
     return conversation, messages
-
-
-def test_a_conversation_comes_back_as_it_was(database: ChatDatabase) -> None:
-    sampling = SamplingParams(temperature=0.7, stop=("a", "\n"), seed=2**40)
-    conversation, messages = chat(
-        database, "q", "a", title="Ünïcode ☂", pinned=True, system_prompt="s", sampling=sampling, model="m", draft="d"
-    )
-    assert database.conversation(conversation.id) == conversation
-    assert list(database.messages(conversation.id)) == messages
-    finished = replace(
-        messages[1], content="longer", state=MessageState.PARTIAL, reason="why", stats=AnswerStats("stop", 3, 4, 0.5, 9)
-    )
-    finished = replace(finished, reasoning="hm\x00", reasoning_s=2.5)
-    database.update_message(finished)
-    assert database.messages(conversation.id)[1] == replace(finished, reasoning="hm\ufffd")
 
 
 def test_changes_touch_only_the_fields_that_they_name(database: ChatDatabase) -> None:
@@ -175,19 +157,6 @@ def test_an_answer_being_written_enters_the_index_when_it_ends(database: ChatDat
     assert len(search(database.connection, "walrus")) == 1
     kept = database.messages(conversation.id)[1]
     assert (kept.state, kept.reason) == (MessageState.PARTIAL, "It stopped.")
-    database.connection.execute("INSERT INTO messages_fts (messages_fts, rank) VALUES ('integrity-check', 1)")
-
-
-def test_an_ended_message_that_is_written_again_is_still_found(database: ChatDatabase) -> None:
-    conversation, (question, answer) = chat(database, "q", "a walrus")
-    database.update_message(replace(answer, reasoning="thought"))
-    assert len(search(database.connection, "walrus")) == 1
-    database.update_message(replace(answer, state=MessageState.PARTIAL))
-    assert len(search(database.connection, "walrus")) == 1
-    database.update_message(replace(answer, content="a seal"))
-    assert search(database.connection, "walrus") == ()
-    assert [hit.message_id for hit in search(database.connection, "seal")] == [answer.id]
-    assert (conversation.id, question.content) == (answer.conversation_id, "q")
     database.connection.execute("INSERT INTO messages_fts (messages_fts, rank) VALUES ('integrity-check', 1)")
 
 

@@ -1,7 +1,5 @@
 """Documents in the chats' file: they belong to messages, are shared by versions and branches, and go with the last."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What survives a crash, a damaged file, a full disk and a second window."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Export and import: JSON gives back everything, Markdown the visible path, and no bad file does harm."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`switchyard chat --tools`: a scripted model elsewhere that calls them, real MCP servers, and people who are asked."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

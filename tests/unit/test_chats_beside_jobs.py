@@ -1,7 +1,5 @@
 """Chats that break beside a job, or among other programs' requests, are told so and harm nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ class Breaking:
         self._ends.append(on_end)
 
     @property
-    def scheduler(self) -> Breaking:
+    def scheduler(self) -> "Breaking":
         return self
 
     @property

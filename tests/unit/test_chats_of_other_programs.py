@@ -1,7 +1,5 @@
 """ChatGPT's exports and LM Studio's files: what is in them comes over, and what is damaged costs only itself."""
 
-from __future__ import annotations
-
 import base64
 import json
 import uuid

@@ -1,7 +1,5 @@
 """Headers of checkpoints, in one file and in shards, and the profile that they give."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -15,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.config_file import read_config, text_part
+from engine.checkpoint.config_file import read_config
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import TensorEntry, read_header
 from engine.checkpoint.profile import kv_of_model, read_profile, stretched_context
 from engine.checkpoint.shards import check_filled, read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.load.library_conversion import PartSources
 from tests.refusals import refused
 from tests.tiny_gguf import write_gguf
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
@@ -52,17 +49,6 @@ def test_reads_names_types_shapes_and_places(tmp_path: Path) -> None:
     assert (entries["a"].dtype, entries["a"].shape, entries["a"].nbytes, entries["a"].numel) == ("BF16", (2, 3), 12, 6)
     assert entries["b"].offset == entries["a"].offset + 12
     assert entries["scalar"].offset + 4 == file.stat().st_size
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    assert "missing" in damage(tmp_path / "x.safetensors")
-
-
-@pytest.mark.parametrize("size", [0, 5])
-def test_file_without_even_a_length(tmp_path: Path, size: int) -> None:
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(bytes(size))
-    damage(file)
 
 
 def test_cut_short_in_data_and_in_header(tmp_path: Path) -> None:
@@ -100,13 +86,6 @@ def test_headers_that_contradict_themselves(tmp_path: Path, wrong: dict[str, obj
 
 def test_a_name_twice(tmp_path: Path) -> None:
     raw = b'{"a": 1, "a": 2}'
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(len(raw).to_bytes(8, "little") + raw)
-    damage(file)
-
-
-@pytest.mark.parametrize("raw", [b"[]", b"{", b"\xff\xfe", b"[" * 60_000])
-def test_headers_that_are_no_json_object(tmp_path: Path, raw: bytes) -> None:
     file = tmp_path / "x.safetensors"
     file.write_bytes(len(raw).to_bytes(8, "little") + raw)
     damage(file)
@@ -170,13 +149,6 @@ def test_moe_profile(tmp_path: Path) -> None:
     assert (profile.dtype, profile.quantization) == ("bfloat16", "")
 
 
-def test_numbers_inside_a_multimodal_config(tmp_path: Path) -> None:
-    write_config(tmp_path, model_type="qwen3_vl_moe", text_config=MIXTRAL)
-    write_safetensors(tmp_path / "model.safetensors", header_of({"a": ("F32", [2])}))
-    profile = read_profile(tmp_path)
-    assert (profile.family, profile.experts, profile.layers) == ("qwen3_vl_moe", 2, 1)
-
-
 def test_quantised_parameters_are_counted_unpacked(tmp_path: Path) -> None:
     write_config(tmp_path, **MIXTRAL, quantization_config={"quant_method": "mxfp4"})
     tensors = {
@@ -218,19 +190,6 @@ def test_kv_of_latent_attention_and_of_linear_layers() -> None:
     }
     assert kv_of_model(nemotron).numbers == 2 * 2 * 128
     assert kv_of_model(nemotron).state_bytes == 2 * 4 * ((64 * 64 + 2 * 8 * 128) * 4 + 64 * 64 * 128)
-
-
-def test_sources_of_an_expert(tmp_path: Path) -> None:
-    tensors = {**expert_tensors("x"), "stack": ("BF16", [2, 8, 4])}
-    entries = read_header(write_safetensors(tmp_path / "m.safetensors", header_of(tensors)))
-    each = PartSources("t", 2, None, {"w1": [entries["x.experts.0.w1.weight"], entries["x.experts.1.w1.weight"]]})
-    assert each.is_apart
-    assert not each.is_fused
-    assert each.of_expert(1) == {"w1": entries["x.experts.1.w1.weight"]}
-    stack = PartSources("t", 2, None, {"stack": [entries["stack"]]})
-    assert stack.is_fused
-    row = stack.of_expert(1)["stack"]
-    assert (row.shape, row.offset - entries["stack"].offset, row.nbytes) == ((1, 8, 4), 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -282,12 +241,6 @@ def sharded(tmp_path: Path) -> Path:
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return tmp_path
-
-
-def test_one_file(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "model.safetensors", header_of({"a": ("F32", [2])}))
-    (tmp_path / "training_args.bin").write_bytes(pickle.dumps({}))
-    assert list(read_tensors(tmp_path)) == ["a"]
 
 
 def test_shards_with_and_without_index(sharded: Path) -> None:
@@ -375,11 +328,6 @@ def test_empty_folder(tmp_path: Path) -> None:
     assert refusal(read_tensors, tmp_path).code is ErrorCode.CHECKPOINT_DAMAGED
 
 
-def test_config(tmp_path: Path) -> None:
-    write_config(tmp_path, hidden_size=3)
-    assert read_config(tmp_path)["hidden_size"] == 3
-
-
 @pytest.mark.parametrize(
     ("content", "code"),
     [
@@ -401,10 +349,6 @@ def test_broken_config(tmp_path: Path, content: str | None, code: ErrorCode) -> 
 
 def test_no_such_folder(tmp_path: Path) -> None:
     assert refusal(read_config, tmp_path / "absent").code is ErrorCode.MODEL_NOT_FOUND
-
-
-def test_text_part_of_a_multimodal_config() -> None:
-    assert text_part({"thinker_config": {"text_config": {"hidden_size": 5}}}) == {"hidden_size": 5}
 
 
 @pytest.mark.parametrize(("filled", "is_whole"), [(0, False), (1, False), (2, True), (3, True)])

@@ -1,6 +1,4 @@
-"""One chooser for all: it finds the best way under noise, tries little, follows changes, and no busy phase flips it."""
-
-from __future__ import annotations
+"""One chooser for all: the best way under noise, for tokens as for kernels."""
 
 import random
 
@@ -8,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.choice import TRIALS, Choice, clearly_least
+from engine.common.choice import TRIALS, Choice
+from engine.experts.latency import LatencyModel
+from engine.experts.path_choice import PathChoice
 
 ARMS = ("a", "b", "c")
 
@@ -99,40 +99,12 @@ def test_what_a_busy_machine_does_to_one_way_alone_is_not_learnt() -> None:
     assert set(world.run(1000, even)) == {"a"}
 
 
-def test_the_prediction_decides_first_and_follows_what_is_asked() -> None:
-    choice = Choice(ARMS)
-    assert choice.take({"a": 2.0, "b": 1.0, "c": 3.0}) == "b"
-    choice.observe("b", 1.0, 1.0)
-    assert choice.take({"a": 0.5, "b": 1.0, "c": 3.0}) == "a"
-    assert choice.take({"b": 1.0, "c": 0.9}) == "c"  # there is no a this time
-
-
-def test_a_way_that_is_thought_much_dearer_is_not_tried_and_another_is_tried_again_and_again() -> None:
-    world = World(Choice(ARMS), dict.fromkeys(ARMS, 1.0), 3)
-    taken = world.run(2000, {"a": 1.0, "b": 1.3, "c": 20.0})
-    assert "c" not in taken
-    assert "b" in taken[:200]
-    assert "b" in taken[-500:]
-
-
-def test_a_first_way_far_beyond_its_prediction_gives_way_to_one_that_nobody_has_tried() -> None:
-    world = World(Choice(ARMS), {"a": 3.0, "b": 1.0, "c": 3.0}, 5)
-    assert world.run(100, {"a": 1.0, "b": 1.1, "c": 1.2})[-20:].count("b") >= 18
-
-
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_impossible_times_say_nothing(seconds: float) -> None:
     choice = Choice(ARMS)
     choice.take(dict.fromkeys(ARMS, 1.0))
     choice.observe("a", seconds, 1.0)
     assert choice.price("a", 1.0) == 1.0
-
-
-def test_the_present_one_stays_unless_another_is_clearly_better() -> None:
-    assert clearly_least({"a": 1.0, "b": 0.97}, "a", 0.05) == "a"
-    assert clearly_least({"a": 1.0, "b": 0.9}, "a", 0.05) == "b"
-    assert clearly_least({"a": 1.0, "b": 0.97}, None, 0.05) == "b"
-    assert clearly_least({"b": 0.97}, "a", 0.05) == "b"
 
 
 @given(_factors, _seeds, st.floats(1e-6, 1e3))
@@ -164,3 +136,72 @@ def test_ways_that_take_long_to_change_to_are_hardly_ever_tried() -> None:
         choice.observe(arm, seconds, 1e-3)
     assert 2 <= changes <= 12
     assert total_s <= 1.03 * (20_000 + 200) * 1e-3
+
+
+def test_the_prediction_decides_first_and_follows_what_is_asked() -> None:
+    choice = Choice(ARMS)
+    assert choice.take({"a": 2.0, "b": 1.0, "c": 3.0}) == "b"
+    choice.observe("b", 1.0, 1.0)
+    assert choice.take({"a": 0.5, "b": 1.0, "c": 3.0}) == "a"
+    assert choice.take({"b": 1.0, "c": 0.9}) == "c"  # there is no a this time
+
+
+LAYERS, PER_TOKEN = 36, 4
+
+
+def latency(cpu_us: float, copy_us: float, card_us: float = 10.0) -> LatencyModel:
+    return LatencyModel("int4", 10**6, cpu_us / 1e6, 0.0, card_us / 1e6, 1, 0.0, 0.0, 1e6 / (copy_us / 1e6))
+
+
+class Machine:
+    """Tokens of both ways, at shares of misses that may change."""
+
+    def __init__(self, known: LatencyModel, own_us: float, dispatch_us: float, seed: int = 0) -> None:
+        self.beyond_s = {True: LAYERS * own_us / 1e6, False: LAYERS * dispatch_us / 1e6}
+        self._dice, self._prices = random.Random(seed), PathChoice(known, LAYERS, PER_TOKEN, 0.0)
+
+    def token_s(self, miss_ratio: float, *, by_itself: bool, is_noisy: bool = True) -> float:
+        exact = self._prices._layers_s(miss_ratio, by_itself) + self.beyond_s[by_itself]
+        return exact * (1 + 0.1 * self._dice.random() + (3.0 if self._dice.random() < 0.01 else 0) if is_noisy else 1)
+
+    def run(self, choice: PathChoice, miss_ratio: float, tokens: int) -> float:
+        """How long these take."""
+        total_s = 0.0
+        for _ in range(tokens):
+            seconds = self.token_s(miss_ratio, by_itself=choice.by_itself)
+            total_s += seconds
+            choice.observe(seconds, round(miss_ratio * LAYERS * PER_TOKEN))
+        return total_s
+
+
+def test_where_all_miss_and_the_link_is_fast_the_dispatcher_is_taken_and_left_as_hits_come() -> None:
+    """As gpt-oss-120b on a card with a fast link: at first all miss, later most hit."""
+    known = latency(cpu_us=210, copy_us=300)
+    choice, machine = PathChoice(known, LAYERS, PER_TOKEN, 1.0), Machine(known, 40, 160)
+    assert not choice.by_itself
+    machine.run(choice, 1.0, 200)
+    assert not choice.by_itself
+    machine.run(choice, 0.4, 300)
+    assert choice.by_itself
+    assert choice.miss_ratio == pytest.approx(0.4, abs=0.01)
+    machine.run(choice, 1.0, 300)
+    assert not choice.by_itself
+
+
+def test_it_is_hardly_slower_than_the_better_way_of_nearly_any_machine() -> None:
+    """Not of all: a way that is thought worse is not tried, and what held up long tokens is expected of short ones."""
+    seed = random.randrange(2**32)
+    dice, times = random.Random(seed), []
+    for number in range(200):
+        known = latency(dice.uniform(20, 2000), dice.uniform(20, 2000), dice.uniform(2, 200))
+        ratios = [dice.random() for _ in range(dice.randint(1, 3))]
+        choice = PathChoice(known, LAYERS, PER_TOKEN, ratios[0])
+        machine = Machine(known, dice.uniform(5, 400), dice.uniform(60, 600), number)
+        for ratio in ratios:
+            machine.run(choice, ratio, 300)
+            ways = {way: machine.token_s(ratio, by_itself=way, is_noisy=False) for way in (True, False)}
+            times.append(ways[choice.by_itself] / min(ways.values()))
+    times.sort()
+    # About 3.5% of all such cases lose more than a tenth: of some 400 drawn ones, 5% are now and then.
+    assert times[int(0.9 * len(times))] < 1.1, f"seed {seed}"
+    assert times[int(0.95 * len(times))] < 1.2, f"seed {seed}"

@@ -1,7 +1,5 @@
 """The `switchyard` command: what it imports, how it ends, what it says when something is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What the default run tries of tests' combinations of parameters."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -30,10 +28,6 @@ def test_each_value_of_a_product_is_tried_and_the_longest_two_lists_with_each_ot
     assert len(few) == longest * (second if len(sizes) > 2 else 1)
     for place, size in enumerate(sizes):
         assert {values[place] for values in few} == set(range(size))
-
-
-def test_every_combination_of_two_lists_has_its_day() -> None:
-    assert all(any(days) for days in zip(*(few_of_product(product([3, 2]), day) for day in range(6)), strict=True))
 
 
 class Examples:

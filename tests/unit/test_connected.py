@@ -1,7 +1,5 @@
 """A model folder whose disk is away: nothing is begun in the place where it was mounted."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,17 +1,19 @@
 """What `switchyard doctor` finds, and when that is a reason to exit 2."""
 
-from __future__ import annotations
-
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import cli
 from engine.common import installed
 from engine.common.installed import note_files
+from engine.common.paths import python_module
 from engine.devices.card_proof import CardProof
 from engine.hardware import torch_builds
 from engine.hardware.cpu import CpuInfo
@@ -19,7 +21,7 @@ from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, probe
 from engine.hardware.surroundings import Surroundings
 from engine.verbs import doctor
-from engine.verbs.doctor import Status
+from engine.verbs.doctor import Finding, Status
 from tests.bundles import make_bundle, make_part
 
 GPU = GpuInfo("NVIDIA H200", 140 * 2**30, 139 * 2**30, "580.65", "9.0", 5)
@@ -43,12 +45,6 @@ def test_here_it_tells_everything_and_makes_no_folder(
     assert document["hardware"]["usable_cpus"] >= 1
     made = {path.name for path in switchyard_home.rglob("*")} if switchyard_home.exists() else set()
     assert made <= {"logs"}
-
-
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tests, in a process of their own, take seconds."""
-    monkeypatch.setattr(doctor, "kernel_findings", lambda _hardware: [])
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -148,13 +144,6 @@ def test_a_broken_driver_beside_another_card_is_worth_advice(monkeypatch: pytest
     monkeypatch.setattr(doctor, "torch_hip_version", lambda: "7.2")
     _, second = doctor.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note="Restart."))
     assert (second.status, second.detail) == (Status.ADVICE, "Restart.")
-
-
-def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
-    monkeypatch.setattr(doctor, "torch_cuda_version", lambda: "13.0")
-    gpu = replace(GPU, pcie_width=16, pcie_width_now=8, used_by_others_bytes=3 * 2**30)
-    (finding,) = doctor.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
-    assert all(fact in finding.detail for fact in ("140 GiB", "3.0 GiB", "PCIe 5.0 x8", "driver 580.65"))
 
 
 @pytest.mark.parametrize(
@@ -304,3 +293,72 @@ def test_missing_libraries_are_named_with_the_command(
     assert (shown.status == Status.OK) == bool(display)
     assert libraries.status == status
     assert "sudo apt-get install libxcb-cursor0 libegl1" in libraries.action
+
+
+def told(monkeypatch: pytest.MonkeyPatch, script: str, hardware: Probe | None = None) -> Finding:
+    """The finding, where the child is this script."""
+    command = [sys.executable, "-I", "-S", "-c", script]
+    monkeypatch.setattr(doctor, "python_module", lambda _module: (command, {}))
+    (finding,) = doctor.kernel_findings(hardware or probe())
+    return finding
+
+
+def saying(**document: Any) -> str:
+    return f"print({json.dumps(document)!r})"
+
+
+def test_the_instructions_and_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = told(monkeypatch, saying(isa="AVX512_VNNI", note=""))
+    assert finding.status is Status.OK
+    assert finding.detail.startswith("AVX-512 with VNNI, on ")
+    assert "thread" in finding.detail
+    assert not finding.action
+
+
+def test_why_there_are_none_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "The fast CPU kernels are not there, so it is slower: install a C++ compiler and run the set-up again."
+    finding = told(monkeypatch, saying(isa=None, note=note))
+    assert finding.status is Status.ADVICE
+    assert finding.detail == "The fast CPU kernels are not there, so it is slower."
+    assert finding.action == "Install a C++ compiler and run the set-up again."
+    assert "SWITCHYARD_NATIVE" in told(monkeypatch, saying(isa=None, note="")).detail
+
+
+@pytest.mark.parametrize("script", ["", "print('nonsense')", "print('[]')", "raise SystemExit(3)", "print('{}')"])
+def test_a_child_that_fails_is_advice(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    finding = told(monkeypatch, script)
+    assert finding.status is Status.ADVICE
+    assert finding.action
+
+
+def test_what_the_kernels_say_themselves() -> None:
+    command, variables = python_module("engine.kernels.native")
+    said = subprocess.run(
+        [*command, "--status"], capture_output=True, check=True, timeout=120, env=os.environ | variables
+    )
+    document = json.loads(said.stdout)
+    assert bool(document["isa"]) != bool(document["note"])
+
+
+def test_a_processor_without_avx2_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(probe(), architecture="x86_64")
+    old, new = replace(here, instructions=("sse4_2", "avx")), replace(here, instructions=("sse4_2", "avx", "avx2"))
+    finding = told(monkeypatch, saying(isa="PORTABLE", note=""), old)
+    assert finding.status is Status.ADVICE
+    assert "plain C++ without vector instructions" in finding.detail
+    assert "has no AVX2: everything works" in finding.detail
+    for hardware in (new, replace(old, architecture="arm64"), replace(old, instructions=())):
+        finding = told(monkeypatch, saying(isa="PORTABLE", note=""), hardware)
+        assert finding.status is Status.OK  # somebody wants these kernels
+        assert "AVX2" not in finding.detail
+
+
+@pytest.mark.exhaustive
+def test_the_portable_kernels_answer(tmp_path: Path) -> None:
+    """All that the self-test of an installed engine does, with the kernels for old processors."""
+    command, variables = python_module("engine.self_test")
+    own = {"SWITCHYARD_ISA": "portable", "SWITCHYARD_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=os.environ | variables | own, capture_output=True, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["problem"], said["kernels"]) == ("", "PORTABLE")
+    assert said["answered"] > 0

@@ -1,7 +1,5 @@
 """Documents are cut into pieces, found again by what is asked, and forgotten without a trace."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documents show commands and links that exist, and stay as short as they are meant to be."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

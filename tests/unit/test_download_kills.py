@@ -1,7 +1,5 @@
 """A download whose process is killed again and again, over a line on which everything goes wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Downloads against a hub on this machine: what arrives is what is there, whatever happens on the way."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -45,12 +43,6 @@ TOTAL = sum(map(len, FILES.values()))
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     make_quick(monkeypatch, PART)
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 @pytest.fixture
@@ -599,7 +591,7 @@ class FakeXet:
         self.ranges: list[tuple[int, int]] = []
         self.asked_with: dict[str, Any] = {}
 
-    def new_download_stream_group(self, **asked_with: Any) -> FakeXetGroup:
+    def new_download_stream_group(self, **asked_with: Any) -> "FakeXetGroup":
         self.asked_with = asked_with
         self.stalls -= 1
         return FakeXetGroup(self, self.stalls >= 0)

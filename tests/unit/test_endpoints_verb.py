@@ -1,12 +1,9 @@
 """`switchyard endpoints`, and `switchyard chat` where another server answers."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,6 @@ from engine.remote.endpoint import endpoints_file, saved_endpoints
 from tests.bad_endpoint import MODEL, BadEndpoint
 
 SECRET = "sk-very-secret-1234567890"
-
-
-@pytest.fixture
-def server() -> Iterator[BadEndpoint]:
-    with BadEndpoint() as found:
-        yield found
 
 
 @pytest.fixture(autouse=True)

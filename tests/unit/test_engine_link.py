@@ -1,8 +1,7 @@
-"""The line between the HTTP server and the engine: what is asked arrives whole, and a lost engine ends every answer."""
-
-from __future__ import annotations
+"""The line between the HTTP server and the engine, and the process at its end."""
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +12,11 @@ import pytest
 
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool, ToolCall
+from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import Ask, Began, Failed, Finished, Token
+from engine.serving import engine_process
+from engine.serving.engine_process import EngineProcess
 from engine.serving.link import BrokerLink, EngineLink
 from tests.scripted_broker import ScriptedBroker
 
@@ -37,7 +39,7 @@ def link() -> Iterator[EngineLink]:
 
 
 def until(holds: Callable[[], Any]) -> None:
-    for _ in range(2000):
+    for _ in range(4000):
         if holds():
             return
         time.sleep(0.005)
@@ -178,3 +180,53 @@ def test_folders_of_servers_that_were_killed_go_with_the_next_start(
     ours.close()
     again.close()
     assert [entry.name for entry in tmp_path.iterdir()] == [other.name]
+
+
+ENDS_AT_ONCE = "import sys; sys.stdin.read()"
+GOES_ON = "import sys, time; sys.stdin.read(); time.sleep(120)"
+
+
+@pytest.fixture
+def ends() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def engine(ends: list[str]) -> Iterator[EngineProcess]:
+    found = EngineProcess(EngineConfig("m"), None, lambda: ends.append("ended"))
+    yield found
+    found.close()
+
+
+def runs(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "python_module", lambda _name: ([sys.executable, "-c", program], {}))
+
+
+def test_who_asks_after_its_end_starts_it_again(
+    engine: EngineProcess, ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, pids = list[Any](), set[int]()
+    runs(ENDS_AT_ONCE, monkeypatch)
+    for asked in range(1, 4):
+        engine.ask(Ask(Path("models/m")), events.append)
+        pids.add(engine.pid)
+        until(lambda asked=asked: len(events) == asked)  # type: ignore[misc]
+    until(lambda: len(ends) == 3)
+    engine.close()
+    assert len(pids) == 3
+    assert {type(event) for event in events} == {Failed}
+    assert {event.error.code for event in events} == {ErrorCode.ENGINE_DIED}
+
+
+def test_an_end_that_is_expected_is_no_news(
+    engine: EngineProcess, ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs(GOES_ON, monkeypatch)
+    engine.wake()
+    pid = engine.pid
+    engine.expect_end()
+    assert engine._process is not None
+    engine._process.kill()
+    engine.close()
+    engine.wake()
+    assert (ends, engine.pid) == ([], pid)

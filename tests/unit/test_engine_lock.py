@@ -1,7 +1,5 @@
 """The list that installed packages fetch the engine by."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

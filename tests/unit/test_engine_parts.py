@@ -1,7 +1,5 @@
 """The engine's part from a real server to its folder, by real uv: what is used is whole, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -15,7 +13,7 @@ import sysconfig
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,12 +45,6 @@ BIG = random.Random(5).randbytes(6 * PART)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     make_quick(monkeypatch, PART)
     monkeypatch.setattr(os, "sync", lambda: None)
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 @pytest.fixture

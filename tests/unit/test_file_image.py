@@ -1,7 +1,5 @@
 """A file comes into memory whole and in order, early or late, and what goes wrong is told to whoever waits."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

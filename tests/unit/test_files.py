@@ -1,7 +1,5 @@
 """Whole files, and files for the user alone."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -21,7 +19,6 @@ from engine.common.files import (
     holding,
     is_locked,
     make_private,
-    new_folder,
     private_file,
     private_folder,
     remove_left_over,
@@ -191,20 +188,6 @@ def test_a_reader_of_the_old_file_delays_the_new_one(
         write_private(path, "{}")
     assert path.exists() == is_replaced
     assert list(tmp_path.iterdir()) == ([path] if is_replaced else [])
-
-
-def test_a_folder_that_another_makes_at_the_same_moment_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, exists = tmp_path / "one" / "two", Path.exists
-
-    def made_meanwhile(path: Path) -> bool:
-        folder.mkdir(parents=True, exist_ok=True)
-        return exists(path)
-
-    monkeypatch.setattr(Path, "exists", made_meanwhile)
-    new_folder(folder)
-    assert folder.is_dir()
 
 
 HOLDER = """

@@ -1,7 +1,5 @@
 """Whether a model fits, before it is downloaded: rows, verdicts, what is recommended and why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -83,24 +81,6 @@ def test_a_row_has_every_bar() -> None:
     assert one.load_anyway
 
 
-def test_a_longer_context_takes_more() -> None:
-    short, long = (
-        row(quantised(OLMOE, "Q4_K_M", 4.85), look(), Limits(context_tokens=tokens)).kv_at_context
-        for tokens in (512, 4096)
-    )
-    assert long == 8 * short
-
-
-def test_int8_keys_and_values_take_about_half_on_the_processor() -> None:
-    found, there = quantised(OLMOE, "Q4_K_M", 4.85), look()
-    wide, narrow = (
-        row(found, there, Limits(use_card=False, context_tokens=4096, kv_precision=kept)) for kept in ("auto", "int8")
-    )
-    share = (OLMOE.attention.head_dim + 4) / (2 * OLMOE.attention.head_dim)
-    assert narrow.kv_at_context == pytest.approx(share * wide.kv_at_context, rel=1e-3)
-    assert wide.ram.kv - narrow.ram.kv == pytest.approx((1 - share) * wide.ram.kv, rel=1e-3)
-
-
 def test_a_card_is_used_and_its_limit_follows() -> None:
     there = look(64, "emulated:pcie3-x8-8gb", measured=False)
     whole = row(quantised(QWEN, "Q4_K_M", 4.85), there)
@@ -150,11 +130,6 @@ def test_the_best_quality_that_is_fast_is_recommended() -> None:
     assert small.recommended is not None
     assert small.rows[small.recommended].candidate.label == "Q4_K_M"
     assert fit_card([], look(), Limits()).recommended is None
-
-
-def test_an_original_that_runs_in_four_bits_is_none() -> None:
-    one = row(quantised(QWEN, "BF16", 16), look(32))
-    assert (one.precision, one.candidate.quality, one.quality) == ("int4", "original", "good")
 
 
 def test_what_was_timed_here_is_said_of_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,29 +222,6 @@ def test_downloads_take_room_where_they_go() -> None:
     catalogue = read_catalogue()
     catalogue = replace(catalogue, entries=catalogue.entries[:4])
     assert len(recommend(catalogue, other, Limits())) > len(recommend(catalogue, here, Limits()))
-
-
-def test_the_models_of_this_pc_are_looked_for_once_per_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    monkeypatch.setattr(fit, "all_results", lambda: [object()])
-    monkeypatch.setattr(fit, "list_models", lambda: looks.append(1) or ())
-    fit_card([quantised(OLMOE, label, 4.85) for label in ("Q4_K_M", "Q4_K_S", "IQ4_XS")], look(), Limits())
-    assert looks == [1]
-
-
-def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    real = fit.predict_decode
-    monkeypatch.setattr(fit, "predict_decode", lambda *given, **more: (asked.append(given), real(*given, **more))[1])
-    monkeypatch.setattr(fit, "_kept", {})
-    found = [quantised(OLMOE, "Q4_K_M", 4.85)]
-    first = fit_card(found, look(), Limits())
-    assert fit_card([*found, quantised(OLMOE, "Q8_0", 8.5)], look(), Limits()).rows[0] == first.rows[0]
-    times = len(asked)
-    fit_card(found, look(8), Limits())
-    assert len(asked) > times  # another machine
-    fit_card(found, look(8), Limits(context_tokens=512))
-    assert len({str(each) for each in asked}) == len(asked)
 
 
 # Recommendations

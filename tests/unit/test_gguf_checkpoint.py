@@ -1,7 +1,5 @@
 """What a GGUF file says of its model, as config.json: complete, or refused in a sentence."""
 
-from __future__ import annotations
-
 import lzma
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,13 +85,6 @@ def test_the_width_of_heads_is_that_of_the_tensors_where_no_key_says_it(
         read_tensors(write(KEYS | {"attention.key_length": 4}))
     assert "attn_q" in damaged.value.message
     assert "again" not in damaged.value.message
-
-
-def test_one_number_per_layer_is_one_number_if_all_are_equal(write: Callable[..., Path]) -> None:
-    keys = KEYS | {"attention.head_count_kv": [2, 2]}
-    assert read_config(write(keys))["num_key_value_heads"] == 2
-    with refused(ErrorCode.CHECKPOINT_DAMAGED, "head_count_kv"):
-        read_config(write(KEYS | {"attention.head_count_kv": [2, 1]}))
 
 
 def test_sampling_hints(write: Callable[..., Path]) -> None:

@@ -1,7 +1,5 @@
 """Reading the headers of GGUF files: what is right, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

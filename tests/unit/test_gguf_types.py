@@ -1,7 +1,5 @@
 """The number formats of GGUF files, against the `gguf` package's own reading of random blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -60,14 +58,6 @@ def test_a_scale_that_is_no_half_can_be_put() -> None:
             scales = np.abs(kind.dequantise(raw)).max(-1)
             assert (scales > wanted / 20).all()
             assert (scales < wanted * 200).all()
-
-
-def test_any_leading_dimensions_are_kept() -> None:
-    kind = GGML["Q4_K"]
-    raw = _random(kind, 1)[:4]
-    stacked = kind.dequantise(raw.reshape(2, 2, -1))
-    assert stacked.shape == (2, 2, _BLOCKS * 256)
-    np.testing.assert_array_equal(stacked.reshape(4, -1), kind.dequantise(raw))
 
 
 def test_every_type_of_the_package_is_read_or_known_by_name() -> None:

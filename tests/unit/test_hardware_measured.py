@@ -1,7 +1,5 @@
 """What was measured is kept whole, noticed to be of another machine, and becomes the planner's numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -29,7 +27,6 @@ from engine.hardware.measured import (
     load_measurements,
     machine_profile,
     measured_ceilings,
-    measurements_file,
     read_measurements,
     save_measurements,
 )
@@ -132,13 +129,6 @@ def test_a_card_that_cannot_be_planned_with_is_none(gpu: GpuInfo) -> None:
     assert "gpu.flops" not in machine.origins
 
 
-def test_parts_that_were_skipped_are_assumed() -> None:
-    partial = replace(measured(), copies=(), disk=(), arithmetic=(), ram=(), experts=())
-    machine, assumed = machine_profile(PROBE, partial), machine_profile(PROBE)
-    assert (machine.link, machine.cpu, machine.gpu) == (assumed.link, assumed.cpu, assumed.gpu)
-    assert machine.origins == assumed.origins
-
-
 @pytest.mark.parametrize(
     ("told", "listed"),
     [
@@ -221,10 +211,6 @@ def test_a_write_that_fails_leaves_what_was_there(monkeypatch: pytest.MonkeyPatc
         save_measurements(replace(measured(), kind="thorough"))
     assert load_measurements(PROBE, "cuda:0") == measured()
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_device_names_are_no_paths() -> None:
-    assert measurements_file(described(PROBE), "../../x").parent == measurements_file(described(PROBE), "").parent
 
 
 _NONSENSE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers())

@@ -1,7 +1,5 @@
 """Processor, disk and surroundings, read from made-up files of the kernel."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading
@@ -15,11 +13,8 @@ from engine.hardware.cpu import apple_cpu, bytes_of_size, linux_cpu, windows_cpu
 from engine.hardware.disk import DiskKind, block_device, disk_info, look, stays_connected
 from engine.hardware.surroundings import (
     BoundedCalls,
-    Surroundings,
-    cpus_of,
     number_of,
     output_of,
-    pinned_limit,
     surroundings,
 )
 
@@ -119,13 +114,6 @@ def test_windowss_structures() -> None:
     assert (found.l2_bytes, found.l3_bytes, found.instructions) == (3 * 2**20, 2**25, ("avx2",))
     for cut in (b"", topology[:7], topology[:30], struct.pack("<II", 0, 0)):
         windows_cpu_of(cut, frozenset(), None)
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("0-3,8", {0, 1, 2, 3, 8}), ("", set()), (None, set()), ("x-2,4", {4}), ("5", {5})]
-)
-def test_lists_of_cpus(text: str | None, numbers: set[int]) -> None:
-    assert cpus_of(text) == numbers
 
 
 def test_small_readers(tmp_path: Path) -> None:
@@ -240,9 +228,3 @@ def test_windowss_linux(tmp_path: Path, release: str, wsl: int | None) -> None:
     (tmp_path / "release").write_text(release)
     (tmp_path / "cpuinfo").write_text("flags : fpu hypervisor")
     assert surroundings(tmp_path / "release", tmp_path / "cpuinfo").wsl == wsl
-
-
-def test_what_may_be_pinned() -> None:
-    assert pinned_limit(2**34, Surroundings(2, True, None, None)) == 2**33
-    if os.name != "nt":
-        assert pinned_limit(2**34, Surroundings(None, False, None, None)) is None

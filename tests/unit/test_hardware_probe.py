@@ -1,15 +1,15 @@
 """What this machine has: its probe, kinds of cores, and cards as Windows tells of them."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
+import re
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,11 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.common.errors import ErrorCode
+from engine.devices import host_memory
 from engine.hardware import cpu as cpu_module
 from engine.hardware import dxgi, surroundings
 from engine.hardware.cpu import compute_cpus, compute_threads, fast_cpus
 from engine.hardware.dxgi import AdapterDesc, MemoryInfo, ProcessMemory, adapter_of, adapters
-from engine.hardware.probe import free_disk_bytes, probe, usable_cpus
+from engine.hardware.probe import BusyLately, OtherPrograms, free_disk_bytes, probe, usable_cpus
+from engine.planner.placement import Budgets, NotEnoughRamError, require_ram
+from engine.verbs.options import parse_size
 
 
 def test_this_machine() -> None:
@@ -156,21 +160,6 @@ def test_favoured_cores_are_no_other_kind(tmp_path: Path) -> None:
     machine = _machine(tmp_path, [0, 1, 2, 3], cpufreq__cpuinfo_max_freq=clocks)
     assert not fast_cpus(machine)
     assert compute_cpus(frozenset(range(4)), machine) == (0, 1, 2, 3)
-
-
-def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
-    neighbours = _machine(tmp_path / "a", [0, 0, 1, 1, 2, 2])
-    assert compute_cpus(frozenset(range(6)), neighbours) == (0, 2, 4)
-    spread = _machine(tmp_path / "b", [0, 1, 2, 0, 1, 2])
-    assert compute_cpus(frozenset(range(6)), spread) == (0, 1, 2)
-
-
-def test_cores_of_two_sockets_may_have_the_same_number(tmp_path: Path) -> None:
-    assert len(compute_cpus(frozenset(range(4)), _machine(tmp_path, [0, 1, 0, 1], packages=2))) == 4
-
-
-def test_without_a_topology_every_allowed_cpu_counts(tmp_path: Path) -> None:
-    assert compute_cpus(frozenset({2, 5}), tmp_path) == (2, 5)
 
 
 @given(
@@ -340,3 +329,143 @@ def test_a_system_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dxgi.platform, "system", lambda: "Windows")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     assert list(adapters()) == []
+
+
+FREE = 8 * 10**9
+
+
+def test_free_memory_is_cut_to_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_memory.available_ram() > 0
+    monkeypatch.setattr(surroundings, "memory_limits", lambda in_use: (5000, 700 - in_use))
+    assert host_memory.available_ram() == 700
+
+
+def test_mapped_files_are_used_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(surroundings.psutil, "virtual_memory", lambda: SimpleNamespace(available=FREE))
+    monkeypatch.setattr(surroundings, "memory_limits", lambda in_use: (None, None))
+    mapped = 2**30 - 1
+    monkeypatch.setattr(surroundings, "mapped_bytes", lambda: mapped)
+    surroundings.count_as_used(3000)
+    try:
+        assert host_memory.available_ram() == FREE - 3000
+        mapped = 2**30 + 5000  # by another program too
+        assert host_memory.available_ram() == FREE - 5000
+    finally:
+        surroundings.count_as_used(-3000)
+    mapped = 7 * 10**8
+    assert host_memory.available_ram() == FREE
+    monkeypatch.undo()
+    for name, text in (("memory.max", "9000"), ("memory.current", "8000"), ("memory.stat", "inactive_file 6000\n")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(surroundings, "_own_groups", lambda *_: [tmp_path])
+    assert surroundings.memory_limits() == (9000, 7000)
+    assert surroundings.memory_limits(in_use=4000) == (9000, 3000)
+    assert surroundings.memory_limits(in_use=7000) == (9000, 1000)
+
+
+def test_what_all_programs_have_mapped_is_read_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMapped:          1204 kB\nShmem: 7 kB\n")
+    assert surroundings.mapped_bytes(tmp_path / "meminfo") == 1197 * 1024
+    assert surroundings.mapped_bytes(tmp_path / "none") == 0
+
+
+def test_refusal_names_both_figures() -> None:
+    require_ram("small", 2 * 10**9, Budgets(FREE))
+    with pytest.raises(NotEnoughRamError) as caught:
+        require_ram("big", 61 * 10**9, Budgets(FREE))
+    assert (caught.value.code, caught.value.needed) == (ErrorCode.NOT_ENOUGH_MEMORY, 61 * 10**9)
+    assert "big needs 61.6 GB" in caught.value.message
+    assert "8.0 GB are free" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("needed", "budget"), [(1_200_000, 1_100_000), (10**6 + 1, 10**6), (61_520_000_000, 61_480_000_000)]
+)
+def test_a_budget_that_is_too_small_by_little_is_told_from_what_is_needed(needed: int, budget: int) -> None:
+    with pytest.raises(NotEnoughRamError) as caught:
+        require_ram("model", needed, Budgets(2 * needed + 2**31, budget))
+    sizes = re.findall(r"[\d.,]+ (?:kB|MB|GB)", caught.value.message)
+    assert len(sizes) == 2
+    said = [parse_size(size) for size in sizes]
+    assert said[0] >= needed  # who allows as much as is said to be needed has allowed enough
+    assert said[1] <= budget
+
+
+class Machine:
+    """Two CPUs whose counters the test moves on."""
+
+    def __init__(self) -> None:
+        self.user = [0.0, 0.0]
+        self.idle = [0.0, 0.0]
+        self.waiting = [0.0, 0.0]
+        self.ours: dict[int, float] = {7: 0.0}
+
+    def cpu_times(self) -> list[Any]:
+        return [_times(*each) for each in zip(self.user, self.idle, self.waiting, strict=True)]
+
+    def watched(self, usable: Iterable[int] | None = None) -> OtherPrograms:
+        return OtherPrograms(
+            lambda: tuple(self.ours), cpu_times=self.cpu_times, process_s=self.ours.get, usable=lambda: usable
+        )
+
+    def spend(self, user: list[float], idle: list[float], ours: float, waiting: float = 0.0) -> None:
+        self.user = [a + b for a, b in zip(self.user, user, strict=True)]
+        self.idle = [a + b for a, b in zip(self.idle, idle, strict=True)]
+        self.waiting[0] += waiting
+        self.ours[7] += ours
+
+
+class _times(tuple[float, ...]):  # noqa: N801  # as psutil's: a tuple with names
+    def __new__(cls, user: float, idle: float, iowait: float) -> "_times":
+        made = super().__new__(cls, (user, idle, iowait))
+        vars(made).update(user=user, idle=idle, iowait=iowait)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("user", "idle", "ours", "share"),
+    [
+        ([1.0, 1.0], [0.0, 0.0], 2.0, 0.0),  # all is ours
+        ([1.0, 1.0], [0.0, 0.0], 0.12, 0.94),
+        ([0.0, 0.0], [1.0, 1.0], 0.0, 0.0),
+        ([0.5, 0.0], [0.5, 1.0], 0.1, 0.2),
+        ([0.5, 0.5], [0.5, 0.5], 1.2, 0.0),  # counters of two clocks: never less than nothing
+    ],
+)
+def test_what_is_busy_and_not_ours_is_others(user: list[float], idle: list[float], ours: float, share: float) -> None:
+    machine = Machine()
+    taken = machine.watched().watch()
+    machine.spend(user, idle, ours)
+    assert taken() == pytest.approx(share)
+
+
+def test_a_stretch_is_told_as_far_as_it_has_come() -> None:
+    machine = Machine()
+    taken = machine.watched().watch()
+    assert taken() == 0.0  # no time has passed
+    machine.spend([1.0, 1.0], [0.0, 0.0], 0.0)
+    assert taken() == pytest.approx(1.0)
+    machine.spend([0.0, 0.0], [1.0, 1.0], 0.0)
+    assert taken() == pytest.approx(0.5)
+
+
+def test_a_system_that_tells_nothing_is_quiet() -> None:
+    def fails() -> list[SimpleNamespace]:
+        raise OSError
+
+    taken = OtherPrograms(lambda: (), cpu_times=fails).watch()
+    assert taken() == 0.0
+
+
+def test_whether_it_was_busy_of_late_is_looked_up_now_and_then() -> None:
+    machine, now_s = Machine(), 0.0
+    is_busy_lately = BusyLately(machine.watched(), every_s=2.0, clock=lambda: now_s)
+    assert not is_busy_lately()
+    machine.spend([1.0, 1.0], [0.0, 0.0], 0.0)
+    assert not is_busy_lately()  # it is too soon to say
+    now_s = 2.5
+    assert is_busy_lately()
+    machine.spend([0.0, 0.0], [1.0, 1.0], 0.0)
+    assert is_busy_lately()
+    now_s = 5.0
+    assert not is_busy_lately()

@@ -1,7 +1,5 @@
 """Samples of sensors: right where they are told, absent where they are not, back when they are back."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields
 from pathlib import Path

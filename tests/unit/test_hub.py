@@ -1,7 +1,5 @@
 """What a hub has, and what of it would run: read over real HTTP from a hub on this machine, within limits."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading
@@ -296,18 +294,6 @@ def test_a_repository_without_anything_to_run_says_why(hub: HubServer, files: di
 
 
 # Shapes
-
-
-def test_a_shape_from_the_headers_of_shards(hub: HubServer) -> None:
-    files = sharded()
-    found = one_of(hub, dict(files))
-    shape = candidate_shape(found)
-    assert (shape.layers, shape.experts, shape.experts_per_token) == (SHAPE.layers, SHAPE.experts, SHAPE.top_k)
-    assert (shape.hidden, shape.expert_width, shape.hub_id) == (SHAPE.hidden, SHAPE.intermediate, "org/model")
-    asked = len(hub.asked("*", method="any"))
-    assert candidate_shape(found) == shape  # kept: nothing is asked again
-    assert len(hub.asked("*", method="any")) == asked
-    assert find_shape("org/model") == shape
 
 
 def test_the_same_shape_as_on_disk(hub: HubServer, made: SimpleNamespace) -> None:

@@ -1,7 +1,5 @@
 """Tokens of hubs: kept where the system keeps passwords, each for its host."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`switchyard models search`, `recommend` and `fit` of what is on a hub."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

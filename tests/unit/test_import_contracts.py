@@ -1,12 +1,14 @@
-"""Imports run one way.  What is forbidden stands in pyproject.toml; here is what `app` may use."""
-
-from __future__ import annotations
+"""Imports run one way, some of them late.  What is forbidden is in pyproject.toml; here is what `app` may use."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import grimp
+import pytest
+
+import engine.protocol as messages
+from engine.planner.plan_parts import Plan
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -64,3 +66,25 @@ for module in sys.argv[1:]:
     command = [sys.executable, "-c", script, *LIGHT.split()]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+_PROGRAM = """
+import sys
+import engine.protocol
+assert not {"numpy", "engine.planner.plan_parts", "engine.hardware.measured"} & set(sys.modules), "too early"
+line = b'{"type":"TuningPlans","request_id":"t","plan":{},"contestants":[]}'
+try:
+    engine.protocol.decode(line)
+except engine.protocol.EngineError:
+    assert "engine.planner.plan_parts" in sys.modules  # such a plan has no fields
+"""
+
+
+def test_the_protocol_waits_for_no_planner() -> None:
+    subprocess.run([sys.executable, "-c", _PROGRAM], check=True)
+
+
+def test_the_later_types_can_be_asked_for() -> None:
+    assert messages.Plan is Plan
+    with pytest.raises(AttributeError, match="Nothing"):
+        messages.Nothing  # noqa: B018

@@ -1,7 +1,5 @@
 """What is installed, which parts are in use, and which command starts the engine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The script that installs for a user without rights, with a small program in the place of the real one."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

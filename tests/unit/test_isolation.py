@@ -1,7 +1,5 @@
 """The checks that every test stands under do catch what they are for."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

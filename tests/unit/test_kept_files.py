@@ -1,7 +1,5 @@
 """Blocks on disk: within the budget, found if whole, and harmless whatever happens to their files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Which instruction sets are chosen for which work, by made-up times, and what is kept of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +10,6 @@ from engine.kernels.native import choice
 from engine.kernels.native.choice import (
     FEW,
     MANY,
-    USES,
     Use,
     choice_file,
     choice_for,
@@ -70,17 +67,6 @@ def test_a_single_lucky_burst_decides_nothing() -> None:
 def test_a_busy_machine_keeps_the_newest_and_is_measured_again() -> None:
     noise = iter([1.0, 2.5, 2.2, 1.0, 3.0, 1.4, 2.0] * 1000)
     assert choose(_ALL, _times({(_INT8, Isa.AVX2): 0.5}, noise)) is None
-
-
-def test_hopeless_candidates_are_measured_once() -> None:
-    asked: list[Isa] = []
-
-    def seconds(use: Use, isa: Isa) -> float:
-        asked.append(isa)
-        return 5.0 if isa is Isa.AVX2 else 1.0
-
-    assert choose(_ALL, seconds) == {}
-    assert asked.count(Isa.AVX2) == len(USES)
 
 
 def test_a_choice_is_kept_by_thread_count() -> None:

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.library import converted_path, list_models, resolve, show, starter_is_built, verify
+from engine.checkpoint.library import converted_path, list_models, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.ownership import remove
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
@@ -28,14 +26,6 @@ def test_what_is_neither_file_nor_folder_says_so(tmp_path: Path) -> None:
         ErrorCode.MODEL_NOT_FOUND,
         f"{pipe} is neither a file nor a folder: give one with a model.",
     )
-
-
-def test_an_empty_library(tmp_path: Path) -> None:
-    assert list_models() == []
-    assert not starter_is_built()
-    code, message = _refusal("starter")
-    assert code is ErrorCode.MODEL_NOT_FOUND
-    assert "switchyard models pull starter" in message
 
 
 @pytest.mark.parametrize(
@@ -68,12 +58,6 @@ def test_files_in_place_of_folders_are_refused(tmp_path: Path) -> None:
         assert _refusal(str(tmp_path / name))[0] is code
     (tmp_path / "empty").mkdir()
     assert _refusal(str(tmp_path / "empty"))[0] is ErrorCode.MODEL_NOT_FOUND
-
-
-def test_a_directory_is_itself(tmp_path: Path) -> None:
-    folder = write_tiny_checkpoint(tmp_path / "tiny")
-    assert resolve(str(folder)) == folder
-    assert show(str(folder)).name == str(folder)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

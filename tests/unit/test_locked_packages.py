@@ -1,7 +1,5 @@
 """The lists that set-up installs from: whole, hashed, within pyproject's ranges, and under licences that allow it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sys

@@ -1,7 +1,5 @@
 """Files are mapped where that is safe, and read elsewhere: the same bytes either way."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

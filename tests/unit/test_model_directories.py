@@ -1,7 +1,5 @@
 """Models that lie elsewhere: in other folders of the user's and in other programs' stores, whole or odd."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -508,20 +506,6 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(library, "_read", noting)
     monkeypatch.setattr(library, "_descriptions", library._Descriptions())
     return seen
-
-
-def test_an_unchanged_model_is_read_once(readings: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_tiny_checkpoint(models_dir() / "tiny")
-    first = look_around()
-    assert look_around() == first
-    monkeypatch.setattr(library, "_descriptions", library._Descriptions())  # another process
-    assert look_around() == first
-    assert readings == [folder]
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"num_local_experts": 4', '"num_local_experts": 8'))
-    os.utime(config, ns=(1, 1))
-    assert look_around().entries[0].experts == 8
-    assert readings == [folder] * 2
 
 
 def test_what_a_model_can_do_is_kept_until_more_is_known_of_models(

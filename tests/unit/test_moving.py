@@ -1,7 +1,5 @@
 """Models that are moved to another disk, copied out, put into the trash: whole at every moment, and never in use."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What each compiler is told for each kind of processor; nothing is compiled here."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

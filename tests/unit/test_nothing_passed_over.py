@@ -1,7 +1,5 @@
 """No error is passed over in silence: whoever catches everything says so, in the log at least."""
 
-from __future__ import annotations
-
 import ast
 import logging
 from collections.abc import Iterator

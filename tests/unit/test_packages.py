@@ -1,7 +1,5 @@
 """What goes into packages, and the folder that they install."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -1,7 +1,5 @@
 """What can be told of the package for macOS without a Mac."""
 
-from __future__ import annotations
-
 import plistlib
 import struct
 import sys

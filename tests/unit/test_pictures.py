@@ -1,7 +1,5 @@
 """Pictures of strangers: every kind read as a plain library would, bombs and broken ones refused in a sentence."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct

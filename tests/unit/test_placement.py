@@ -1,7 +1,5 @@
 """Where the parts of a model go: whatever sizes and budgets there are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -53,12 +51,6 @@ def budgets(*cards: int, ram: int = 2**40, allowed: int | None = None) -> Budget
     return Budgets(ram, allowed, devices)
 
 
-def test_without_a_card_all_of_it_is_in_ram() -> None:
-    placement = resolve(PLAIN, budgets(), sizes(MIB, MIB))
-    assert (placement.devices, placement.all_experts, placement.notes) == ((), False, ())
-    assert (placement.ram.dense, placement.ram.experts, placement.reach) == (MIB, MIB, Reach.RAM)
-
-
 def test_everything_on_the_card_if_it_fits_with_its_context() -> None:
     card = budgets(8 * MIB)
     assert resolve(PLAIN, card, sizes(2 * MIB, 4 * MIB)).all_experts
@@ -97,13 +89,6 @@ def test_a_model_too_big_for_a_card_runs_on_the_cpu_and_it_is_said(dense: int, s
     (note,) = placement.notes
     assert (note.code, note.device) == (NoteCode.ON_CPU, f"card#{short}")
     assert note.needed > note.room == cards.devices[short].free
-
-
-def test_chunks_of_a_prompt_are_as_long_as_their_activations_allow() -> None:
-    card = budgets(8 * MIB)
-    lengths = [resolve(PLAIN, card, sizes(activations=each, context=10**6)).chunk_tokens for each in (1, 2048, 32768)]
-    assert lengths == [2048, 1024, 64]
-    assert resolve(PLAIN, card, sizes(activations=1, context=100)).chunk_tokens == 100
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would_do() -> None:

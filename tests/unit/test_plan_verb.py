@@ -1,7 +1,5 @@
 """`switchyard plan` and `switchyard models fit`, without torch and without running anything."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Dense models larger than memory: planned layer by layer from disk, at the disk's speed, and refused below that."""
-
-from __future__ import annotations
+"""Models larger than memory, planned layer by layer from disk, and tables where they lie."""
 
 from dataclasses import replace
 
@@ -16,7 +14,17 @@ from engine.hardware.machine import read_machine
 from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import sizes_of
-from engine.planner.placement import least_ram
+from engine.planner.placement import (
+    Budgets,
+    DeviceBudget,
+    Experts,
+    Placement,
+    Sizes,
+    Tables,
+    Weights,
+    least_ram,
+    resolve,
+)
 from engine.planner.plan import Limits, make_plan
 from engine.planner.predict import DecodePrediction, predict_decode
 from engine.planner.step_time import StepTime
@@ -60,13 +68,6 @@ def test_a_dense_model_of_42_gb_is_planned_on_a_pc_with_16() -> None:
     assert verdict_of(plan.speed.decode_tokens_per_s) == "batch-only"
     assert f"{plan.streamed_bytes / 1e9:.3g} GB of whole layers do not fit into RAM" in plan.bottleneck
     assert "GB of layers, read for each token" in plan_text(plan)
-
-
-def test_a_card_that_is_too_small_leaves_it_to_the_cpu() -> None:
-    machine = read_machine("laptop-rtx-4060-8gb").with_memory(vram_bytes=8 * GIB, ram_bytes=32 * GIB)
-    plan = make_plan(machine, IN_BLOCKS)
-    assert plan.card is None
-    assert plan.streamed_bytes
 
 
 def test_all_rows_of_a_step_share_what_is_read() -> None:
@@ -119,3 +120,98 @@ def test_rows_of_tables_take_time_where_they_are_on_disk() -> None:
     job = JobRows(100, 50.0, 50.0)
     jobs = [predict_on_cpu(each, job, 16, sweep_tokens=1024).tokens_per_s for each in (costs, looking, slow)]
     assert jobs[0] > jobs[1] > jobs[2]
+
+
+GB = 10**9
+ROWS, COLUMNS = 320_000_000, 160
+
+SHAPE = ModelShape(
+    name="125B with a table of n-grams",
+    hub_id="",
+    licence="",
+    source="transformers' configuration of qwen4_exp, scaled to 125 billion parameters, 6 of them active",
+    layers=40,
+    dense_layers=0,
+    full_attention_layers=10,
+    hidden=2560,
+    vocabulary=248_320,
+    experts=512,
+    experts_per_token=10,
+    expert_width=448,
+    shared_width=512,
+    dense_width=0,
+    attention=AttentionShape(heads=16, kv_heads=2, head_dim=256),
+    context_tokens=262_144,
+    parameters=125e9,
+    other_weights=125 * GB - 40 * 512 * 3 * 2560 * 448,
+    table_weights=ROWS * COLUMNS,
+    table_rows=16,
+    table_columns=COLUMNS,
+)
+
+
+@pytest.mark.takes_turns(2)
+@pytest.mark.parametrize("label", ["Q4_K_M", "Q3_K"])
+def test_it_is_planned_on_a_pc_with_32_gb_and_a_card_with_8(label: str) -> None:
+    machine = read_machine("laptop-rtx-4060-8gb").with_memory(vram_bytes=8 * 2**30, ram_bytes=32 * 2**30)
+    plan = make_plan(machine, as_quantised(SHAPE, label))
+    assert plan.card is not None
+    assert plan.table_bytes > 20 * GB
+    assert plan.table_rows == 17  # of n-grams, and of the token itself
+    assert plan.table_row_bytes < 16 * COLUMNS + 2 * SHAPE.hidden
+    assert plan.ram.held < 32 * 2**30
+    assert plan.card.weights < 8 * 2**30
+    without = make_plan(
+        machine,
+        replace(as_quantised(SHAPE, label), table_weights=0, other_weights=SHAPE.other_weights - ROWS * COLUMNS),
+    )
+    assert plan.speed.decode_tokens_per_s == pytest.approx(without.speed.decode_tokens_per_s, rel=0.1)
+
+
+def test_a_table_is_held_where_everything_fits() -> None:
+    machine = read_machine("desktop-no-gpu-64gb").with_memory(ram_bytes=512 * 2**30)
+    plan = make_plan(machine, SHAPE, limits=Limits(precision="bf16"))
+    assert not plan.table_bytes
+    assert plan.ram.weights > 2 * ROWS * COLUMNS
+
+
+def sizes(*, experts: int = 10, table: int = 60, dense: int = 5) -> Sizes:
+    weights = Weights(
+        "bf16",
+        (dense, dense + table),
+        3,
+        2 * dense + table + 3,
+        tuple(Experts(experts, 8, layer) for layer in range(2)),
+        tables=Tables((0, table), 0, table, table, 1, 16, 4),
+    )
+    return Sizes("a model", (weights,), (dense + 8 * experts, dense + table + 8 * experts), 3, 0, 0, 64, 2)
+
+
+def placed(ram: int, card: int = 0, **more: int) -> Placement:
+    devices = (DeviceBudget("a card", card, card),) if card else ()
+    return resolve(EngineConfig("m"), Budgets(2**40, ram, devices), sizes(**more))
+
+
+def test_a_table_leaves_memory_before_any_expert() -> None:
+    everything = 160 + 60 + 13
+    assert not placed(everything).tables.on_disk
+    less = placed(everything - 1)
+    assert (less.tables.on_disk, less.on_disk) == (60, 0)
+    assert less.ram.dense == 14  # with the rows that are kept
+    least = placed(14 + 160 - 1)
+    assert (least.tables.on_disk, least.on_disk) == (60, 160)
+
+
+def test_a_small_part_of_a_card_stays_with_the_table() -> None:
+    """Its steps are not stopped for rows, and no RAM would come of it."""
+    small, large = placed(210, 1000, experts=100), placed(210, 200, experts=100)
+    assert small.devices
+    assert small.on_disk
+    assert not small.tables.on_disk
+    assert large.devices
+    assert large.on_disk
+    assert large.tables.on_disk == 60
+    assert large.devices[0].dense == small.devices[0].dense - 60
+    none = placed(2000, 60, experts=100)
+    assert none.devices
+    assert none.tables.on_disk

@@ -1,7 +1,5 @@
 """The papers' formulas: rooflines, policy search, Fiddler's and Klotski's decisions, memory."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -11,15 +9,11 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import Costs, distinct_experts
-from engine.planner.papers.duoserve import peak_memory, predictor_weights
 from engine.planner.papers.fiddler import hit_rate_bounds
-from engine.planner.plan import HierarchicalRoofline, Level, operational_intensity, roofline_of
+from engine.planner.plan import HierarchicalRoofline, Level
 from engine.planner.plan_parts import (
     WORKLOADS,
     Workload,
-    card_memory,
-    expert_slots,
-    indexes,
     parse_workload,
     share_on_disk,
 )
@@ -61,13 +55,6 @@ def test_the_bottleneck_is_the_lowest_roof(roofline: HierarchicalRoofline, upper
         assert wider.attainable(upper, lower) == roofline.attainable(upper, lower)
     else:
         assert wider.attainable(upper, lower) >= roofline.attainable(upper, lower)
-
-
-def test_a_machine_without_a_card_has_no_such_roofline() -> None:
-    with pytest.raises(ValueError, match="no graphics card"):
-        roofline_of(read_machine("desktop-no-gpu-64gb"))
-    assert operational_intensity(1.0, 0.0) == float("inf")
-    assert roofline_of(read_machine("gcp-2x-t4")).link == 2 * roofline_of(read_machine("gcp-t4")).link
 
 
 @pytest.mark.takes_turns(6)
@@ -134,29 +121,12 @@ def test_klotski_takes_the_fewest_batches_that_hide_the_loads(times: BlockTimes)
     assert batches == 1 or not all(times.inequalities(batches - 1))
 
 
-def test_slots_and_indexes_of_the_card() -> None:
-    machine, model = read_machine("threadripper-7960x-rtx-4090"), read_model("mixtral-8x7b")
-    slots = expert_slots(card_memory(machine, model, "bf16", cached_tokens=4096), model, "bf16")
-    assert slots == 56
-    assert [indexes(slots, ways, model.layers) for ways in (2, 4, 8)] == [28, 14, 7]
-    assert indexes(slots, 0, model.layers) == 0
-    tiny = machine.with_memory(vram_bytes=2 * 10**9)
-    assert expert_slots(card_memory(tiny, model, "bf16", cached_tokens=4096), model, "bf16") == 0
-
-
 @given(ram=st.integers(2**30, 2**42))
 def test_what_does_not_fit_into_ram_is_on_disk(ram: int) -> None:
     machine, model = read_machine("desktop-rtx-3090-24gb"), read_model("qwen3-235b-a22b")
     share = share_on_disk(machine.with_memory(ram_bytes=ram), model, "int4")
     assert 0 <= share <= 1
     assert share_on_disk(machine.with_memory(ram_bytes=2 * ram), model, "int4") <= share
-
-
-def test_peaks_grow_with_what_is_held() -> None:
-    model = read_model("mixtral-8x7b")
-    peaks = [peak_memory(model, "awq4", held, non_experts=2e9, context=4096) for held in (1, 2, 8, 256)]
-    assert peaks == sorted(peaks)
-    assert predictor_weights(read_model("mixtral-8x22b")) > predictor_weights(model)
 
 
 @given(experts=st.integers(2, 512), per_token=st.integers(1, 8), tokens=st.floats(0, 1e5))

@@ -1,7 +1,5 @@
 """The codec between the processes: any message survives, any bytes are survived."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import types

@@ -1,7 +1,5 @@
 """Rows handed out to many nodes: each is answered once, whatever joins, leaves, dies or is late."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The process that speaks to Ray, before there is a cluster: what is missing or does not match is one sentence."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import threading

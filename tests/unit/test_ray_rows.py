@@ -1,7 +1,5 @@
 """A job's rows on a made-up cluster: every row is answered once, and what keeps a node from that is said."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

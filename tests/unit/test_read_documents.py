@@ -1,7 +1,5 @@
 """Documents are read as text in parts, apart; what cannot be read says why in words that complete a sentence."""
 
-from __future__ import annotations
-
 import os
 import random
 import zipfile

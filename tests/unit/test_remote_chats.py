@@ -1,7 +1,5 @@
 """Chats that another server answers, in the engine process: each ends once, and the engine has no part in them."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator
@@ -57,28 +55,11 @@ class Process:
 
 
 @pytest.fixture
-def server() -> Iterator[BadEndpoint]:
-    with BadEndpoint() as found:
-        yield found
-
-
-@pytest.fixture
 def process() -> Iterator[Process]:
     found = Process()
     yield found
     found.requests.close()
     found.chats.close()
-
-
-def test_a_chat_is_answered(process: Process, server: BadEndpoint) -> None:
-    process.ask(server)
-    finished = process.wait_for(Finished)
-    assert isinstance(finished, Finished)
-    assert (finished.finish_reason, finished.prompt_tokens, finished.generated_tokens) == ("stop", 7, 3)
-    tokens = [event for event in process.events if isinstance(event, Token)]
-    assert "".join(token.text for token in tokens) == "Hello"
-    assert process.events[-1] == finished
-    assert not process.requests.waits()  # nothing for the engine to do
 
 
 def test_calls_of_a_server_s_own_tools_are_shown(process: Process, server: BadEndpoint) -> None:
@@ -117,12 +98,6 @@ def test_tools_are_offered_and_calls_of_them_come_back(process: Process, server:
     failed = process.wait_for(Failed, "s")
     assert isinstance(failed, Failed)
     assert "takes no tools" in failed.message
-
-
-def test_only_what_was_chosen_is_sent(process: Process, server: BadEndpoint) -> None:
-    process.ask(server, chosen=("max_tokens",))
-    process.wait_for(Finished)
-    assert server.posted[0].body.keys() == {"model", "messages", "max_tokens", "stream", "stream_options"}
 
 
 def test_several_at_once_and_one_is_cancelled(process: Process, server: BadEndpoint) -> None:

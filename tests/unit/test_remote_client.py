@@ -1,14 +1,12 @@
 """The client of endpoints against a server that does everything wrong, and against our own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,6 @@ from tests.bad_endpoint import MODEL, Asked, BadEndpoint, write_certificate
 SECRET = "sk-very-secret-1234567890"
 QUICK = Patience(connect_s=2, first_s=0.3, next_s=0.3, look_s=2)
 HELLO = RemoteRequest((ChatMessage("user", "Hello"),))
-
-
-@pytest.fixture
-def server() -> Iterator[BadEndpoint]:
-    with BadEndpoint() as found:
-        yield found
 
 
 def of(server: BadEndpoint, **more: Any) -> Endpoint:
@@ -134,13 +126,6 @@ def test_reasoning_between_marks_is_told_apart(server: BadEndpoint) -> None:
     assert (answer.text.strip(), answer.reasoning.strip()) == ("Hello", "Hm.")
 
 
-def test_an_answer_that_comes_whole(server: BadEndpoint) -> None:
-    message = {"role": "assistant", "content": "Hello", "reasoning": "Hm."}
-    server.answer = lambda asked: asked.json({"choices": [{"message": message, "finish_reason": "stop"}]})
-    answer = ask(server)
-    assert (answer.text, answer.reasoning, answer.prompt_tokens) == ("Hello", "Hm.", None)
-
-
 def test_calls_of_tools_are_gathered(server: BadEndpoint) -> None:
     def calls(asked: Asked) -> None:
         asked.begin_stream()
@@ -205,28 +190,6 @@ def test_a_schema_and_choices(server: BadEndpoint) -> None:
     assert ask(server, replace(HELLO, constraint=Constraint(schema='{"type": "object"}'))).text == '{"answer": "red"}'
     form = server.posted[-1].body["response_format"]
     assert form["json_schema"]["schema"] == {"type": "object"}
-
-
-def test_many_at_once_over_one_client(server: BadEndpoint) -> None:
-    together = threading.Barrier(8, timeout=20)
-
-    def all_at_once(asked: Asked) -> None:
-        together.wait()
-        asked.stream(asked.body["messages"][0]["content"])
-
-    server.answer = all_at_once
-    found: dict[int, str] = {}
-    with Client(of(server, model=MODEL), "") as client:
-
-        def one(number: int) -> None:
-            found[number] = client.ask(RemoteRequest((ChatMessage("user", f"row {number}"),))).text
-
-        threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == {number: f"row {number}" for number in range(8)}
 
 
 # What goes wrong

@@ -1,7 +1,5 @@
 """How other servers answer, word for word: vLLM 0.32 as it did here, SGLang 0.5.23 and Ollama 0.9 by their sources."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Jobs at endpoints that do everything wrong: every row has one answer, and what went wrong is said."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -293,7 +291,7 @@ class Here:
         self.is_closed = False
         self.answerer = Answerer("tiny", "digest", "bf16")
 
-    def open(self, _prepared: PreparedJob, _watcher: JobWatcher) -> tuple[Here, int]:
+    def open(self, _prepared: PreparedJob, _watcher: JobWatcher) -> "tuple[Here, int]":
         return self, 4
 
     @property

@@ -1,7 +1,5 @@
 """Jobs that other servers answer, in the engine process: each ends once, and the engine has no part in them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,10 +1,7 @@
 """Pictures for other servers: sent as they are, refused in a sentence, and what reads none is found out."""
 
-from __future__ import annotations
-
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +26,6 @@ FILES = {
     f"a.{kind.lower()}": (file_of(coloured(), kind), f"image/{kind.lower()}") for kind in ("PNG", "JPEG", "WEBP", "GIF")
 }
 PNG = FILES["a.png"][0]
-
-
-@pytest.fixture
-def server() -> Iterator[BadEndpoint]:
-    with BadEndpoint() as found:
-        yield found
 
 
 def urls(asked: Asked) -> list[str]:

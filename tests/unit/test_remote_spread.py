@@ -1,7 +1,5 @@
 """Rows spread over places that are slow, full, limited, broken and gone: each is answered once, and limits are kept."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from engine.batch_files.rows import RowRequest
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
-from engine.remote.client import MINUTE_S, MinuteLimit, Width
+from engine.remote.client import MINUTE_S, MinuteLimit
 from engine.remote.failures import Trouble
 from engine.remote.spread import Place, Spread, Turn
 
@@ -180,19 +178,6 @@ def test_rows_with_tools_go_past_this_machine(found: list[Server], rows: int, ea
     assert ran.failed == []
 
 
-def test_who_waits_for_servers_is_told_so_while_this_machine_has_nothing_to_do() -> None:
-    spread = Spread([Place("s0"), Place("", reads_all=False)])
-    spread.add(row(0, tools="{}"))
-    spread.is_read = True
-    turn = spread.next(0.0)
-    assert turn is not None
-    assert turn.at == "s0"
-    spread.failed(turn, 1.0, Trouble.KEY, "s0 does not know the key.")
-    assert spread.waits(1.0) == "Waiting, since nobody answers (s0: s0 does not know the key, asked again in 60 s)."
-    assert spread.are_all_out
-    assert spread.next(2.0) is None
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 500), st.integers(0, 10**6))
 def test_no_minute_has_more_than_its_limit(most: int, seed: int) -> None:
@@ -208,41 +193,12 @@ def test_no_minute_has_more_than_its_limit(most: int, seed: int) -> None:
         assert minute <= most * (1 + 1e-9)
 
 
-def test_what_was_kept_back_of_a_limit_is_given_back() -> None:
-    limit = MinuteLimit(100)
-    spent = limit.spend(0.0, 90)
-    assert limit.free_at(1.0, 50) == 60.0
-    spent.amount = 10
-    assert limit.free_at(1.0, 50) == 1.0
-    assert limit.free_at(1.0, 1000) == 60.0  # more than the limit: alone
-
-
 def test_a_row_that_no_server_can_answer_fails_and_the_others_do_not() -> None:
     poisoned = frozenset({7, 39})
     found = [Server(Place(name), poisoned=poisoned) for name in ("a", "b")]
     ran = simulate(found, 40)
     assert sorted(ran.failed) == [7, 39]
     assert sorted(ran.answered) == sorted(set(range(40)) - poisoned)
-
-
-def test_a_row_that_is_refused_fails_at_once() -> None:
-    found = [Server(Place(name), refuses=frozenset({3})) for name in ("a", "b")]
-    ran = simulate(found, 20)
-    assert ran.failed == [3]
-    assert sum(len(server.begun) for server in found) == 20
-
-
-def test_a_server_that_fails_with_everything_after_a_while_costs_no_row() -> None:
-    broken = Server(Place("broken"), troubles=((5.0, 4000.0, Trouble.SERVER),))
-    ran = simulate([broken, Server(Place("other"), seconds=2.0)], 100)
-    assert ran.failed == []
-    assert len(broken.begun) < 150  # pauses grow
-
-
-def test_a_server_alone_that_fails_with_everything_is_waited_for() -> None:
-    ran = simulate([Server(Place("broken"), troubles=((0.0, 300.0, Trouble.SERVER),))], 30)
-    assert ran.failed == []
-    assert ran.seconds > 300
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -253,15 +209,6 @@ def test_rows_end_together_at_places_of_any_speed(speeds: tuple[float, ...], twi
     ideal = 500 / sum(server.slots / server.seconds for server in found)
     assert ran.seconds <= 1.2 * ideal + min(speeds)
     assert len(ran.answered) == 500
-
-
-def test_a_server_that_dies_costs_little_time() -> None:
-    dies = Server(Place("dies"), 4, 1.0, ((20.0, 1e6, Trouble.UNREACHABLE),))
-    stay = [Server(Place(name), 4, 1.0) for name in ("a", "b")]
-    ran = simulate([dies, *stay], 500)
-    ideal = 20 + (500 - 20 * 12) / 8
-    assert ran.seconds <= 1.1 * ideal
-    assert sorted(ran.answered) == list(range(500))
 
 
 def test_the_last_slow_rows_are_asked_of_another_place_only_if_that_is_allowed() -> None:
@@ -278,24 +225,6 @@ def test_the_last_slow_rows_are_asked_of_another_place_only_if_that_is_allowed()
     twice = simulate(slow, 30, twice=True)
     assert twice.seconds < 15
     assert sorted(twice.answered) == list(range(30))
-
-
-@pytest.mark.parametrize(("slots", "most"), [(1, 4), (8, 16), (32, 64)])
-def test_a_place_gets_as_many_rows_as_make_it_faster(slots: int, most: int) -> None:
-    server = Server(Place("s"), slots, 2.0)
-    simulate([server], 40 * slots)
-    assert slots <= server.most <= most
-
-
-def test_fewer_rows_are_asked_at_once_of_a_place_that_says_it_is_busy() -> None:
-    width = Width(64)
-    now = tokens = 0.0
-    for _ in range(200):
-        now, tokens = now + 0.5, tokens + 10 * width.rows
-        width.look(now, tokens, has_answered=True)
-    assert width.rows == 64
-    width.halve()
-    assert width.rows == 32
 
 
 def test_pauses_grow_and_what_the_server_asks_for_is_kept() -> None:
@@ -322,18 +251,6 @@ def test_pauses_grow_and_what_the_server_asks_for_is_kept() -> None:
     assert turn is not None
     assert spread.answered(turn, now + 8, 3, 4)
     assert spread.waits(now + 8) == ""
-
-
-def test_a_key_that_is_wrong_takes_a_place_out_and_is_said() -> None:
-    spread = Spread([Place("a", "host:1"), Place("b")])
-    for number in range(2):
-        spread.add(row(number))
-    turns = [spread.next(0.0), spread.next(0.0)]
-    for turn in turns:
-        assert turn is not None
-        spread.failed(turn, 0.0, Trouble.KEY, "A does not accept the key.")
-    assert spread.paces(0.0)[0].state == "out"
-    assert spread.paces(0.0)[0].why == "A does not accept the key."
 
 
 def test_costs_are_counted_also_for_what_is_dropped() -> None:

@@ -1,7 +1,5 @@
 """What uninstalling removes outside the program's folder."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

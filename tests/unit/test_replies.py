@@ -1,7 +1,5 @@
 """An answer's text is taken apart the same way however it is cut into pieces, and nothing of it is lost."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -39,24 +37,6 @@ TWICE = [CALL, ToolCall("", "weather", '{"city": "007"}')]
 """Two calls; the second one's argument is a text that would also be a number."""
 D = "\uff5c"  # the bar in DeepSeek's marks
 FORMS = {
-    "qwen3": (
-        "qwen3_moe",
-        "<think>\nHm.\n</think>\n\nLet me see.\n"
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "007"}}\n</tool_call>',
-    ),
-    "qwen3.5": (
-        "qwen3_5_moe_text",
-        "<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
-        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
-        "<tool_call>\n<function=weather>\n<parameter=city>\n007\n</parameter>\n</function>\n</tool_call>",
-    ),
-    "glm": (
-        "glm4_moe",
-        "<think>Hm.</think>\nLet me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>007</arg_value>\n</tool_call>",
-    ),
     "gpt-oss": (
         "gpt_oss",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
@@ -64,34 +44,6 @@ FORMS = {
         '{"city": "Rome", "days": 3}<|call|><|start|>assistant to=functions.weather<|channel|>commentary json'
         "<|message|>"
         '{"city": "007"}',
-    ),
-    "deepseek v3.1": (
-        "deepseek_v3",
-        f"<think>Hm.</think>Let me see.<{D}tool▁calls▁begin{D}>"
-        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "Rome", "days": 3}}<{D}tool▁call▁end{D}>'
-        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "007"}}<{D}tool▁call▁end{D}><{D}tool▁calls▁end{D}>',
-    ),
-    "deepseek v3": (
-        "deepseek_v3",
-        f"<think>Hm.</think>Let me see.<{D}tool▁calls▁begin{D}><{D}tool▁call▁begin{D}>function<{D}tool▁sep{D}>weather\n"
-        f'```json\n{{"city": "Rome", "days": 3}}\n```<{D}tool▁call▁end{D}>\n<{D}tool▁call▁begin{D}>function'
-        f'<{D}tool▁sep{D}>weather\n```json\n{{"city": "007"}}\n```<{D}tool▁call▁end{D}><{D}tool▁calls▁end{D}>',
-    ),
-    "deepseek v3.2": (
-        "deepseek_v3",
-        f"<think>Hm.</think>Let me see.\n\n<{D}DSML{D}function_calls>\n"
-        f'<{D}DSML{D}invoke name="weather">\n<{D}DSML{D}parameter name="city" string="true">Rome'
-        f"</{D}DSML{D}parameter>\n"
-        f'<{D}DSML{D}parameter name="days" string="false">3</{D}DSML{D}parameter>\n</{D}DSML{D}invoke>\n'
-        f'<{D}DSML{D}invoke name="weather">\n<{D}DSML{D}parameter name="city" string="true">007'
-        f"</{D}DSML{D}parameter>\n"
-        f"</{D}DSML{D}invoke>\n</{D}DSML{D}function_calls>",
-    ),
-    "minimax": (
-        "minimax_m2",
-        "<think>\nHm.\n</think>\n\nLet me see.\n<minimax:tool_call>\n"
-        '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
-        '</invoke>\n<invoke name="weather">\n<parameter name="city">007</parameter>\n</invoke>\n</minimax:tool_call>',
     ),
     "minimax m3": (
         "minimax_m3_vl",
@@ -122,14 +74,7 @@ FORMS = {
         "</parameter>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=weather>\n<parameter=city>\n007\n</parameter>\n</function>\n</tool_call>",
     ),
-    "llama 4": ("llama4", '[weather(city="Rome", days=3), weather(city="007")]'),
     "llama 4, marked": ("llama4", 'Let me see.<|python_start|>[weather(city="Rome", days=3), weather(city="007")]'),
-    "gemma 4": (
-        "gemma4_text",
-        "<|channel>thought\nHm.\n<channel|>Let me see."
-        '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>'
-        '<|tool_call>call:weather{city:<|"|>007<|"|>}<tool_call|>',
-    ),
     "granite 3": (
         "granitemoe",
         "<think>Hm.</think><response>Let me see.</response><|tool_call|>"
@@ -141,25 +86,10 @@ FORMS = {
         'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
         '<tool_call>\n{"name": "weather", "arguments": {"city": "007"}}\n</tool_call>',
     ),
-    "mistral nemo": (
-        "mistral",
-        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome", "days": 3}, "id": "abcdefghi"}, '
-        '{"name": "weather", "arguments": {"city": "007"}, "id": "abcdefghj"}]',
-    ),
     "mistral small": (
         "mistral",
         'Let me see.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome", "days": 3}'
         '[TOOL_CALLS]weather[CALL_ID]abcdefghj[ARGS]{"city": "007"}',
-    ),
-    "ministral": (
-        "mistral4",
-        '[THINK]Hm.[/THINK]Let me see.[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]weather[ARGS]'
-        '{"city": "007"}',
-    ),
-    "lfm": (
-        "lfm2_moe",
-        "<think>Hm.</think>Let me see.<|tool_call_start|>[weather(city='Rome', days=3), weather(city='007')]"
-        "<|tool_call_end|>",
     ),
 }
 
@@ -182,16 +112,6 @@ def test_however_it_is_cut_each_form_reads_the_same(name: str, data: st.DataObje
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert _parts(pieces, family=family) == _parts([text], family=family)
-
-
-@pytest.mark.parametrize("escaped", ["\\\\", '\\"'])
-def test_texts_within_calls_end_where_json_says(escaped: str) -> None:
-    call = '{"name": "weather", "arguments": {"city": "' + escaped + ' </tool_call>"}}'
-    text = f"<tool_call>{call}</tool_call>done"
-    read, spoken = _parts(list(text))
-    assert isinstance(read, ToolCall)
-    assert json.loads(read.arguments) == json.loads(call)["arguments"]
-    assert spoken == Spoken("done")
 
 
 def test_a_text_that_never_ends_hides_no_end_of_a_call() -> None:
@@ -260,14 +180,6 @@ def _parts(
     return [ToolCall("", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in joined]
 
 
-@given(st.data())
-def test_how_a_text_is_cut_does_not_matter(data: st.DataObject) -> None:
-    text = data.draw(st.sampled_from(TEXTS))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert _parts(pieces) == _parts([text])
-
-
 @given(st.text(alphabet='<>/thinkol_ca[]{}"ab\n', max_size=60))
 def test_without_tools_no_text_is_lost(text: str) -> None:
     kept = "".join(part.text for part in _parts([text], tools=False) if isinstance(part, Spoken | Thought))
@@ -275,51 +187,6 @@ def test_without_tools_no_text_is_lost(text: str) -> None:
         text = text.replace(mark, "")
         kept = kept.replace(mark, "")
     assert kept.replace("\n", "").strip() == text.replace("\n", "").strip() or text.strip() == kept.strip()
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        (TEXTS[3], {"city": "Rome"}),
-        (TEXTS[5], {"city": "Rome", "days": 3}),
-        (TEXTS[6], {"city": "Rome"}),
-        (TEXTS[7], {"city": "Rome"}),
-    ],
-)
-def test_calls_of_every_form_are_read(text: str, arguments: dict[str, object]) -> None:
-    (call,) = [part for part in _parts([text]) if isinstance(part, ToolCall)]
-    assert (call.name, json.loads(call.arguments)) == ("weather", arguments)
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "007", "007"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
-        ({"type": ["string", "null"]}, "null", None),
-        ({"type": ["string", "null"]}, "none", "none"),
-        ({"type": ["string", "integer"]}, "12", 12),
-        ({"type": ["integer", "null"]}, "None", None),
-        ({"type": "boolean"}, "True", True),
-        ({"type": "boolean"}, "false", False),
-        ({"type": "number"}, "3", 3),
-        ({"type": "array"}, '["a"]', ["a"]),
-        ({"enum": ["1", "2"]}, "1", "1"),
-        ({"enum": [1, "two"]}, "1", 1),
-        ({}, "12", 12),
-        ({"$ref": "#/x"}, "True", "True"),
-    ],
-)
-def test_arguments_without_quotes_are_what_the_schema_allows(schema: object, text: str, value: object) -> None:
-    tool = Tool("f", "", json.dumps({"type": "object", "properties": {"x": schema}}))
-    for said in (
-        f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>",
-        f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
-    ):
-        reader = reply_reader("glm4_moe", (tool,), thinks=False, is_call=False)
-        (call,) = [*reader.feed(said), *reader.end()]
-        assert isinstance(call, ToolCall)
-        assert json.loads(call.arguments) == {"x": value}
 
 
 def test_calls_of_unknown_tools_and_broken_calls_stay_text() -> None:
@@ -359,3 +226,42 @@ def test_a_required_call_is_the_whole_text() -> None:
 )
 def test_where_an_answer_may_begin_after_a_thought(family: str, text: str, ends: bool) -> None:
     assert bool(form_of(family).ends_thought.search(text)) is ends
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "007", "007"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "none", "none"),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "number"}, "3", 3),
+        ({"type": "array"}, '["a"]', ["a"]),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "two"]}, "1", 1),
+        ({}, "12", 12),
+        ({"$ref": "#/x"}, "True", "True"),
+    ],
+)
+def test_arguments_without_quotes_are_what_the_schema_allows(schema: object, text: str, value: object) -> None:
+    tool = Tool("f", "", json.dumps({"type": "object", "properties": {"x": schema}}))
+    for said in (
+        f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>",
+        f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
+    ):
+        reader = reply_reader("glm4_moe", (tool,), thinks=False, is_call=False)
+        (call,) = [*reader.feed(said), *reader.end()]
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments) == {"x": value}
+
+
+@given(st.data())
+def test_how_a_text_is_cut_does_not_matter(data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from(TEXTS))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert _parts(pieces) == _parts([text])

@@ -1,7 +1,5 @@
 """The file that people attach to a report of a fault says much of the machine, and nothing of them."""
 
-from __future__ import annotations
-
 import getpass
 import platform
 from pathlib import Path
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from engine import cli
 from engine.common.anonymous import of_log, without_names
 from engine.common.paths import log_dir
-from engine.verbs import doctor
 
 SECRET = "Zyxwvut"
 """In names that must not be seen."""
@@ -78,12 +75,6 @@ def test_messages_of_errors_and_of_others_are_never_shown(prompt: str) -> None:
         f'  File "/usr/lib/x.py", line 3, in f {said}',
     ]
     assert SECRET not in "\n".join(of_log(lines))
-
-
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tests, in a process of their own, take seconds."""
-    monkeypatch.setattr(doctor, "kernel_findings", lambda _hardware: [])
 
 
 @pytest.mark.usefixtures("without_kernels")

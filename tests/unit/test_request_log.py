@@ -1,7 +1,5 @@
 """What a request does is recorded as spans without gaps, whatever its lengths."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.common import clock

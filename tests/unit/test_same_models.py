@@ -1,7 +1,5 @@
 """A model that lies in several stores is listed once, with all its places; what only resembles it is not."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`simulate rivals`: every result has a source, the order is right, the same is predicted again, little was fitted."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

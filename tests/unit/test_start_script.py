@@ -1,7 +1,5 @@
 """The parts of installers/start.py that decide something; that the whole of it works is seen in a fresh clone."""
 
-from __future__ import annotations
-
 import ast
 import signal
 import subprocess
@@ -133,13 +131,6 @@ def test_with_a_graphics_card_the_cuda_build_is_tried_first() -> None:
     assert windows[0] == ["torch==2.13.0+cu130", "--extra-index-url", "https://download.pytorch.org/whl/cu130"]
 
 
-def test_the_other_builds_come_from_their_own_index() -> None:
-    for build in (torch_builds.CUDA_126, torch_builds.ROCM):
-        first, *_ = steps_environment.torch_sources("Linux", build, reachable=everything_reachable)
-        index = f"https://download.pytorch.org/whl/{build.label}"
-        assert first == [f"torch==2.13.0+{build.label}", "--extra-index-url", index]
-
-
 def test_what_a_card_says_is_shown_and_kept_only_if_it_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,19 +142,6 @@ def test_what_a_card_says_is_shown_and_kept_only_if_it_works(
         environment.prove_torch(torch_builds.CUDA_130)
         assert expected in capsys.readouterr().out
     assert not said
-
-
-def test_macos_has_one_build_and_asks_no_other_index() -> None:
-    def must_not_be_asked(index: str) -> bool:
-        raise AssertionError(index)
-
-    assert steps_environment.torch_sources("Darwin", torch_builds.CPU, reachable=must_not_be_asked) == [
-        ["torch==2.13.0"]
-    ]
-
-
-def test_an_index_that_does_not_answer_is_not_waited_for() -> None:
-    assert not steps_environment.is_reachable("http://127.0.0.1:9/whl/cpu")
 
 
 # --- what failed, and what to do ------------------------------------------------------------------

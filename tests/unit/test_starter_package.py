@@ -1,7 +1,5 @@
 """Fetching the starter's package, with the real pip and an index that is a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a checkpoint suggests: its own file, the recipe for the starter, and nothing where that makes no sense."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

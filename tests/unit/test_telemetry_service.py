@@ -1,7 +1,5 @@
 """The thread that tells the window: what is asked for is sent, nothing else is, and nobody waits for it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Sessions in files and their exports: whole, damaged, and as other programs read them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.telemetry import session_file
-from engine.telemetry.lanes import DISK, GPU
+from engine.telemetry.lanes import GPU
 from engine.telemetry.records import SPAN, Records, no_spans, no_steps
 from engine.telemetry.session_file import MAGIC, SUFFIX, SessionWriter, list_sessions, read_session
 from engine.telemetry.trace_export import trace_events, write_spans, write_steps, write_trace
@@ -94,13 +92,6 @@ def assert_read_up_to_the_damage(path: Path, data: bytes, place: int, change: in
     assert session.spans["start_ns"].tolist() == list(range(len(session.spans)))
     assert len(session.spans) < 5
     assert not session.is_whole
-
-
-@given(place=st.integers(0, 10**6), change=st.integers(1, 255))
-@example(place=362881, change=1)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_a_damaged_byte_ends_what_can_be_read(tmp_path: Path, five_spans: bytes, place: int, change: int) -> None:
-    assert_read_up_to_the_damage(tmp_path / f"damaged{SUFFIX}", five_spans, place % len(five_spans), change)
 
 
 def test_a_damaged_bit_before_any_payload_ends_what_can_be_read(tmp_path: Path, five_spans: bytes) -> None:
@@ -181,23 +172,6 @@ def test_any_spans_make_a_valid_trace(records: Records) -> None:
     assert sum(event["args"].get("bytes", 0) for event in shown) == int(records["nbytes"].sum())
 
 
-def test_what_overlaps_is_asynchronous_and_what_nests_is_not() -> None:
-    records = np.array([span(DISK, 0, 10), span(DISK, 5, 15), span(GPU, 0, 10), span(GPU, 2, 8), span(GPU, 10, 12)])
-    kinds = [(event["cat"], event["ph"]) for event in trace_events(records, no_steps()) if event["ph"] in "Xb"]
-    assert sorted(kinds) == [("disk", "X"), ("disk", "b"), ("gpu", "X"), ("gpu", "X"), ("gpu", "X")]
-
-
-def test_a_trace_is_a_file_of_json(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_trace(np.array([span(GPU, 7, 9)]), STEPS, path, {"model": "m"})
-    document = json.loads(path.read_text(encoding="utf-8"))
-    check_trace(document)
-    assert document["otherData"] == {"model": "m"}
-    counted = [event["args"] for event in document["traceEvents"] if event["ph"] == "C" and "hits" in event["args"]]
-    assert counted == [{"hits": 3, "fetched": 0, "on_cpu": 1}] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-
-
 def test_nothing_recorded_is_a_valid_trace_too(tmp_path: Path) -> None:
     write_trace(no_spans(), no_steps(), tmp_path / "trace.json")
     check_trace(json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")))
@@ -213,3 +187,10 @@ def test_tables_have_a_row_for_each(records: Records) -> None:
     table = io.StringIO()
     write_steps(STEPS, table)
     assert [row["hits"] for row in csv.DictReader(io.StringIO(table.getvalue()))] == ["3", "3"]
+
+
+@given(place=st.integers(0, 10**6), change=st.integers(1, 255))
+@example(place=362881, change=1)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_a_damaged_byte_ends_what_can_be_read(tmp_path: Path, five_spans: bytes, place: int, change: int) -> None:
+    assert_read_up_to_the_damage(tmp_path / f"damaged{SUFFIX}", five_spans, place % len(five_spans), change)

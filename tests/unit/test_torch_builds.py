@@ -1,7 +1,5 @@
 """Which build of PyTorch suits which cards and drivers."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import subprocess

@@ -1,7 +1,5 @@
 """What an addition costs: a toy one of each kind, in a copy of the tree where only the files that it takes differ."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A tuning run from end to end with a made-up engine: what is told, kept and restored, whatever happens on the way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,18 +80,6 @@ def test_the_stages_are_told_in_order_and_the_winner_is_kept(model: Path) -> Non
     assert stages == ["probing", "measuring", "planning", "loading", "timing"]
     assert results_of(model_mark(model)) == [result]
     assert "From now on" in report_text(result)
-
-
-def test_contestants_are_few_and_include_how_it_runs_now(model: Path) -> None:
-    events: list[TuningEvent] = []
-    engine = MadeUpEngine(speeds)
-    run(engine, EngineConfig(str(model)), events)
-    (plans,) = [event for event in events if isinstance(event, TuningPlans)]
-    names = [one.name for one in plans.contestants]
-    assert len(names) == len(set(names)) <= 4
-    assert sum(one.is_before for one in plans.contestants) == 1
-    assert sum(one.is_plan for one in plans.contestants) == 1
-    assert all(one.low < one.predicted_tokens_per_s < one.high for one in plans.contestants)
 
 
 def test_each_is_timed_there_and_back_again_without_a_load_at_the_turn(model: Path) -> None:
@@ -218,19 +204,6 @@ def test_a_model_that_fits_nowhere_says_the_nearest(model: Path) -> None:
     assert ending.problem
 
 
-def test_a_card_that_a_plan_does_not_get_is_a_reason_to_lose(model: Path) -> None:
-    class FallsBack(MadeUpEngine):
-        def _loaded(self, what, config, on_progress, cancelled):  # type: ignore[no-untyped-def]
-            info = super()._loaded(what, config, on_progress, cancelled)
-            self.info = replace(info, device="cpu", device_note="Runs on the CPU: no room.")
-            return self.info
-
-    ending = run(FallsBack(speeds), EngineConfig(str(model), device="emulated:slow-link"))
-    assert ending.result is not None
-    for one in ending.result.timed:
-        assert one.contestant.is_before or "no room" in one.problem
-
-
 # --- what a result is used for --------------------------------------------------------------------
 
 
@@ -290,21 +263,6 @@ def test_another_machine_makes_it_stale_which_is_said(model: Path) -> None:
     assert apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE).is_tuned
 
 
-def test_the_machine_is_not_looked_at_for_a_model_that_was_never_tuned(model: Path) -> None:
-    def look() -> None:
-        raise AssertionError("asked")
-
-    config = EngineConfig(str(model))
-    assert apply_tuning(config, model, look).config == config  # type: ignore[arg-type]
-
-
-def test_another_model_of_the_same_name_is_another(model: Path) -> None:
-    run(MadeUpEngine(speeds), EngineConfig(str(model)))
-    path = model / "config.json"
-    path.write_text(path.read_text() + " ")
-    assert apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE).note == ""
-
-
 def test_what_was_timed_corrects_the_next_predictions(model: Path) -> None:
     engine = MadeUpEngine(speeds)
     first: list[TuningEvent] = []
@@ -331,13 +289,6 @@ def test_a_broken_file_is_no_result(model: Path) -> None:
         assert apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE).note == ""
 
 
-def test_measurements_are_kept_with_the_machine(model: Path) -> None:
-    run(MadeUpEngine(speeds), EngineConfig(str(model)), until="measured")
-    from engine.hardware.measured import load_measurements
-
-    assert load_measurements(MACHINE) == measurements()
-
-
 def test_a_machine_that_slows_down_meanwhile_is_said_and_treats_all_alike(model: Path) -> None:
     heard = [0]
 
@@ -350,12 +301,6 @@ def test_a_machine_that_slows_down_meanwhile_is_said_and_treats_all_alike(model:
     assert any("slower" in note for note in ending.result.notes)
     assert ending.result.won is not None
     assert ending.result.won.precision == "int8"
-
-
-def test_steady_timings_are_no_news(model: Path) -> None:
-    ending = run(MadeUpEngine(speeds), EngineConfig(str(model)))
-    assert ending.result is not None
-    assert ending.result.notes == ()
 
 
 def test_after_a_fault_of_ours_the_model_is_there_again(model: Path) -> None:
@@ -455,12 +400,6 @@ def test_load_that_comes_while_tokens_are_timed_is_noticed(model: Path) -> None:
     assert results_of(model_mark(model)) == []
 
 
-def test_measurements_taken_under_load_are_taken_again(model: Path) -> None:
-    good = measurements()
-    assert _good_enough(good, "quick") == good
-    assert _good_enough(replace(good, others=0.5), "quick") is None
-
-
 def test_a_result_that_is_outrun_is_no_longer_believed(model: Path) -> None:
     config = EngineConfig(str(model))
 
@@ -484,3 +423,22 @@ def test_a_result_that_is_outrun_is_no_longer_believed(model: Path) -> None:
     applied = apply_tuning(config, model, lambda: MACHINE)
     assert applied.config.precision == "int8"  # its settings hold
     assert f"{3 * kept.won.tokens_per_s:.1f}" in applied.note
+
+
+def test_a_card_that_a_plan_does_not_get_is_a_reason_to_lose(model: Path) -> None:
+    class FallsBack(MadeUpEngine):
+        def _loaded(self, what, config, on_progress, cancelled):  # type: ignore[no-untyped-def]
+            info = super()._loaded(what, config, on_progress, cancelled)
+            self.info = replace(info, device="cpu", device_note="Runs on the CPU: no room.")
+            return self.info
+
+    ending = run(FallsBack(speeds), EngineConfig(str(model), device="emulated:slow-link"))
+    assert ending.result is not None
+    for one in ending.result.timed:
+        assert one.contestant.is_before or "no room" in one.problem
+
+
+def test_measurements_taken_under_load_are_taken_again(model: Path) -> None:
+    good = measurements()
+    assert _good_enough(good, "quick") == good
+    assert _good_enough(replace(good, others=0.5), "quick") is None

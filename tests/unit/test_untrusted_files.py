@@ -1,7 +1,5 @@
 """What others made is read within limits: regular files only, no more of them than belongs there, never a wait."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

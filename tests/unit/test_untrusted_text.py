@@ -1,7 +1,5 @@
 """Chat templates and tokenizers run where they can be stopped, within limits of time and memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

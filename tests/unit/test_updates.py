@@ -1,7 +1,5 @@
 """Updates: signed, whole and proven before they are used, and what was in use before stays."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
@@ -14,7 +12,7 @@ import sys
 import sysconfig
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,12 +86,6 @@ class Server:
         self.publish(windows=[about | others])
         about["url"] = f"{self.address}/{file.name}"
         self.publish(windows=[about | others])
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The worker's queue, writer, reader and sentences, each without a process."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -61,17 +59,6 @@ def requests(sent: list[TerminalEvent]) -> RequestQueue:
     return RequestQueue(sent.append)
 
 
-def test_requests_are_taken_in_order_and_end_once(requests: RequestQueue, sent: list[TerminalEvent]) -> None:
-    requests.accept(generate("a"))
-    requests.accept(generate("b"))
-    assert requests.take() == generate("a")
-    requests.end(Cancelled("a"))
-    requests.end(Cancelled("a"))
-    requests.end(Cancelled("never accepted"))
-    assert requests.take() == generate("b")
-    assert sent == [Cancelled("a")]
-
-
 def test_a_waiting_request_that_is_cancelled_never_runs(requests: RequestQueue, sent: list[TerminalEvent]) -> None:
     for request in (generate("a"), load("b"), generate("c")):
         requests.accept(request)
@@ -94,22 +81,6 @@ def test_unloading_cannot_be_cancelled(requests: RequestQueue, sent: list[Termin
     requests.end(ModelUnloaded("u"))
     assert sent == [ModelUnloaded("u")]
     assert requests.take() is None
-
-
-def test_cancelling_the_unknown_is_forgotten(requests: RequestQueue) -> None:
-    requests.cancel("later")
-    requests.accept(generate("later"))
-    assert not requests.is_cancelled("later")
-
-
-def test_an_id_still_open_is_not_accepted_twice(requests: RequestQueue, sent: list[TerminalEvent]) -> None:
-    requests.accept(generate("a"))
-    requests.accept(generate("a"))
-    assert requests.take() == generate("a")
-    requests.close()
-    requests.end(Cancelled("a"))
-    assert requests.take() is None
-    assert sent == [Cancelled("a")]
 
 
 def test_closing_cancels_what_runs_what_waits_and_what_comes(requests: RequestQueue, sent: list[TerminalEvent]) -> None:
@@ -166,40 +137,6 @@ def test_a_window_slow_to_read_holds_up_nobody_and_loses_nothing(pipe: tuple[int
     assert sum(isinstance(event, Telemetry) for event in events) < 50
     writer.close()
     assert writer.flush(0)
-
-
-def test_the_latest_sample_is_the_one_sent(pipe: tuple[int, int]) -> None:
-    read_end, write_end = pipe
-    writer = EventWriter(write_end, on_broken=lambda: None)
-    for n in range(10):
-        writer.send(sample(n))
-    writer.send(Cancelled("r"))
-    writer.start()
-    assert read_until(read_end, sample(9)) == [Cancelled("r"), sample(9)]
-    writer.close()
-
-
-def test_heartbeats_come_by_themselves(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.process.streams.HEARTBEAT_S", 0.01)
-    read_end, write_end = pipe
-    writer = EventWriter(write_end, on_broken=lambda: None)
-    writer.start()
-    reader, beats = LineReader(), []
-    while len(beats) < 3:
-        beats += [decode(line) for line in reader.feed(os.read(read_end, 65536))]
-    assert all(isinstance(beat, Heartbeat) for beat in beats)
-    writer.close()
-
-
-def test_a_window_that_is_gone_is_noticed(pipe: tuple[int, int]) -> None:
-    read_end, write_end = pipe
-    os.close(read_end)
-    broken = threading.Event()
-    writer = EventWriter(write_end, on_broken=broken.set)
-    writer.start()
-    writer.send(Cancelled("r"))
-    assert broken.wait(30)
-    writer.close()
 
 
 # --- the reader -----------------------------------------------------------------------------------
@@ -283,3 +220,26 @@ def test_the_log_has_the_place_and_not_the_text(caplog: pytest.LogCaptureFixture
     assert "ValueError" in caplog.text
     assert "in fails" in caplog.text
     assert "SECRET" not in as_engine_error(caught.value, "answering").message
+
+
+def test_a_window_that_is_gone_is_noticed(pipe: tuple[int, int]) -> None:
+    read_end, write_end = pipe
+    os.close(read_end)
+    broken = threading.Event()
+    writer = EventWriter(write_end, on_broken=broken.set)
+    writer.start()
+    writer.send(Cancelled("r"))
+    assert broken.wait(30)
+    writer.close()
+
+
+def test_heartbeats_come_by_themselves(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.process.streams.HEARTBEAT_S", 0.01)
+    read_end, write_end = pipe
+    writer = EventWriter(write_end, on_broken=lambda: None)
+    writer.start()
+    reader, beats = LineReader(), []
+    while len(beats) < 3:
+        beats += [decode(line) for line in reader.feed(os.read(read_end, 65536))]
+    assert all(isinstance(beat, Heartbeat) for beat in beats)
+    writer.close()

@@ -1,7 +1,5 @@
 """A strict reading of the trace event format (Google's "Trace Event Format", the JSON object form)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _FIELDS = {

@@ -1,7 +1,5 @@
 """Answer views that are gone when the test is, and formulas whose process is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """How an answer looks, for comparing two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from PySide6.QtGui import QTextBlock

@@ -1,15 +1,12 @@
 """Code: copied by its button, coloured in slices, and readable in both themes."""
 
-from __future__ import annotations
-
 import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QColor, QFont, QGuiApplication
 from pytestqt.qtbot import QtBot
 
-from app.theme import DARK, LIGHT, Theme, ThemeController
+from app.theme import DARK, LIGHT, Theme
 from app.widgets.answer_text import AnswerView, Style
-from app.widgets.answer_text.highlighting import find_lexer, token_style
 from app.widgets.answer_text.style import COLOURED
 from app.widgets.answer_text.writer import CODE
 from tests.app.answer_text.looks import ViewMaker, blocks
@@ -50,19 +47,6 @@ def test_copy_takes_the_code_and_says_so(make_view: ViewMaker, qtbot: QtBot) -> 
     qtbot.waitUntil(lambda: button.text() == "Copy", timeout=5_000)
 
 
-def test_finished_code_is_coloured_once(make_view: ViewMaker, qtbot: QtBot) -> None:
-    view = make_view("```python\ndef f():\n    return 'x'  # why\n```")
-    qtbot.waitUntil(lambda: len(coloured(view, 1)) == 3)
-    assert ("def", colour("keyword")) in coloured(view, 0)
-    assert coloured(view, 1) == [
-        ("return", colour("keyword")),
-        ("'x'", colour("string")),
-        ("# why", colour("comment")),
-    ]
-    view.flush()
-    assert view.writer.highlighter.scans == 1
-
-
 def test_growing_code_is_coloured_by_finished_lines_and_in_the_end_completely(
     make_view: ViewMaker, qtbot: QtBot
 ) -> None:
@@ -83,20 +67,6 @@ def test_growing_code_is_coloured_by_finished_lines_and_in_the_end_completely(
     assert all(coloured(view, number) == [(str(number), colour("number"))] for number in range(100))
 
 
-def test_another_theme_recolours(make_view: ViewMaker, theme: ThemeController, qtbot: QtBot) -> None:
-    view = make_view("```c\nint x = 1;\n```")
-    theme.set_choice("dark")
-    view.flush()
-    qtbot.waitUntil(lambda: ("1", colour("number", DARK)) in coloured(view, 0))
-
-
-def test_colours_count_as_the_document_does(make_view: ViewMaker) -> None:
-    view = make_view("```python\nx = '🚂🚃'  # 🚂 comment\ny = 2\n```")
-    view.writer.highlighter.finish()
-    assert coloured(view, 0) == [("'🚂🚃'", colour("string")), ("# 🚂 comment", colour("comment"))]
-    assert coloured(view, 1) == [("2", colour("number"))]
-
-
 @pytest.mark.parametrize(
     ("code", "language"),
     [("x", "no-such-language"), ("x", ""), ("x = 1\n" * 20_000, "python"), ("x" * 6_000, "python")],
@@ -106,20 +76,6 @@ def test_what_is_not_coloured(make_view: ViewMaker, code: str, language: str) ->
     view = make_view(f"```{language}\n{code}\n```")
     view.writer.highlighter.finish()
     assert view.writer.highlighter.scans == 0
-
-
-@pytest.mark.parametrize(
-    "language", ["python", "Python", "py", "js", "c++", "sh", "json", "rust", "{.python}", "sql", "diff"]
-)
-def test_languages_by_the_names_that_models_use(language: str) -> None:
-    assert find_lexer(language) is not None
-
-
-def test_token_names() -> None:
-    assert token_style("Token.Keyword.Type") == "type"
-    assert token_style("Token.Keyword.Declaration") == "keyword"
-    assert token_style("Token.Literal.String.Double") == "string"
-    assert token_style("Token.Name") == ""
 
 
 def luminance(name: str) -> float:

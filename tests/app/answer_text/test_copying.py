@@ -1,7 +1,5 @@
 """Links are announced, nothing is loaded, and text is selected and copied as it reads."""
 
-from __future__ import annotations
-
 import pytest
 from PySide6.QtCore import QEvent, QPoint, QPointF, QRect, Qt, QUrl
 from PySide6.QtGui import QColor, QGuiApplication, QImage, QMouseEvent, QTextCursor, QTextDocument

@@ -1,7 +1,5 @@
 """Formulas are drawn where they stand, or show their source; nothing that they hold stops the window."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
@@ -11,7 +9,7 @@ from PySide6.QtGui import QImage, QTextCursor
 from pytestqt.qtbot import QtBot
 
 from app.services.formula_process import draw
-from app.services.formulas import Formula, Formulas, Picture, nesting
+from app.services.formulas import Formula, Formulas, Picture
 from app.theme import LIGHT, ThemeController
 from app.widgets.answer_text import AnswerView, InertDocument, Style, formulas_in, read_markdown, write_markdown
 from app.widgets.answer_text.maths import OBJECT
@@ -31,12 +29,6 @@ def test_the_source_shows_until_the_picture_is_there(make_view: ViewMaker, drawn
     view.select_all()
     assert view.selected_text() == "Here $x^2$ and \\(y\\).\n\n$$\n\\frac{a}{b}\n- c\n$$\n\nEnd"
     assert [match.end - match.start for match in view.find_matches("frac")] == [1]
-
-
-def test_no_formula_starts_no_process(make_view: ViewMaker, drawn: Formulas) -> None:
-    make_view("From $5 to $6, `$x$` and\n\n```\n$$y$$\n```\n\n$ a $")
-    assert not drawn.is_running
-    assert not drawn.is_busy
 
 
 def test_what_cannot_be_drawn_shows_its_source(make_view: ViewMaker, drawn: Formulas, qtbot: QtBot) -> None:
@@ -118,15 +110,6 @@ def test_formulas_follow_the_theme_without_being_drawn_again(
     assert theme.theme.text.lower() in ink(view)
 
 
-def test_wide_formulas_are_scaled_to_the_width(make_view: ViewMaker, drawn: Formulas, qtbot: QtBot) -> None:
-    view = make_view("$$" + " + ".join(f"x_{{{number}}}" for number in range(60)) + "$$")
-    view.resize(300, 100)
-    wait(drawn, qtbot)
-    assert OBJECT in view.toPlainText()
-    view.heightForWidth(300)
-    assert view.document().size().width() <= 300
-
-
 def test_any_document_is_written_with_its_formulas_on_any_thread(drawn: Formulas, qtbot: QtBot) -> None:
     texts = [read_markdown("# One\n\n$x$\n\n```py\nx = 1\n```"), read_markdown("- two $x$ and $\\undefined{$")]
     written: list[str] = []
@@ -183,12 +166,6 @@ def test_who_waits_for_formulas_stops_when_it_is_cancelled_or_they_are_given_up(
 )
 def test_what_models_write_is_known(tex: str) -> None:
     assert draw(tex, display=True).startswith("<svg")
-
-
-def test_nesting_is_counted() -> None:
-    assert nesting(r"\frac{a}{\frac{b}{c}}") == 2
-    assert nesting(r"\left( \{ a \} \right)") == 1
-    assert nesting("x") == 0
 
 
 def test_many_that_take_for_ever_are_given_up(drawn: Formulas, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Text that comes out as it was given, any text at all, and that all of it fits its width."""
 
-from __future__ import annotations
-
 import pytest
 from PySide6.QtCore import QRect
 from PySide6.QtGui import QAccessible, QFont
@@ -21,24 +19,6 @@ def test_the_source_comes_back_as_it_was_given(make_view: ViewMaker) -> None:
     view.append_markdown(" c")
     assert view.markdown() == "a\r\n\x00*b* c"
     assert view.plain_text() == "a\n\ufffdb c"
-
-
-def test_plain_text_is_up_to_date_before_anything_is_written(make_view: ViewMaker) -> None:
-    view = make_view("")
-    view.append_markdown("# One\n\n**tw")
-    view.append_markdown("o**")
-    assert view.plain_text() == "One\n\ntwo"
-
-
-def test_setting_replaces(make_view: ViewMaker) -> None:
-    view = make_view(EVERYTHING)
-    view.set_markdown("only this")
-    view.flush()
-    assert view.plain_text() == view.toPlainText() == "only this"
-    assert view.copy_buttons == []
-    view.set_markdown("")
-    view.flush()
-    assert view.document().isEmpty()
 
 
 def test_screen_readers_get_the_text_with_its_markers(make_view: ViewMaker) -> None:
@@ -93,16 +73,6 @@ def test_in_a_scroll_area_only_the_area_scrolls(qtbot: QtBot) -> None:
     [_] = view.find_matches("treasure")
     view.show_match(0)
     assert area.verticalScrollBar().value() > area.verticalScrollBar().maximum() * 0.9
-
-
-def test_wide_tables_code_and_words_wrap(make_view: ViewMaker) -> None:
-    wide = " | ".join(f"a_long_column_name_{number}" for number in range(12))
-    rule = " | ".join("---" for _ in range(12))
-    view = make_view(f"| {wide} |\n| {rule} |\n| {wide} |\n\n```\n{'x' * 500}\n```\n\n{'y' * 500}")
-    view.resize(600, 600)
-    view.show()
-    assert view.document().size().width() <= 600
-    assert view.horizontalScrollBar().maximum() == 0
 
 
 def test_a_table_too_wide_for_any_wrapping_can_be_scrolled(make_view: ViewMaker) -> None:

@@ -1,13 +1,13 @@
-"""What streams in looks in the end like what is set at once, and is written once."""
-
-from __future__ import annotations
+"""What streams in looks in the end like what is set at once, is written once, and is timed."""
 
 import random
 
 from hypothesis import HealthCheck, given, settings
+from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.formulas import Formulas
+from app.services.formulas import Formulas, formulas
+from app.streaming_report import update_times_ms
 from app.widgets.answer_text import AnswerView
 from tests.app.answer_text.looks import ViewMaker, look
 from tests.unit.markdown_texts import EVERYTHING, chunked_texts
@@ -73,25 +73,6 @@ def test_streamed_formulas_look_like_those_of_the_whole(make_view: ViewMaker, dr
     )
 
 
-def test_updates_come_by_themselves(make_view: ViewMaker, qtbot: QtBot) -> None:
-    view = make_view("")
-    view.append_markdown("hello")
-    qtbot.waitUntil(lambda: view.toPlainText() == "hello")
-    view.append_markdown(" there")
-    view.finish()
-    qtbot.waitUntil(lambda: view.toPlainText() == "hello there")
-
-
-def test_finished_blocks_are_written_once(make_view: ViewMaker) -> None:
-    view = make_view("")
-    for number in range(40):
-        view.append_markdown(f"Paragraph {number} has some words in it.\n\n- and a list\n- of two\n\n")
-        view.flush()
-    # A paragraph, its list and the items of the list: each written again only while it is the open end.
-    assert view.writer.written_segments <= 40 * 3 * 2
-    assert view.parser.parsed_characters <= 8 * len(view.markdown())
-
-
 def test_a_streamed_answer_costs_its_open_block_only(make_view: ViewMaker) -> None:
     view = make_view("")
     words = EVERYTHING.replace("[late]", "late").split(" ")
@@ -106,41 +87,6 @@ def test_a_streamed_answer_costs_its_open_block_only(make_view: ViewMaker) -> No
     assert max(parsed for parsed, _ in costs) <= 4 * longest_block
     assert max(written for _, written in costs) <= 8
     assert sum(written for _, written in costs) <= 3 * len(tokens)
-
-
-def changes_of(view: AnswerView) -> list[tuple[int, int, int]]:
-    """(position, removed, added) of each change to its document from now on."""
-    found: list[tuple[int, int, int]] = []
-    view.document().contentsChange.connect(lambda *change: found.append(change))
-    return found
-
-
-def test_open_text_and_code_are_appended_to(make_view: ViewMaker) -> None:
-    for beginning, piece in (("Some words", " more"), ("- an item", " more"), ("```python\nx = 1", "\ny = 2")):
-        view = make_view("")
-        view.append_markdown(beginning)
-        view.flush()
-        changes = changes_of(view)
-        for _ in range(20):
-            view.append_markdown(piece)
-            view.flush()
-        written = sum(added for _, _, added in changes)
-        assert written <= 20 * 3 * len(piece)
-        assert view.document().isEmpty() is False
-
-
-def test_open_code_costs_its_last_lines_only(make_view: ViewMaker) -> None:
-    view = make_view("")
-    view.append_markdown("```text\n")
-    for number in range(1_000):
-        before = view.parser.parsed_characters
-        view.append_markdown(f"line {number}\n")
-        view.flush()
-        assert view.parser.parsed_characters - before < 200
-    view.append_markdown("```\n\nThat is all.")
-    view.finish()
-    view.flush()
-    assert [button.code for button in view.copy_buttons] == ["\n".join(f"line {number}" for number in range(1_000))]
 
 
 def test_a_selection_survives_streaming(make_view: ViewMaker) -> None:
@@ -166,20 +112,6 @@ def test_long_work_is_done_in_slices(make_view: ViewMaker, qtbot: QtBot) -> None
     qtbot.waitUntil(lambda: len(view.writer.shown) == 1_200, timeout=60_000)
 
 
-def test_long_code_is_written_in_slices(make_view: ViewMaker) -> None:
-    code = "\n".join(f"line {number}" for number in range(5_000))
-    view = make_view("")
-    view.set_markdown(f"```\n{code}\n```\n\nAfter.")
-    lines = set()
-    while not lines or max(lines) < 5_001:
-        view._update()
-        lines.add(view.document().blockCount())
-    assert len(lines) > 1
-    view.flush()
-    assert view.toPlainText().strip("\n") == f"{code}\nAfter."
-    assert view.copy_buttons[0].code == code
-
-
 def test_the_stream_cursor_is_inside_the_view(make_view: ViewMaker) -> None:
     view = make_view("")
     view.show()
@@ -187,3 +119,9 @@ def test_the_stream_cursor_is_inside_the_view(make_view: ViewMaker) -> None:
         view.append_markdown("word ")
         view.flush()
         assert view.viewport().rect().contains(view.stream_cursor_rect().toRect())
+
+
+def test_each_token_is_timed(qapp: QApplication) -> None:
+    assert len(update_times_ms(120)) == 120
+    assert formulas().is_busy or formulas().is_running
+    formulas().forget()

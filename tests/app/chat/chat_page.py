@@ -1,7 +1,5 @@
 """What tests of the chat page do with it, as a person would."""
 
-from __future__ import annotations
-
 from PySide6.QtCore import Qt
 from pytestqt.qtbot import QtBot
 

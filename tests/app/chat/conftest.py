@@ -1,7 +1,5 @@
 """The chat page: a real store, a scripted engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A question and its answer, its versions and branches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from PySide6.QtCore import Qt, QTimer

@@ -1,14 +1,11 @@
 """What is told before a message is sent: what cannot be attached, in its chat alone, and that a chat is too long."""
 
-from __future__ import annotations
-
 import os
-import re
 from pathlib import Path
 
 import pytest
 from PySide6.QtCore import QMimeData, QUrl
-from PySide6.QtGui import QGuiApplication, QImage, QTextCursor
+from PySide6.QtGui import QGuiApplication, QImage
 from pytestqt.qtbot import QtBot
 
 from app.views.batch.answer_card import TemplateEdit
@@ -54,17 +51,6 @@ def test_a_file_never_becomes_its_address(page: ChatView, qtbot: QtBot, tmp_path
     assert page.composer.text == sent.text()
 
 
-def test_an_edited_message_takes_no_files_either(page: ChatView, engine: ScriptedEngine, tmp_path: Path) -> None:
-    write(page, "Hello")
-    engine.finish()
-    page.transcript.turns[0].start_editing()  # type: ignore[union-attr]
-    editor = page.transcript.turns[0].editor  # type: ignore[union-attr]
-    editor.moveCursor(QTextCursor.MoveOperation.End)
-    assert not editor.canInsertFromMimeData(_files(tmp_path / "notes.pdf"))
-    editor.insertFromMimeData(_files(tmp_path / "notes.pdf"))
-    assert editor.toPlainText() == "Hello"
-
-
 @pytest.mark.parametrize("kind", [TextBox, TemplateEdit])
 def test_a_file_is_no_text_in_other_boxes(qtbot: QtBot, tmp_path: Path, kind: type[TextBox]) -> None:
     box = kind()
@@ -73,13 +59,6 @@ def test_a_file_is_no_text_in_other_boxes(qtbot: QtBot, tmp_path: Path, kind: ty
     assert not box.canInsertFromMimeData(given)
     box.insertFromMimeData(given)
     assert box.toPlainText() == ""
-
-
-def test_no_box_for_text_takes_files_as_text() -> None:
-    app = Path(__file__).resolve().parents[3] / "app"
-    makes = re.compile(r"\(QPlainTextEdit\)|QPlainTextEdit\(self")
-    texts = {path.name: path.read_text("utf-8") for path in app.rglob("*.py")}
-    assert [name for name, text in texts.items() if makes.search(text) and "setReadOnly" not in text] == ["fields.py"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders here")

@@ -1,7 +1,5 @@
 """Many chats: kept, found, renamed, pinned, deleted and brought back, exported and imported."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

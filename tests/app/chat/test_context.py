@@ -1,13 +1,10 @@
 """A chat that grows beyond its context: it is told, and room is made, by a summary or by leaving turns out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 from pytestqt.qtbot import QtBot
 
-from app.models.conversation import ContextUse, Level, turns_to_fold
 from app.services.chat_store import Message
 from app.services.folding import pieces_of
 from app.services.settings import Settings
@@ -35,23 +32,6 @@ def card(page: ChatView) -> FoldCard:
 
 def sent(engine: ScriptedEngine) -> list[tuple[str, str]]:
     return [(turn.role, turn.content[:10]) for turn in engine.requests[-1].command.messages]
-
-
-def test_levels_and_what_to_fold() -> None:
-    assert [ContextUse(used, 100).level for used in (0, 74, 75, 89, 90, 99, 100)] == [
-        Level.FREE,
-        Level.FREE,
-        Level.NEAR,
-        Level.NEAR,
-        Level.FULL,
-        Level.FULL,
-        Level.OVER,
-    ]
-    ends = [False, True] * 3
-    assert turns_to_fold([10] * 6, ends, 60) == 2  # at least one answer, where people ask for it
-    assert turns_to_fold([10] * 6, ends, 25) == 4
-    assert turns_to_fold([10] * 6, ends, 0) == 6
-    assert turns_to_fold([10, 10], [False, False], 0) == 0
 
 
 def test_pieces_fit_and_hold_everything() -> None:

@@ -1,7 +1,5 @@
 """Documents in chats: attached, read, given to the model whole or in passages, cited, kept, refused in a sentence."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import threading

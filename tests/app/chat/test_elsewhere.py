@@ -1,7 +1,5 @@
 """Chats that another server answers: it is said where text goes, asked once, and nothing goes there by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

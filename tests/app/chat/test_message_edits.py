@@ -1,7 +1,5 @@
 """Single turns edited and deleted, and brought back; a text found in a chat; chats that are never stored; folders."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing

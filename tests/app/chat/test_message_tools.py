@@ -1,7 +1,5 @@
 """What else can be done with a message: saved prompts, presets, two answers side by side, every row of a file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -56,11 +54,6 @@ def test_a_slash_lists_prompts_and_typing_finds_one(prompts: ChatView, qtbot: Qt
     popover.fields["text"].setPlainText("one\n{{language}}")
     popover.insert_button.click()
     assert prompts.composer.text == "Translate into French:\none\n{{language}}"
-
-
-def test_without_prompts_a_slash_is_a_slash(page: ChatView, qtbot: QtBot) -> None:
-    qtbot.keyClicks(page.composer.box, "/")
-    assert page.composer.text == "/"
 
 
 def test_a_message_becomes_a_prompt_that_can_be_changed_and_removed(prompts: ChatView, qtbot: QtBot) -> None:
@@ -222,14 +215,6 @@ def test_stopping_both_keeps_what_was_written(page: ChatView, engine: ScriptedEn
     states = {m.state for m in page.presenter.model.tree.messages() if m.role == "assistant"}
     assert states == {MessageState.PARTIAL}
     assert not dialog.comparison.is_under_way
-
-
-def test_the_same_way_twice_is_not_asked(page: ChatView, qtbot: QtBot) -> None:
-    dialog = compare(page, "Which?")
-    dialog.columns[1].sampling = dialog.columns[0].sampling
-    dialog._show_sampling()
-    assert not dialog.ask_button.isEnabled()
-    assert "Choose another" in dialog.note.text()
 
 
 def test_a_message_is_handed_to_batch_as_it_is_asked_here(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:

@@ -1,14 +1,11 @@
 """The list of models over the chat: found, filtered, loaded, unloaded and made the default, by mouse and by key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PySide6.QtCore import Qt
-from PySide6.QtGui import QAccessible
 from PySide6.QtTest import QSignalSpy
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
@@ -99,14 +96,6 @@ def test_all_of_it_by_key(picker: ModelPicker, page: ChatView, qtbot: QtBot) -> 
     assert page.title_bar.model_button.hasFocus()
 
 
-def test_it_opens_by_its_button_below_it_and_inside_the_page(picker: ModelPicker, page: ChatView, qtbot: QtBot) -> None:
-    picker.hide()
-    qtbot.mouseClick(page.title_bar.model_button, Qt.MouseButton.LeftButton)
-    assert picker.isVisible()
-    assert picker.y() >= page.title_bar.model_button.geometry().bottom()
-    assert page.rect().contains(picker.geometry())
-
-
 def test_the_loaded_model_is_unloaded_and_another_made_the_default(
     picker: ModelPicker, page: ChatView, engine: ScriptedEngine, qtbot: QtBot
 ) -> None:
@@ -175,12 +164,6 @@ def test_other_ways_to_a_model(picker: ModelPicker, page: ChatView) -> None:
     assert picker.isHidden()
 
 
-def test_everything_has_a_name(picker: ModelPicker) -> None:
-    for widget in (picker.filter, picker.list, picker.loading_bar, picker.load_button, picker.default_button):
-        interface = QAccessible.queryAccessibleInterface(widget)
-        assert widget.accessibleName() or interface.text(QAccessible.Text.Name)
-
-
 def test_a_file_of_a_checkpoint_stands_for_its_folder() -> None:
     assert model_of(Path("/m/a.GGUF")) == Path("/m/a.GGUF")
     assert model_of(Path("/m/model-00001-of-00002.safetensors")) == Path("/m")
@@ -216,10 +199,3 @@ def test_speeds_are_predicted_once(
     with qtbot.waitSignal(speeds.found):
         speeds.ask(["bad", "good"])
     assert asked == ["good", "bad", "good"]
-
-
-def test_it_closes_for_a_new_chat(picker: ModelPicker, page: ChatView, qtbot: QtBot) -> None:
-    assert picker.isVisible()
-    qtbot.keyClick(page, Qt.Key.Key_N, Qt.KeyboardModifier.ControlModifier)
-    qtbot.waitUntil(page.composer.box.hasFocus)
-    assert not picker.isVisible(), "it would hide what is written"

@@ -1,7 +1,5 @@
 """What belongs to the page: settings of a chat, copying, scrolling, colours, links."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

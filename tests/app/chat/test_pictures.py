@@ -1,7 +1,5 @@
 """Pictures in chats that another server answers: attached, made small, shown, sent, kept, and refused in a sentence."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Pictures from the message box, and from another program, to a model that sees in an engine process of its own."""
 
-from __future__ import annotations
-
 import base64
 import socket
 import threading

@@ -1,7 +1,5 @@
 """What a model thinks before its answer: a line that opens, and never a part of the answer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

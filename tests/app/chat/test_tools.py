@@ -1,7 +1,5 @@
 """Chats whose model calls tools: the loop, what it asks for, and what is kept of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The engine loads, dies and is restarted; the store cannot write: nothing that was said is lost."""
-
-from __future__ import annotations
+"""The engine loads, dies, is shared with a job; the store cannot write: nothing that was said is lost."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +11,12 @@ from app.services.chat_store import ChatStore, MessageState
 from app.services.engine_client import EngineState
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView, UnsavedTextGuard
-from engine.common.config import EngineConfig
+from app.widgets.page import BATCH
+from engine.common.config import BatchJob, EngineConfig
+from engine.common.errors import ErrorCode
 from engine.common.paths import models_dir
 from tests.app.chat.chat_page import last_answer, shown, type_and_send
+from tests.app.scripted_batches import ScriptedBatches
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 
@@ -137,3 +138,54 @@ def test_a_store_in_trouble_is_told_and_closing_with_unsaved_text_asked_about(
     assert not page.close()
     assert page.close()
     assert len(asked) == 2
+
+
+@pytest.fixture
+def engine() -> ScriptedBatches:
+    return ScriptedBatches()
+
+
+def test_a_job_is_told_and_shares(open_page: Callable[[], ChatView], engine: ScriptedBatches, qtbot: QtBot) -> None:
+    page = open_page()
+    hint = page.batch_hint
+    assert not hint.isVisible()
+    engine.start_batch(BatchJob("in.csv", "out.csv"))
+    engine.tell(30, 120)
+    assert hint.isVisible()
+    assert "running" in hint.text
+    assert "25%" in hint.text
+    type_and_send(qtbot, page, "Hello?")
+    assert "shares the engine with your chat" in hint.text
+    assert "25%" in hint.text
+    engine.write("Hello!")
+    engine.finish()
+    assert "is running" in hint.text
+    with qtbot.waitSignal(page.page_wanted) as wanted:
+        qtbot.mouseClick(hint.button, Qt.MouseButton.LeftButton)
+    assert wanted.args == [BATCH]
+    engine.end(120)
+    assert not hint.isVisible()
+
+
+def test_a_job_that_fails_is_no_longer_told(open_page: Callable[[], ChatView], engine: ScriptedBatches) -> None:
+    page = open_page()
+    engine.start_batch(BatchJob("in.csv", "out.csv"))
+    engine.tell(0)
+    assert page.batch_hint.text.startswith("A batch job is running. ")
+    engine.fail_job(ErrorCode.INVALID_REQUEST, "The input was changed.")
+    assert not page.batch_hint.isVisible()
+
+
+def test_a_job_that_stays_paused_after_the_engine_died_says_so_until_it_goes_on(
+    open_page: Callable[[], ChatView], engine: ScriptedBatches, qtbot: QtBot
+) -> None:
+    hint = open_page().batch_hint
+    for see in (lambda: engine.tell(5), lambda: qtbot.mouseClick(hint.button, Qt.MouseButton.LeftButton)):
+        engine.start_batch(BatchJob("in.csv", "out.csv"))
+        engine.tell(4)
+        engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed.")
+        engine.restart()
+        assert hint.isVisible()
+        assert "engine stopped" in hint.text
+        see()
+        assert "engine stopped" not in hint.text or not hint.isVisible()

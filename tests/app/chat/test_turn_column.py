@@ -1,7 +1,5 @@
 """Turns lie as if all had been asked how high they want to be, where only those that changed are."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -93,17 +91,3 @@ def test_turns_lie_where_all_of_them_together_would_lie(qtbot: QtBot, seed: int)
         else:
             area.resize(random_.randint(300, 900), 500)
         qtbot.waitUntil(lambda: lies() == asked_of_all(area, turns))
-
-
-def test_a_turn_that_grows_asks_no_other_one(qtbot: QtBot) -> None:
-    area = area_with(qtbot)
-    column = area.widget()
-    assert isinstance(column, TurnColumn)
-    turns = [Turn("a few words", 560, column) for _ in range(30)]
-    for number, turn in enumerate(turns):
-        column.insert(number, turn)
-    qtbot.waitUntil(lambda: turns[-1].y() > 30 * GAP)
-    before, high = [turn.asked for turn in turns], column.height()
-    turns[-1].label.setText("many words " * 100)
-    qtbot.waitUntil(lambda: column.height() > high)
-    assert [turn.asked for turn in turns[:-1]] == before[:-1]

@@ -1,7 +1,5 @@
 """Engine clients that are closed when the test ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workers that die, hang or talk nonsense: every request still ends, and nothing spins."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -315,21 +313,3 @@ def test_an_engine_that_lost_files_and_does_not_start_says_so(
     qtbot.waitUntil(lambda: "has lost files since it was installed (torch.so)" in client.last_error, timeout=WAIT_MS)
     assert client.state is EngineState.DIED
     assert installed.needs_engine()
-
-
-def test_lost_files_are_told_also_if_another_start_was_under_way(
-    make: Make, qtbot: QtBot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = _file_of_the_engine(tmp_path, monkeypatch)
-    file.unlink()
-    client, _ = make([sys.executable, "-c", "raise SystemExit(3)"])
-    again = [client.start]
-
-    def start_again(state: object) -> None:
-        if state is EngineState.DIED and again:
-            again.pop()()
-
-    client.state_changed.connect(start_again)
-    client.start()
-    qtbot.waitUntil(lambda: "has lost files since it was installed (torch.so)" in client.last_error, timeout=WAIT_MS)
-    assert not again

@@ -1,7 +1,5 @@
 """The engine client with the worker that users get: torch, a real (tiny) model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

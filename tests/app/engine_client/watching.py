@@ -1,7 +1,5 @@
 """Engine clients with workers that do as a test says, and what they said."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Their `ServerProcess.start` starts a program with flags of its own.  Here it has
 of the name and the chat template that the test wants; the server of the test before is kept where both want the same.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
