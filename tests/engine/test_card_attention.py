@@ -148,7 +148,9 @@ def test_tokens_are_those_of_transformers(
     assert launched == {"attention_kernel"}
 
 
-@pytest.mark.parametrize(("kv_precision", "family"), [("fp16", "qwen3_moe"), ("int8", "qwen3_moe"), ("int8", "gpt_oss")])
+@pytest.mark.parametrize(
+    ("kv_precision", "family"), [("fp16", "qwen3_moe"), ("int8", "qwen3_moe"), ("int8", "gpt_oss")]
+)
 def test_narrow_keys_stay_where_they_are(
     kv_precision: str,
     family: str,
