@@ -17,6 +17,7 @@ from engine.common.installed import version
 from engine.jobs.rows import never
 from engine.process.ray_driver import Inbox, RayDriver
 from engine.protocol import (
+    MAX_LINE_BYTES,
     ClusterJob,
     ClusterNodes,
     DropRows,
@@ -205,6 +206,22 @@ def test_without_ray_the_command_to_install_it_is_said(tmp_path: Path, monkeypat
     how = 'run pip install "ray==2.60.*" in Switchyard\'s environment.'
     why = f"Jobs on a cluster need Ray, which is not installed: {how}"
     assert said == [Failed("", ErrorCode.DEVICE_UNAVAILABLE, why), Failed("", ErrorCode.ENGINE_DIED, "")]
+
+
+def test_a_line_of_many_rows_may_be_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray.py").write_text(
+        "__version__ = '2.60.0'\ndef init(**options): pass\ndef nodes(): return []\ndef shutdown(): pass\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("engine.remote.ray_rows.python_module", _behind(tmp_path))
+    monkeypatch.setattr("engine.remote.ray_rows.encode", lambda message: message)
+    link = RayLink("local")
+    try:
+        assert link.events(30.0) == [ClusterNodes(())]
+        link.send(encode(DropRows("n", 1, ()))[:-1] + b" " * MAX_LINE_BYTES + b"\n")  # type: ignore[arg-type]
+        assert link.events(30.0) == [ClusterNodes(())]
+    finally:
+        link.close()
 
 
 def _behind(folder: Path) -> Callable[[str], tuple[list[str], dict[str, str]]]:
