@@ -209,19 +209,17 @@ def test_without_ray_the_command_to_install_it_is_said(tmp_path: Path, monkeypat
 
 
 def test_a_line_of_many_rows_may_be_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ray.py").write_text(
-        "__version__ = '2.60.0'\ndef init(**options): pass\ndef nodes(): return []\ndef shutdown(): pass\n"
-    )
+    ray = "__version__ = '2.60.0'\ndef init(**options): pass\ndef nodes(): return []\ndef shutdown(): pass\n"
+    (tmp_path / "ray.py").write_text(ray)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("engine.remote.ray_rows.python_module", _behind(tmp_path))
-    monkeypatch.setattr("engine.remote.ray_rows.encode", lambda message: message)
+    monkeypatch.setattr("engine.remote.ray_rows.encode", lambda line: line)
     link = RayLink("local")
-    try:
-        assert link.events(30.0) == [ClusterNodes(())]
-        link.send(encode(DropRows("n", 1, ()))[:-1] + b" " * MAX_LINE_BYTES + b"\n")  # type: ignore[arg-type]
-        assert link.events(30.0) == [ClusterNodes(())]
-    finally:
-        link.close()
+    line = b'{"node": "n", "life": 1' + b" " * MAX_LINE_BYTES + b"}\n"  # which is read, and no command
+    link.send(line)  # type: ignore[arg-type]
+    failed = next(event for _ in range(9) for event in link.events(30.0) if isinstance(event, Failed))
+    link.close()
+    assert (failed.code, str(len(line)) in failed.message) == (ErrorCode.PROTOCOL, True)
 
 
 def _behind(folder: Path) -> Callable[[str], tuple[list[str], dict[str, str]]]:
