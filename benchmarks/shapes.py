@@ -445,7 +445,7 @@ def _write_random(made: BinaryIO, block: BlockType, entry: TensorEntry) -> None:
 def random_blocks(block: BlockType, count: int, deviation: float, seed: int = 0) -> NDArray[np.uint8]:
     """[count, bytes of a block] of a type, which stand for numbers of this deviation around 0."""
     raw, sizes = _unscaled(block, count, seed)
-    if block.split is None:
+    if not block.is_blocks:
         numbers = raw.view(np.float32) * np.float32(deviation)
         if block.name == "BF16":
             return (numbers.view(np.uint32) >> 16).astype("<u2").view(np.uint8).reshape(count, -1)
@@ -459,7 +459,7 @@ def random_blocks(block: BlockType, count: int, deviation: float, seed: int = 0)
 def _unscaled(block: BlockType, count: int, seed: int) -> tuple[NDArray[np.uint8], tuple[float, ...]]:
     """Random blocks, and the scales and offsets with which they stand for numbers of deviation 1 around 0."""
     draw = np.random.default_rng(seed)
-    if block.split is None:
+    if not block.is_blocks:
         return draw.standard_normal((count, 1), np.float32).view(np.uint8), ()
     raw = draw.integers(0, 256, (count, block.nbytes), np.uint8)
     tried = raw[:4096].copy()
