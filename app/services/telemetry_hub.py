@@ -1,7 +1,8 @@
 """The Monitor's data: the history, the latest reports, and what the last tokens waited for.
 
 On the GUI thread only.  Slow work is done by `HistoryRecorder`, `Analyser` and `DeviceMonitor`, which send their
-results by signals, as immutable messages.
+results by signals, as immutable messages. `SessionRecording` writes recordings to the size-limited ring of sessions on
+disk, while the user allows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tuning runs for the window: one at a time, cancellable, with the last result; and quick timings of a model."""
+"""Tuning runs for the window: one at a time, cancellable, with the last result; and quick timings of a model.
+
+And what overtakes a tuning: other hardware, or a model that runs faster than it was timed.
+"""
 
 from __future__ import annotations
 

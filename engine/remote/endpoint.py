@@ -286,7 +286,7 @@ def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
 
 
 def remove_endpoint(name: str) -> None:
-    """Forgets the endpoint of this name; its key stays until `engine.remote.trust.forget_key`."""
+    """Forgets the endpoint of this name; its key stays until `forget_key`."""
 
     def change(entries: list[Any]) -> list[Any]:
         left = [raw for raw in entries if _name_of(raw) != plain_name(name)]

@@ -27,7 +27,7 @@ FILE_NAME = "<b>it<img src=hills.png>"
 MEANT = {
     "views/batch/job_view.py",
     "views/chat/conversation_panel.py",
-    "views/chat/user_message.py",
+    "views/chat/transcript.py",
     "views/monitor/summary.py",
 }
 """Where text is HTML on purpose; each escapes what it is given."""
