@@ -28,12 +28,11 @@ from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
 from engine.hardware.sensors import SensorSample
 from engine.protocol import CacheReport, ExpertMap, RequestPlace, TelemetryCounters, TelemetrySpans
-from engine.telemetry.records import Records
-from engine.telemetry.session_file import SessionWriter
 
 if TYPE_CHECKING:
     from app.services.history.history import History
     from engine.telemetry.records import Records
+    from engine.telemetry.session_file import SessionWriter
 
 _log = logging.getLogger("switchyard.telemetry")
 
@@ -148,7 +147,6 @@ class HistoryRecorder(QObject):
 class _ThreadState:
     def __init__(self, recorded: Callable[[Recorded], None], failed: Callable[[str], None]) -> None:
         from app.services.history.history import ClockAlignment
-        from app.services.telemetry_hub import SessionRecording
         from engine.common.paths import sessions_dir
 
         self._recorded = recorded
@@ -401,8 +399,6 @@ class TelemetryHub(QObject):
             self._marks.append((at_ns, text))
 
 
-_log = logging.getLogger("switchyard.recording")
-
 SAMPLE_EVERY_NS = 1_000_000_000
 MAP_EVERY_NS = 5_000_000_000
 REPORT_EVERY_NS = 5_000_000_000
@@ -478,6 +474,8 @@ class SessionRecording:
             return
         try:
             if self._writer is None:
+                from engine.telemetry.session_file import SessionWriter  # imports numpy, which the start need not
+
                 self._writer = SessionWriter(self._folder, self._about)
                 if self._clock is not None:
                     self._writer.clock(*self._clock)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QObject, Signal
 
@@ -18,7 +19,6 @@ from app.services.engine_request import Request, TuningRun
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from engine.common.config import EngineConfig, SamplingParams
-from engine.hardware.measured import Measurements
 from engine.hardware.probe import Probe
 from engine.protocol import (
     ChatMessage,
@@ -32,9 +32,11 @@ from engine.protocol import (
     TuningProgress,
     Until,
 )
-from engine.tuning.machine_state import MachineLook, look_at_machine
 from engine.tuning.result import TuningKind, TuningResult
-from engine.tuning.saved_results import keep_anyway, model_mark, results_of, save_result
+
+if TYPE_CHECKING:
+    from engine.hardware.measured import Measurements
+    from engine.tuning.machine_state import MachineLook
 
 _PROMPT = "Tell a calm story about a lighthouse."
 _TOKENS = 64
@@ -164,6 +166,8 @@ class Tuning(QObject):
         self._recalling.ask(lambda: _latest(model), self.recalled.emit, self._on_failed)
 
     def use(self, result: TuningResult, name: str) -> None:
+        from engine.tuning.saved_results import save_result
+
         kept = replace(result, winner=name)
 
         def loaded(_path: object) -> None:
@@ -175,6 +179,7 @@ class Tuning(QObject):
 
     def keep_anyway(self, result: TuningResult | None, measurements: Measurements | None) -> None:
         """Saves what a run did not save because other programs were busy, and loads the model with it."""
+        from engine.tuning.saved_results import keep_anyway
 
         def kept(_nothing: object) -> None:
             self.look()
@@ -213,8 +218,15 @@ class Tuning(QObject):
         self.problem.emit(_sentence(error))
 
 
+def look_at_machine(setting: str, device: str | None) -> MachineLook:
+    from engine.tuning.machine_state import look_at_machine as look  # imports numpy, which the start need not
+
+    return look(setting, device)
+
+
 def _latest(model: str) -> TuningResult | None:
     from engine.checkpoint.names import resolve
+    from engine.tuning.saved_results import model_mark, results_of
 
     return next(iter(results_of(model_mark(resolve(model)))), None)
 

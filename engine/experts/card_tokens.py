@@ -454,8 +454,6 @@ def _record(layer: HybridExperts, record: Any, experts: list[int], absent: list[
         )
 
 
-_log = logging.getLogger(__name__)
-
 _REPLAYS = 2
 _LIKE = 0.999
 """Cosine with what the CPU computes: both round x to 8 bits where weights are quantised."""

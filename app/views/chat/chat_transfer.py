@@ -256,8 +256,6 @@ _LEFT_OUT: dict[LeftOut, Callable[[], str]] = {
 }
 
 
-translate = QCoreApplication.translate
-
 PAPER_MARGIN_MM = 20.0
 BODY_PX, TITLE_PX = 14, 23
 """Of paper with 96 to the inch."""

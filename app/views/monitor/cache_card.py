@@ -65,9 +65,6 @@ VALUES = 180
 """One per second: three minutes."""
 
 
-translate = QCoreApplication.translate
-
-
 class RateLine(Chart):
     """From 0 at the bottom to 1 at the top; unknown values leave a gap."""
 
