@@ -15,7 +15,7 @@ from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.services.token_counter import TokenCounter
-from app.services.tuning import HardwareChange, TuningOutrun
+from app.services.tuning_outrun import HardwareChange, TuningOutrun
 from app.theme import ThemeController
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from engine.bench.opened import (
 from engine.bench.report import Report, in_turn
 from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
+from engine.families import fast_path_of
 from engine.measure.arithmetic import MemoryReader, cold_memory, spread_of
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import check_length
@@ -162,7 +163,9 @@ def _head_row(name: str, loaded: LoadedModel, rates: list[float], report: Report
     head = loaded.model.get_output_embeddings()
     if head is None:
         return
-    weight = next(loaded.model.get_decoder().norm.parameters(), None) if hasattr(loaded.model, "get_decoder") else None
+    decoder, path = getattr(loaded.model, "get_decoder", lambda: None)(), fast_path_of(loaded.model, "model")
+    norm = getattr(decoder, path.last_norm if path is not None else "norm", None)
+    weight = next(norm.parameters(), None) if norm is not None else None
     if weight is None:
         return
     hidden = torch.full((1, 1, weight.numel()), 0.01, dtype=weight.dtype)

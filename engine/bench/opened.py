@@ -16,7 +16,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -169,7 +169,9 @@ class OneSequence:
     """A sequence with a model for itself, computed as a chat's is, without what is round that."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._batch, self._prepare = batch_for(loaded, None), Preparation(loaded).prepare
+        self._batch = batch_for(loaded, None)
+        # A prompt may take all of the context: nothing has to follow it.
+        self._prepare = Preparation(replace(loaded, context_tokens=loaded.context_tokens + 1)).prepare
         self._loaded, self._row = loaded, cast("PagedRow", None)
         assert self._batch.exact is not None
         self.steps = self._batch.exact

@@ -32,8 +32,8 @@ from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.request import BatchRequest, OnEnd, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
+from engine.runtime.telemetry.experts import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
-from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.result import DecodeRate
 from engine.tuning.saved_results import apply_tuning
 

@@ -19,8 +19,9 @@ from app.services.analyser import waiting_for_last
 from app.services.engine_client import EngineState
 from app.services.history.history import History
 from app.services.session_library import SessionEntry, open_session, sessions_in
+from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
-from app.services.telemetry_hub import SessionRecording, TelemetryHub
+from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor.page import MonitorPage, session_title
 from app.views.monitor.summary import advice_sentence, time_parts, waiting_words

@@ -12,8 +12,9 @@ from app.services import analyser, telemetry_hub
 from app.services.analyser import Findings, Machine, Stretch
 from app.services.history.history import History
 from app.services.session_library import open_session, sessions_in
+from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
-from app.services.telemetry_hub import SessionRecording, TelemetryHub
+from app.services.telemetry_hub import TelemetryHub
 from app.views.monitor.page import session_words
 from app.widgets.timeline.picture import request_label
 from engine.common.paths import sessions_dir

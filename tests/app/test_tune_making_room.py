@@ -10,7 +10,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
-from app.services.tuning import TuningOutrun
+from app.services.tuning_outrun import TuningOutrun
 from app.views.tune.page import MakingRoom
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.protocol import Finished

@@ -23,7 +23,7 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.graphs import GraphStep
 from engine.runtime.schedule import executor
 from engine.runtime.schedule.row import PagedRow
-from engine.runtime.telemetry.routing_recorder import RoutingRecorder
+from engine.runtime.telemetry.experts import RoutingRecorder
 from tests.combinations import some
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of, step_of
 from tests.engine.loaded_tiny import random_prompt

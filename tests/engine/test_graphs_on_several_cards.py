@@ -15,14 +15,13 @@ from engine.devices.emulated import RecordedGraph, open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.profiles import read_profile
 from engine.kernels.native.paged_attention import KvType, Piece, StatePages
-from engine.runtime.decode.graphs import GraphedSteps
+from engine.runtime.decode.graphs import GraphedSteps, SegmentedCapture, _Crossing, _Segments
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.decoder_layers import _carriers, layer_names, move_between
 from engine.runtime.kv import tabled
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
-from engine.runtime.segments import SegmentedCapture, _Crossing, _Segments
 from tests.engine.cards_apart import CARDS, CardsApart
 from tests.engine.graph_cases import check_conversation, graphs_of, step_of
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.decode.prompt_lookup import Guess, PromptLookup
+from engine.runtime.decode.speculation import Guess, PromptLookup
 
 
 def _guess(ids: list[int], most: int = 5) -> Guess:

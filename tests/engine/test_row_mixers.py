@@ -17,12 +17,12 @@ from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.row_prefixes import Partings
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.left_pages import Partings
 from engine.runtime.schedule.request import BatchRequest, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some

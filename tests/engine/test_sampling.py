@@ -18,8 +18,10 @@ from transformers import (
 
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import BeamResult, beam_search, decode_beams
-from engine.runtime.decode.dry import Breakers, DryPenalty, breakers_of
 from engine.runtime.decode.sampling import (
+    Breakers,
+    DryPenalty,
+    breakers_of,
     candidates,
     draw,
     greedy_token,

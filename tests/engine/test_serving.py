@@ -32,7 +32,7 @@ from engine.serving.service import Service
 from tests import plain_http
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
-from tests.engine.test_encoder_decoder_session import model as encoder_decoder
+from tests.engine.test_encoder_decoder import model as encoder_decoder
 from tests.engine.tiny_tokenizer import TEMPLATE
 from tests.scripted_broker import ScriptedBroker, made_up_models
 

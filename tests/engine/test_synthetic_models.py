@@ -14,7 +14,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from engine.runtime.load.model import load_model
-from engine.runtime.telemetry.routing_recorder import RoutingRecorder
+from engine.runtime.telemetry.experts import RoutingRecorder
 
 TINY = "synthetic:qwen3-moe-tiny"
 

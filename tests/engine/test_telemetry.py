@@ -26,8 +26,8 @@ from engine.protocol import IN_RAM, IN_VRAM, ON_DISK
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.telemetry.experts import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
-from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.telemetry.analysis import waiting
 from engine.telemetry.lanes import (
     BATCH_STEP,

@@ -453,7 +453,7 @@ class BatchPage(Page):
 
 
 Index = QModelIndex | QPersistentModelIndex
-STRIP_PX = 196
+_FIGURE_PX = 196
 INSET = 12
 
 
@@ -462,7 +462,7 @@ class JobDelegate(QStyledItemDelegate):
 
     def sizeHint(self, _option: QStyleOptionViewItem, _index: Index) -> QSize:
         lines = QFontMetrics(self._font(13)).lineSpacing() + QFontMetrics(self._font(12)).lineSpacing()
-        return QSize(scaled(STRIP_PX), lines + 20)
+        return QSize(scaled(_FIGURE_PX), lines + 20)
 
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
         job: JobEntry = index.data(JOB_ROLE)

@@ -21,11 +21,12 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_fault_of_device, is_out_of_memory
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
-from engine.runtime.decode.dry import DryPenalty, breakers_of
 from engine.runtime.decode.generation import ChanceLog, TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sampling import (
+    DryPenalty,
     bias_vector,
+    breakers_of,
     chances_of,
     greedy_token,
     make_chooser,

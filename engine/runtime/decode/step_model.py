@@ -26,10 +26,9 @@ from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.angles import Rotations
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.fast_path.dense_rows import one_by_one, product
 from engine.runtime.fast_path.native_attention import NativeAttention
 from engine.runtime.fast_path.sparse_block import STEP_IDS
-from engine.runtime.fast_path.whole_model import WholeModel
+from engine.runtime.fast_path.whole_model import WholeModel, one_by_one, product
 from engine.runtime.kv.reuse import kinds_by_length
 
 MOST_ROWS = MAX_TOKENS

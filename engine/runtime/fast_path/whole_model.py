@@ -7,7 +7,7 @@ hundredth of a step of a large model, and to a tenth of a small one's.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,3 +162,16 @@ class WholeModel:
         if failed:
             raise out_of_memory()
         return logits
+
+
+def one_by_one(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """`compute` for each token of [1, q, n] alone, joined."""
+    if rows.shape[1] == 1:
+        return compute(rows)
+    return torch.cat([compute(row) for row in torch.split(rows, 1, dim=1)], dim=1)
+
+
+def product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
+    """A linear layer of each token of [1, q, n] as if alone; where the kernels compute it, in one call."""
+    result: torch.Tensor = linear(rows) if keeps_rows_apart(linear) else one_by_one(linear, rows)
+    return result

@@ -38,6 +38,7 @@ from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.placement import Note, NoteCode
+from engine.runtime.decode.graphs import SegmentedCapture
 from engine.runtime.decoder_layers import decoder_layers, move_between
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
@@ -57,7 +58,6 @@ from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, ModelParts, OnPhase, ignore_phase
 from engine.runtime.pictures import Blind, Sight
-from engine.runtime.segments import SegmentedCapture
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.row_prefixes import Partings
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one, wrong_with_one
@@ -36,7 +35,7 @@ from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
-from engine.runtime.schedule.left_pages import LeftPages
+from engine.runtime.schedule.left_pages import LeftPages, Partings
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes

@@ -23,12 +23,11 @@ from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.batch.pipeline.device_attention import DeviceAttention, StayingPages
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
-from engine.runtime.batch.pipeline.layer_experts import LayerExperts
+from engine.runtime.batch.pipeline.layer_experts import LayerExperts, SharedLayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
 from engine.runtime.batch.pipeline.paged import PlacedRows, work_of
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.pipeline.shared_attention import Cache, SharedAttention, SharedCache
-from engine.runtime.batch.pipeline.shared_experts import SharedLayerExperts
 from engine.runtime.load.timed_card import LAUNCHES
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
