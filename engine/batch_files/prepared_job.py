@@ -39,7 +39,6 @@ from engine.batch_files.rows import Answer, Constraint, RowRequest, RowSource, f
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import remove_left_over
-from engine.formats import AUTO, is_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,8 @@ class PreparedJob:
     @property
     def begun_precision(self) -> str:
         """What a job that goes on began with, whatever was tuned since; `AUTO` if it has no answers."""
+        from engine.formats import AUTO, is_precision  # which the window and the worker start without
+
         found = begun(self.output) if self.job.goes_on else None
         return found.precision if found is not None and is_precision(found.precision) else AUTO
 

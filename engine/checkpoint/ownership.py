@@ -1,4 +1,7 @@
-"""Whose a model is, and which of the files where it lies are its own: what may be moved or removed, and what never."""
+"""Whose a model is, and which of the files where it lies are its own: what may be moved or removed, and what never.
+
+And its removal: its own files alone, to the trash.
+"""
 
 from __future__ import annotations
 

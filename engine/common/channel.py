@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 64 * 2**20
 """Whoever receives a longer line rejects it instead of buffering it."""
+ANY_LENGTH = 2**40
+"""Instead of that, between our own processes: many rows of a job are one line, with their pictures."""
 LINK_PREFIX = "switchyard-link-"
 _NOTICES_S = 0.5
 _log = logging.getLogger(__name__)
@@ -29,15 +31,15 @@ _log = logging.getLogger(__name__)
 class Pipes:
     """Two pipes as one connection: what a child reads and writes, or its other ends."""
 
-    def __init__(self, inlet: IO[bytes], outlet: IO[bytes]) -> None:
-        self._inlet, self._outlet = inlet, outlet
+    def __init__(self, inlet: IO[bytes], outlet: IO[bytes], most_bytes: int = MAX_LINE_BYTES) -> None:
+        self._inlet, self._outlet, self._most_bytes = inlet, outlet, most_bytes
 
     def recv_bytes(self) -> bytes:
         """One line.  Raises EOFError at the end, and EngineError `PROTOCOL` if it is too long."""
-        if not (line := self._inlet.readline(MAX_LINE_BYTES + 1)):
+        if not (line := self._inlet.readline(self._most_bytes + 1)):
             raise EOFError
-        if len(line) > MAX_LINE_BYTES:
-            raise EngineError(ErrorCode.PROTOCOL, f"A protocol line is longer than {MAX_LINE_BYTES} bytes.")
+        if len(line) > self._most_bytes:
+            raise EngineError(ErrorCode.PROTOCOL, f"A protocol line is longer than {self._most_bytes} bytes.")
         return line
 
     def send_bytes(self, line: bytes) -> None:

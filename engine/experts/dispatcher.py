@@ -384,7 +384,6 @@ class HybridExperts(ExpertLayer):
     def _serve_misses(self, step: Step) -> Generator[None, None, None]:
         """Serves the misses whose records are in RAM first, the others as they arrive."""
         busy_s = self.latency.hits_s([step.routing.tokens(expert) for expert in step.lookup.hits])
-        # If non-urgent copies hold all slots in RAM, `cancel` frees them.
         arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step))
         step.held.append(arrivals)
         for held, there in arrivals:

@@ -7,6 +7,11 @@ weights, has a scale of 16 bits; its type, anything else, and the meaning of a c
 (`engine.formats.weight_format.TiledFormat`).
 
 Matrices are zero-padded to whole tiles.  native/src/switchyard_kernels.h defines the same layout.
+
+Where the parts of an expert lie in its record (`RecordLayout`): all its weights are in one contiguous, aligned block of
+memory. The records of a layer have the same layout and are contiguous, so a layer is one tensor of bytes
+[E, record bytes], an expert is one row of it, and moving an expert between tiers is one copy. Matrices are stored as
+`torch.nn.functional.linear` expects them, [out, in], whatever the module's own layout is.
 """
 
 from __future__ import annotations

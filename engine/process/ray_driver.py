@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from engine.common.channel import Channel
+from engine.common.channel import ANY_LENGTH, Channel
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over
 from engine.common.installed import bundle, version
@@ -228,7 +228,7 @@ def main() -> int:
         time.sleep(_END_S)
         os._exit(1)  # Ray waits for something
 
-    channel = Channel(claimed_pipes(), inbox.put, lost)
+    channel = Channel(claimed_pipes(ANY_LENGTH), inbox.put, lost)
     channel.start()
     try:
         _drive(sys.argv[1], channel.send, inbox)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.common.channel import Pipes
+from engine.common.channel import MAX_LINE_BYTES, Pipes
 from engine.protocol import HEARTBEAT_S, Droppable, Event, Heartbeat, Sample, encode
 
 _BATCH = 256
@@ -42,10 +42,10 @@ def claim_pipes() -> tuple[int, int]:
     return commands, events
 
 
-def claimed_pipes() -> Pipes:
-    """See `claim_pipes`."""
+def claimed_pipes(most_bytes: int = MAX_LINE_BYTES) -> Pipes:
+    """See `claim_pipes`; longer lines than this are rejected."""
     commands, events = claim_pipes()
-    return Pipes(os.fdopen(commands, "rb"), os.fdopen(events, "wb"))
+    return Pipes(os.fdopen(commands, "rb"), os.fdopen(events, "wb"), most_bytes)
 
 
 class EventWriter:

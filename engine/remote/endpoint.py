@@ -1,7 +1,8 @@
 """Servers elsewhere: how one is named and found, what people said of it, and what it said of itself.
 
-The list is one file beside the settings, which the window and the command line share. Keys are not in it: see
-`engine.remote.trust`.
+The list is one file beside the settings, which the window and the command line share.  Keys are not in it: each is
+kept for one server's address, in the system's keyring where there is one, else for this run.  It goes into no log, no
+file of Switchyard's, and no request to another host: an endpoint that is given another address has none.
 """
 
 from __future__ import annotations
@@ -286,7 +287,7 @@ def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
 
 
 def remove_endpoint(name: str) -> None:
-    """Forgets the endpoint of this name; its key stays until `engine.remote.trust.forget_key`."""
+    """Forgets the endpoint of this name; its key stays until `forget_key`."""
 
     def change(entries: list[Any]) -> list[Any]:
         left = [raw for raw in entries if _name_of(raw) != plain_name(name)]

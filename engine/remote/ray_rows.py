@@ -25,7 +25,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import RowRequest
 from engine.checkpoint.names import name_of, resolve
 from engine.checkpoint.shards import content_digest
-from engine.common.channel import Channel, Pipes
+from engine.common.channel import ANY_LENGTH, Channel, Pipes
 from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
 from engine.common.confined import started
@@ -83,7 +83,7 @@ class RayLink:
         assert self._process.stdout is not None
         self._said: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
         self._channel = Channel(
-            Pipes(self._process.stdout, self._process.stdin),
+            Pipes(self._process.stdout, self._process.stdin, ANY_LENGTH),
             lambda line: self._said.put(cast(ClusterEvent, decode(line))),
             lambda: self._said.put(Failed("", ErrorCode.ENGINE_DIED, "")),
         )

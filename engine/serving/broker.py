@@ -2,7 +2,7 @@
 
 Requests are handed in on any thread.  They become tokens on a thread of the broker's, so that no answer waits for
 another client's long prompt, and are answered on the engine's thread: that of a `ModelBroker`, which loads models by
-name, or that of the window's engine process (`engine.serving.other_programs`).
+name, or that of the window's engine process (`engine.worker.ApiRequests`).
 """
 
 from __future__ import annotations

@@ -474,13 +474,17 @@ def test_a_result_beside_its_place_is_said_and_opened(
     assert "complaints.answers-2.csv" in words(page.job_view)
 
 
-def test_an_errors_file_of_somebody_else_is_told_in_the_form(
+def test_openai_requests_need_no_template_and_an_errors_file_of_somebody_else_is_told(
     page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, tmp_path: Path
 ) -> None:
     body = '{"messages": [{"role": "user", "content": "hi"}]}'
     file = tmp_path / "in.jsonl"
     file.write_text(f'{{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {body}}}\n')
     fill(page, qtbot, file)
+    assert not page.form.template.isVisible()
+    assert "OpenAI" in words(page.form.input)
+    assert page.form.output.path.suffix == ".jsonl"
+    assert page.form.job().template == ""
     errors = errors_path(page.form.output.path)
     errors.write_text("mine")
     page.form.foot.start.click()

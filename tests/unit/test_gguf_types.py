@@ -7,6 +7,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from benchmarks.shapes import random_blocks
 from engine.checkpoint.gguf.file import unread_type
 from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 
@@ -58,6 +59,14 @@ def test_a_scale_that_is_no_half_can_be_put() -> None:
             scales = np.abs(kind.dequantise(raw)).max(-1)
             assert (scales > wanted / 20).all()
             assert (scales < wanted * 200).all()
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_random_blocks_of_any_type_stand_for_numbers_of_about_the_deviation(name: str) -> None:
+    kind = GGML[name]
+    raw = random_blocks(kind, 40, 0.25)
+    assert raw.shape == (40, kind.nbytes)
+    assert 0.1 < kind.dequantise(raw).std() < 0.6
 
 
 def test_every_type_of_the_package_is_read_or_known_by_name() -> None:

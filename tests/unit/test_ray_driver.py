@@ -17,6 +17,7 @@ from engine.common.installed import version
 from engine.jobs.rows import never
 from engine.process.ray_driver import Inbox, RayDriver
 from engine.protocol import (
+    MAX_LINE_BYTES,
     ClusterJob,
     ClusterNodes,
     DropRows,
@@ -205,6 +206,20 @@ def test_without_ray_the_command_to_install_it_is_said(tmp_path: Path, monkeypat
     how = 'run pip install "ray==2.60.*" in Switchyard\'s environment.'
     why = f"Jobs on a cluster need Ray, which is not installed: {how}"
     assert said == [Failed("", ErrorCode.DEVICE_UNAVAILABLE, why), Failed("", ErrorCode.ENGINE_DIED, "")]
+
+
+def test_a_line_of_many_rows_may_be_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = "__version__ = '2.60.0'\ndef init(**options): pass\ndef nodes(): return []\ndef shutdown(): pass\n"
+    (tmp_path / "ray.py").write_text(ray)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("engine.remote.ray_rows.python_module", _behind(tmp_path))
+    monkeypatch.setattr("engine.remote.ray_rows.encode", lambda line: line)
+    link = RayLink("local")
+    line = b'{"node": "n", "life": 1' + b" " * MAX_LINE_BYTES + b"}\n"  # which is read, and no command
+    link.send(line)  # type: ignore[arg-type]
+    failed = next(event for _ in range(9) for event in link.events(30.0) if isinstance(event, Failed))
+    link.close()
+    assert (failed.code, str(len(line)) in failed.message) == (ErrorCode.PROTOCOL, True)
 
 
 def _behind(folder: Path) -> Callable[[str], tuple[list[str], dict[str, str]]]:

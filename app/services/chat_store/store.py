@@ -71,7 +71,10 @@ class Job:
 
 
 class StoreWorker:
-    """Runs jobs on its own thread.
+    """Runs jobs on its own thread, which alone accesses the database.
+
+    They run in order. A write that fails for now (disk full, locked, gone) stays at the head of the queue and is
+    retried; reads overtake it. A damaged database is recovered when it is found.
 
     Args:
         on_trouble: called on the thread with the error when writes are held up, with None when they are done.

@@ -1,4 +1,4 @@
-"""One job: its progress, finished rows and settings."""
+"""One job: its progress, its settings, and its finished rows: the latest, all, those that failed or were cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Batch page: drop a file, get a file."""
+"""The Batch page: drop a file, get a file. Above it: which job is shown, and the others."""
 
 from __future__ import annotations
 

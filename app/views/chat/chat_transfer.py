@@ -1,4 +1,9 @@
-"""Chats to files, to paper, and in from files: the dialogs, the progress above the chat, and what came of it."""
+"""Chats to files, to paper, and in from files: the dialogs, the progress above the chat, and what came of it.
+
+On paper, as PDF and as HTML a chat is for reading: dates, who spoke, the visible path, formulas as pictures. Nothing in
+it refers to another place: a picture that an answer links to is a link, so that opening a document asks no other
+machine for anything.
+"""
 
 from __future__ import annotations
 

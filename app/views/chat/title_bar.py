@@ -1,4 +1,4 @@
-"""The line above the chat: its title, the model and the device."""
+"""Above the chat: the line with its title, the model and the device, and the field with which to find in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The turns of the conversation in a view that follows the end only if the reader is there."""
+"""The turns of the conversation in a view that follows the end only if the reader is there; the user's among them."""
 
 from __future__ import annotations
 

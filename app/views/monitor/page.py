@@ -1,4 +1,4 @@
-"""The Monitor page."""
+"""The Monitor page, with the timeline and what is said of it in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The Tune page in four steps that can be visited freely: machine, measurements, plan, timed tokens."""
+"""The Tune page in four steps that can be visited freely: machine, measurements, plan, timed tokens.
+
+`RunFollowing` shows a run there: its progress, its measurements and its result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What to tune and how thoroughly; during a run, its progress and a Cancel button."""
+"""What to tune and how thoroughly; during a run, its progress and a Cancel button.
+
+And the plans that are timed, with the result: before and after, and which plan is in use.
+"""
 
 from __future__ import annotations
 

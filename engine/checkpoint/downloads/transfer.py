@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -615,10 +615,6 @@ def _full(folder: Path) -> EngineError:
         ErrorCode.DISK_FULL,
         f"The disk of {folder.parent} is full: make room and let the download go on; nothing is lost.",
     )
-
-
-if TYPE_CHECKING:
-    pass
 
 
 def _read_part(file: File, part: int, sha: Any) -> tuple[Any, int]:

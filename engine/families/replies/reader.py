@@ -1,7 +1,7 @@
 """An answer's text as its parts: reasoning, what is said, and calls of tools; while it arrives, or whole.
 
 Models write their reasoning and their calls into the text, in the form of their family (`engine.families.replies`);
-what is not in it is said as it stands.
+what is not in it is said as it stands. What a chat template can be told about thinking is read from its text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Calls of tools that are valid whatever the model would write: a constraint that begins when it opens a call."""
+"""Calls of tools that are valid whatever the model would write: a constraint that begins when it opens a call.
+
+It is an llguidance grammar in the family's own form (`call_rules`). The arguments satisfy the tool's JSON schema
+wherever that can be compiled. Where a form writes texts without quotes, limits of a text (its pattern, its length) are
+not held; where a schema cannot be compiled, any JSON object is taken.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Files used as they lie: experts, linear layers and embeddings are rows of ggml's types, blocks or plain numbers.
+"""How a model's weights are held in one precision (`Forms`): in tiles, in numbers, or in files used as they lie.
 
-Nothing is made of them and nothing is written.  On the CPU alone each file is in memory as a whole (`Files`): GGUF in
-any type, safetensors in bf16 and fp16.  With a card, experts in blocks are read into RAM that it can copy from, and the
-rest into its own.
+There experts, linear layers and embeddings are rows of ggml's types, blocks or plain numbers: nothing is made of them
+and nothing is written.  On the CPU alone each file is in memory as a whole (`Files`): GGUF in any type, safetensors in
+bf16 and fp16.  With a card, experts in blocks are read into RAM that it can copy from, and the rest into its own.
 """
 
 from __future__ import annotations

@@ -773,7 +773,7 @@ class ContinuousBatch:
                     row.find_state(caches, self._kept)
             elif exact is not None and row.request.repeats:
                 row.share_steady_pages(exact.chunk_tokens)
-            else:
+            elif row.may_take_over:
                 row.share_pages()
                 if isinstance(caches, PagedCaches):
                     if self._kept is not None:

@@ -170,6 +170,8 @@ class Preparation:
 
     def check_known(self, ids: Sequence[int]) -> None:
         """Raises EngineError `INVALID_REQUEST` if this model has no such token."""
+        if not ids:
+            return
         most = int(self._loaded.model.config.get_text_config().vocab_size)
         if (token := next((each for each in ids if not 0 <= each < most), None)) is not None:
             words = f"The prompt has the token {token}, but this model has those from 0 to {most - 1:,} only."

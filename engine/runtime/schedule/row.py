@@ -122,7 +122,7 @@ class PagedRow:
         self._is_long = tokens > kind.again
         self._prefix = _LONG + kind.root if self._is_long else kind.root
         # A page that nobody holds any more is counted as one: those that take more of the budget cannot stay.
-        self.shares = kind.weight == 1 and tokens <= kind.exact
+        self.shares = kind.weight == 1 and self.may_take_over
         self._look_ahead()
 
     @property
@@ -130,9 +130,14 @@ class PagedRow:
         """How many of its prompt's next tokens have to be read at once; 0 if any number may be."""
         if self._is_long and self.held <= self._kind.again:
             return len(self.prompt) - self.held
-        if len(self.prompt) <= self._kind.exact:
+        if self.may_take_over:
             return 0
         return max(1, self._prompt_tokens - self.held)  # of its answer, if it has stepped aside, one by one
+
+    @property
+    def may_take_over(self) -> bool:
+        """Whether what was computed of a shorter prompt is what it would compute itself."""
+        return len(self.prompt) <= self._kind.exact
 
     @property
     def is_to_begin_again(self) -> bool:

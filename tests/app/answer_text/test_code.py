@@ -5,8 +5,9 @@ from PySide6.QtCore import Qt
 from PySide6.QtGui import QColor, QFont, QGuiApplication
 from pytestqt.qtbot import QtBot
 
-from app.theme import DARK, LIGHT, Theme
+from app.theme import DARK, LIGHT, Theme, ThemeController
 from app.widgets.answer_text import AnswerView, Style
+from app.widgets.answer_text.highlighting import find_lexer
 from app.widgets.answer_text.style import COLOURED
 from app.widgets.answer_text.writer import CODE
 from tests.app.answer_text.looks import ViewMaker, blocks
@@ -65,6 +66,17 @@ def test_growing_code_is_coloured_by_finished_lines_and_in_the_end_completely(
     view.flush()
     qtbot.waitUntil(lambda: coloured(view, 99) == [("99", colour("number"))], timeout=10_000)
     assert all(coloured(view, number) == [(str(number), colour("number"))] for number in range(100))
+
+
+def test_the_names_that_models_use_are_coloured_and_another_theme_recolours(
+    make_view: ViewMaker, theme: ThemeController, qtbot: QtBot
+) -> None:
+    names = ("python", "Python", "py", "js", "c++", "sh", "json", "rust", "{.python}", "sql", "diff")
+    assert all(find_lexer(name) is not None for name in names)
+    view = make_view("```c\nint x = 1;\n```")
+    theme.set_choice("dark")
+    view.flush()
+    qtbot.waitUntil(lambda: ("1", colour("number", DARK)) in coloured(view, 0))
 
 
 @pytest.mark.parametrize(

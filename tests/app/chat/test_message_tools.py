@@ -217,6 +217,14 @@ def test_stopping_both_keeps_what_was_written(page: ChatView, engine: ScriptedEn
     assert not dialog.comparison.is_under_way
 
 
+def test_the_same_way_twice_is_not_asked(page: ChatView, qtbot: QtBot) -> None:
+    dialog = compare(page, "Which?")
+    dialog.columns[1].sampling = dialog.columns[0].sampling
+    dialog._show_sampling()
+    assert not dialog.ask_button.isEnabled()
+    assert "Choose another" in dialog.note.text()
+
+
 def test_a_message_is_handed_to_batch_as_it_is_asked_here(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
     sampling = SamplingParams(temperature=0.3)
     page.presenter.set_sampling(sampling)

@@ -169,6 +169,13 @@ def test_a_file_of_a_checkpoint_stands_for_its_folder() -> None:
     assert model_of(Path("/m/model-00001-of-00002.safetensors")) == Path("/m")
 
 
+def test_it_closes_for_a_new_chat(picker: ModelPicker, page: ChatView, qtbot: QtBot) -> None:
+    assert picker.isVisible()
+    qtbot.keyClick(page, Qt.Key.Key_N, Qt.KeyboardModifier.ControlModifier)
+    qtbot.waitUntil(page.composer.box.hasFocus)
+    assert not picker.isVisible(), "it would hide what is written"
+
+
 @pytest.fixture
 def speeds(qapp: QApplication, settings: Settings) -> Iterator[ModelSpeeds]:
     result = ModelSpeeds(settings)
