@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.test_planned_memory import stored_model
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -284,6 +286,33 @@ def test_answers_are_those_of_layers_in_memory(
         finally:
             apart.close()
         assert apart.stream is None
+
+
+def test_a_search_ends_while_it_waits_for_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = of_numbers("llama", tmp_path)
+    loaded = load(path, least(path, precision="bf16"), precision="bf16")
+    try:
+        stream, entered, told = loaded.stream, list[int](), list[int]()
+        assert stream is not None
+        enter, is_unwanted = stream.enter, lambda: len(told) > 1 and len(entered) - told[1] > 1
+
+        def awaited(layer: int) -> None:
+            entered.append(layer)
+            assert len(entered) < 500
+            if stream._cancelled():
+                raise RequestCancelled
+            enter(layer)
+
+        monkeypatch.setattr(stream, "enter", awaited)
+        sampling = SamplingParams(max_tokens=8, beams=2)
+        asked = BatchRequest(0, ids=tuple(PROMPT), sampling=sampling, end_ids=NO_END, cancelled=is_unwanted)
+        alone = Alone(loaded)
+        ended = alone.answer(replace(asked, on_text=lambda _text, _count: told.append(len(entered))))
+        assert ended.finish_reason == "cancelled"
+        assert alone.generate_from_ids(PROMPT, SamplingParams(max_tokens=2), end_ids=NO_END).generated_tokens == 2
+        alone.clear()
+    finally:
+        loaded.close()
 
 
 def test_what_is_held_of_a_file_is_what_was_planned(tmp_path: Path, planned: list[Plan]) -> None:

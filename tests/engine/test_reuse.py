@@ -10,6 +10,7 @@ import torch
 
 from engine.bench.opened import OneSequence
 from engine.common.config import SamplingParams
+from engine.runtime.kv.memory import measure_kv
 from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
@@ -85,6 +86,18 @@ def test_a_cancelled_prompt_keeps_what_it_has_read(family: str) -> None:
     assert seen == [(0, 40), (16, 40), (32, 40), (40, 40)][: len(seen)]
     again = session.answer(asked)
     assert list(again.token_ids) == library_tokens(loaded.model, PROMPT, 12)
+
+
+def test_what_the_librarys_caches_hold_of_a_long_prompt_is_twice_as_much_at_most() -> None:
+    loaded = tiny_loaded("zaya", context_tokens=2048)
+    loaded.chunk_tokens = 128
+    session, held = Alone(loaded), list[int]()
+    with torch.no_grad():
+        cost = measure_kv(loaded.model, loaded.device)
+    asked = BatchRequest(0, ids=tuple(random_prompt(1600)), sampling=SamplingParams(max_tokens=2), end_ids=NO_END)
+    session.answer(replace(asked, on_progress=lambda _done, _all: held.append(session.kv_bytes)))
+    assert max(*held, session.kv_bytes) <= 2 * (cost.fixed + 1602 * cost.per_token)
+    session.clear()
 
 
 def test_long_rope_recomputes_when_it_switches() -> None:

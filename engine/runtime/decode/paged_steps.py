@@ -245,7 +245,8 @@ class PagedSteps:
             joined = self._caches.together(pieces)
             if joined is not None:
                 tokens = torch.tensor(ids, device=self._device)[:, None]
-                logits, joined = self._step(tokens, joined, positions[0])
+                with self._until(cancelled):
+                    logits, joined = self._step(tokens, joined, positions[0])
                 self._caches.apart(pieces, joined)
                 return logits
         if len(ids) > (most := self.most_rows) and len(ids) == len(pieces) > 1:

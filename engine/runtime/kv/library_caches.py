@@ -19,6 +19,8 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
 from engine.kernels.native.paged_attention import Piece
@@ -28,6 +30,8 @@ from engine.runtime.kv.memory import cache_tensors
 _JOINABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 _REPLACING = (*_JOINABLE, DynamicIndexedLayer, DummyLayer)
 """Layers, by exact class, that never write to a tensor that they hold: copies of them share it."""
+_HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""The same of keys and values only."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,9 @@ class LibraryCaches:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
-        return sum({id(each): each.nbytes for held in self._held.values() for each in cache_tensors(held)}.values())
+        """Of all of them.  May be asked while a forward runs."""
+        held = list(self._held.values())
+        return sum({id(part): part.nbytes for cache in held for part in cache_tensors(cache)}.values())
 
     def of(self, piece: Piece, *, passes: bool = False) -> Any:  # noqa: ARG002 - as of `PagedCaches`
         """A sequence's, for a forward of its next tokens; None if the model makes that itself, see `keep`."""
@@ -131,5 +136,12 @@ def _copy(cache: Any) -> Any:
     if type(cache) is not DynamicCache:
         return copy.deepcopy(cache)
     found = copy.copy(cache)
-    found.layers = [copy.copy(each) if type(each) in _REPLACING else copy.deepcopy(each) for each in cache.layers]
+    found.layers = list(map(_copy_of_layer, cache.layers))
     return found
+
+
+def _copy_of_layer(layer: Any) -> Any:
+    if type(layer) in _REPLACING:
+        return copy.copy(layer)
+    shared = (layer.keys, layer.values) if type(layer) in _HYBRID else ()
+    return copy.deepcopy(layer, {id(part): part for part in shared})

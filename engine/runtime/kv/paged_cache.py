@@ -337,7 +337,7 @@ class PagedCaches:
         In a card's memory there are none yet: see `resize`.
 
         Args:
-            kv_type: of keys and values.
+            kv_type: of keys and values; one that is narrow, of layers without a window only.
             windows: pages of layers with a sliding window; 0 if theirs are those of the others.
         """
         made, slides = list[LayerPages](), list[int]()
@@ -353,12 +353,12 @@ class PagedCaches:
             elif (
                 type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
                 and layer.is_initialized
-                and (layer.keys.dtype == kv_type.dtype or (is_narrow and not slides[-1]))
+                and (layer.keys.dtype == kv_type.dtype or is_narrow)
             ):
-                made.append(_pages_like(layer, kv_type, own_pages, by_head=by_head))
+                type_of = _own_type(layer) if is_narrow and slides[-1] else kv_type
+                made.append(_pages_like(layer, type_of, own_pages, by_head=by_head))
             elif index is not None:
-                own = KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
-                made.append(_pages_like(layer, own, pages, by_head=by_head, index_dim=index))
+                made.append(_pages_like(layer, _own_type(layer), pages, by_head=by_head, index_dim=index))
             elif compresses(layer):
                 made.append(_compressed_like(layer, pages, windows, by_head=by_head))
             else:
@@ -568,6 +568,10 @@ def _shape_of(layer: Any) -> KvShape:
     return KvShape(heads, heads, layer.keys.shape[-1], layer.values.shape[-1])
 
 
+def _own_type(layer: Any) -> KvType:
+    return KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32
+
+
 def _pages_like(layer: Any, kv_type: KvType, pages: int, *, by_head: bool, index_dim: int = 0) -> PagedLayer:
     place = layer.keys.device
     if place.type == "cpu":
@@ -580,7 +584,7 @@ def _compressed_like(layer: Any, pages: int, windows: int, *, by_head: bool) -> 
     own = {name: int(entries.shape[-1]) for name, entries in layer.compressed_kv.items()}
     in_ram = layer.keys.device.type == "cpu"
     return CompressedPages(
-        KvType.BF16 if layer.keys.dtype == torch.bfloat16 else KvType.FP32,
+        _own_type(layer),
         layer.compress_rate,
         own[_COMPRESSOR],
         raw[_COMPRESSOR],

@@ -356,6 +356,7 @@ class PagePool:
             while evicted is not places:
                 evicted, number = self._oldest_idle()
                 evicted.free.append(number)
+                evicted.discard([number])
 
     def _hold(self, places: _Places, number: int) -> bool:
         """One more holder; whether there was none."""

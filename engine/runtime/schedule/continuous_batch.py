@@ -361,6 +361,11 @@ class ContinuousBatch:
         self.rows.remove(row)
         row.step_aside()
         self._aside.appendleft(row)
+        self._free_caches()
+
+    def _free_caches(self) -> None:
+        if isinstance(self._model.caches, LibraryCaches):
+            self.pool.discard_free_states()  # each is as long as its row
 
     @property
     def has_piggybacked(self) -> bool:
@@ -424,6 +429,8 @@ class ContinuousBatch:
             if isinstance(error, SequenceError):
                 only.row.error = error
                 self._ended(only.row)
+            elif only.row.beams is not None:  # a search tells between steps that nobody wants it: there are none
+                only.row.over = "cancelled"
             return False
         except BaseException as error:
             # No row has advanced: the next try overwrites what was computed.
@@ -511,8 +518,7 @@ class ContinuousBatch:
         source = self._source_of.pop(row)
         source.rows.remove(row)
         row.close()  # last: a lost device fails here, and again whenever what is left is given up
-        if isinstance(self._model.caches, LibraryCaches):
-            self.pool.discard_free_states()  # each is as long as its row
+        self._free_caches()
         # There may be memory for more again.
         self._most_rows, self._sweep_tokens = min(self._policy.rows, self._most_rows + 1), self._policy.sweep_tokens
         return source
@@ -794,6 +800,8 @@ class ContinuousBatch:
                     each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
                 else:
                     each.row.has_read(each.tokens)
+                if isinstance(self._model.caches, LibraryCaches):
+                    each.row.forget_last_state(self._model.caches)
                 if each.row.is_reading and each.row.state is not None:
                     self._passes(each.row)
         if RECORDER.on and is_single:
@@ -812,7 +820,7 @@ class ContinuousBatch:
     def _passes(self, row: PagedRow) -> None:
         """In the midst of a prompt: leaves a state where others may go on from it."""
         parts, caches = self._partings.ends(row, row.held), self._model.caches
-        if caches is not None and (parts or (self._keeps and row.leaves_state())):
+        if caches is not None and (parts or (self._keeps and row.leaves_state(caches))):
             row.leave_state(caches)
 
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:

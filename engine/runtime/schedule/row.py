@@ -236,12 +236,17 @@ class PagedRow:
     def _before_end(self) -> int:
         return (len(self.prompt) - _BEFORE_END) // PAGE_TOKENS * PAGE_TOKENS
 
-    def leaves_state(self) -> bool:
+    def leaves_state(self, caches: PagedCaches | LibraryCaches) -> bool:
         """Whether others may want to go on from here: before its prompt's end, or far from the last such place."""
+        if self.held == self._before_end or not isinstance(caches, PagedCaches):  # whole caches are as long as it is
+            return self.held == self._before_end
         before = self.left[-1][0] if self.left else self._found
-        return self.held == self._before_end or self.held - before >= max(
-            _FEWEST_APART, self._pool.state_weight * PAGE_TOKENS
-        )
+        return self.held - before >= max(_FEWEST_APART, self._pool.state_weight * PAGE_TOKENS)
+
+    def forget_last_state(self, caches: LibraryCaches) -> None:
+        """Frees what its last tokens went on from, which is about as long as what it holds now."""
+        if self.state is not None:
+            caches.clear_state(self._spare)
 
     def leave_state(self, caches: PagedCaches | LibraryCaches) -> None:
         """Copies its state for others, where a page ends, if there is room for that."""
