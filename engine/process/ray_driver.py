@@ -149,8 +149,13 @@ class RayDriver:
             found = reply.found.result()
         except Exception as error:
             self._end(actor)
-            is_old = isinstance(error, AttributeError | TypeError)  # it has no such method, or another one
-            self._emit(encode(NodeGone(actor.node, actor.life, _end_of(error), refuses=is_old)))
+            is_other = _has_other_methods(error, reply.kind)
+            why = (
+                f"it has another Switchyard than the one that asks, which is {version()}"
+                if is_other
+                else _end_of(error)
+            )
+            self._emit(encode(NodeGone(actor.node, actor.life, why, refuses=is_other)))
             return
         if reply.kind == "events":
             lines, is_over = found
@@ -204,13 +209,17 @@ def _refusal(address: str, error: Exception) -> str:
     )
 
 
+def _has_other_methods(error: Exception, kind: str) -> bool:
+    """Whether the method of that name is missing there, or takes something else."""
+    said = getattr(error, "cause", error)  # without the node's traceback
+    return isinstance(error, AttributeError | TypeError) and kind in str(said)
+
+
 def _end_of(error: Exception) -> str:
     """Why an actor is gone, as the end of a sentence."""
     text = " ".join(str(error).split())
     if "No module named 'engine" in text:
         return "Switchyard is not installed there for Ray's Python: install both into one environment on that node"
-    if isinstance(error, AttributeError | TypeError):
-        return f"it has another Switchyard than the one that asks, which is {version()}"
     kind = type(error).__name__
     if kind == "ActorUnschedulableError":
         return "the node left the cluster"
