@@ -15,10 +15,10 @@ from engine.devices.emulated import RecordedGraph, open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.profiles import read_profile
 from engine.kernels.native.paged_attention import KvType, Piece, StatePages
-from engine.runtime.decode.graphs import GraphedSteps, SegmentedCapture, _Crossing, _Segments
+from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
-from engine.runtime.decoder_layers import _carriers, layer_names, move_between
+from engine.runtime.decoder_layers import SegmentedCapture, _carriers, _Crossing, _Segments, layer_names, move_between
 from engine.runtime.kv import tabled
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages

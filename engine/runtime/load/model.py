@@ -38,8 +38,7 @@ from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.placement import Note, NoteCode
-from engine.runtime.decode.graphs import SegmentedCapture
-from engine.runtime.decoder_layers import decoder_layers, move_between
+from engine.runtime.decoder_layers import SegmentedCapture, decoder_layers, move_between
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.layers import library_cache
