@@ -248,9 +248,14 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
     scheduler.close()
 
 
-def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own() -> None:
-    """Pages hold no narrow values of what has a window and is called row by row."""
-    loaded = tiny_loaded("gemma4_text", sliding_window=40)
+@pytest.mark.parametrize(
+    ("family", "changed", "has_pages"), [("gemma4_text", {"sliding_window": 40}, True), ("zaya", {}, False)]
+)
+def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own(
+    family: str, changed: dict[str, Any], has_pages: bool
+) -> None:
+    """Of what has a window and is called row by row, pages hold narrow values of the other layers."""
+    loaded = tiny_loaded(family, **changed)
     scheduler = Scheduler(loaded)
     begins = tuple(random_prompt(50, seed=9))
     rows = [replace(each := row(n, 20, 6), ids=(*begins, *each.ids)) for n in range(3)]
@@ -258,7 +263,7 @@ def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own() -> None:
     lanes = list[ContinuousBatch]()
     serve(scheduler, [job], lambda: lanes.extend(scheduler._beside()) is not None)
     assert scheduler._batch is not None
-    assert not lanes
+    assert bool(lanes) == has_pages
     assert job.outcomes == [BatchOutcome.FINISHED]
     assert scheduler._batch.pool.in_use == 0
     for each in job.rows:
