@@ -133,6 +133,12 @@ def automatic() -> str:
     return next((name for name, kind in CARD_KINDS.items() if kind.is_automatic and kind.count()), "cpu")
 
 
+def card_count(spec: str) -> int:
+    """Number of cards that a name without a number means; 1 for all other names."""
+    kind = CARD_KINDS.get(automatic() if spec == "auto" else spec)
+    return 1 if kind is None else max(1, kind.count())
+
+
 def open_automatic(vram_bytes: int | None = None) -> tuple[list[Device], str]:
     """What `auto` means: the cards of the first kind of which one can be used; the caller closes them.
 
