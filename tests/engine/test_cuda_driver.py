@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.kernels.cuda import driver
-from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.compiled import Kernel, arguments_of
 from engine.kernels.cuda.driver import DriverError, NvidiaCard
-from engine.kernels.cuda.products import ProductArguments, product_kernel
+from engine.kernels.cuda.products import product_kernel
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import needs_compiler
 
@@ -66,7 +66,8 @@ def machine_code(kernel: Kernel, capability: tuple[int, int], version: str, *, a
 def test_a_launch_reaches_the_driver_as_it_was_meant(seen: Seen) -> None:
     card = NvidiaCard(2)
     assert card.multiprocessors == 28
-    arguments = ProductArguments(x=0x7F1111111110, slots=5, splits=3, pairing=2, bias_at=-1)
+    given = {"x": 0x7F1111111110, "slots": 5, "splits": 3, "pairing": 2, "bias_at": -1}
+    arguments = arguments_of(product_kernel("Int4", 2), given)
     card.launch(product_kernel("Int4", 2), (8, 48, 3), arguments)
     assert (list(seen.grid), seen.threads, seen.shared_bytes) == ([8, 48, 3], 128, 0)
     assert (seen.stream, seen.context, seen.function) == (STREAM, 0x7F0000000000 + 42, 0x7F1234567890 + 1)
@@ -83,7 +84,7 @@ def test_what_the_driver_refuses_is_said_in_a_sentence(seen: Seen, stub: ctypes.
     for error, words in ((700, "an illegal memory access"), (999, "error 999")):
         ctypes.c_int.in_dll(stub, "failing").value = error
         with pytest.raises(DriverError, match=rf"^The card's driver could not start products-Int4-1: {words}$"):
-            card.launch(product_kernel("Int4", 1), (1, 1, 1), ProductArguments())
+            card.launch(product_kernel("Int4", 1), (1, 1, 1), arguments_of(product_kernel("Int4", 1), {}))
     assert seen.launches == 0
 
 
