@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_launch_reaches_the_driver_as_it_was_meant(seen: Seen) -> None:
     card.launch(product_kernel("Int4", 2), (1, 1, 1), arguments)
     card.launch(product_kernel("Int4", 4), (1, 1, 1), arguments)
     assert (seen.launches, seen.loaded) == (3, 2)  # each kernel is loaded once
+
+
+def test_arguments_have_the_names_of_the_source() -> None:
+    kernel, x = product_kernel("Int4", 1), torch.zeros(4)
+    made: Any = arguments_of(kernel, {"x": x, "ids": None, "activation": {"kind": -1, "limit": 1.5}})
+    assert (made.x, made.ids, made.slots) == (x.data_ptr(), None, 0)
+    assert (made.activation.kind, made.activation.limit, made.activation.alpha) == (-1, 1.5, 0)
+    for wrong in ({"ex": x}, {"activation": {"kinds": 2}}):
+        with pytest.raises(TypeError, match="has no (ex|kinds)"):
+            arguments_of(kernel, wrong)  # type: ignore[arg-type]
 
 
 def test_what_the_driver_refuses_is_said_in_a_sentence(seen: Seen, stub: ctypes.CDLL) -> None:

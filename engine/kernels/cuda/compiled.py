@@ -274,28 +274,35 @@ def _structure(name: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-Argument = Mapping[str, "Argument"] | torch.Tensor | torch.dtype | tuple[int, ...] | float | None
+Argument = dict[str, "Argument"] | torch.Tensor | torch.dtype | tuple[int, ...] | float | None
 """A tensor stands for where it lies, a type for its number, nothing for a null pointer."""
 
 
-def arguments_of(kernel: Kernel, values: Mapping[str, Argument]) -> ctypes.Structure:
+def arguments_of(kernel: Kernel, values: dict[str, Argument]) -> ctypes.Structure:
     """What a kernel is called with, by the names in its source; what is left out is 0."""
     return _filled(_entry_of(kernel.source)[1], values)
 
 
-def _filled(structure: type[ctypes.Structure], values: Mapping[str, Argument]) -> ctypes.Structure:
-    made = structure()
+def _filled(structure: type[ctypes.Structure], values: dict[str, Argument]) -> ctypes.Structure:
+    given: dict[str, Any] = {}
     for name, value in values.items():
-        place = getattr(made, name)  # else a name that is not there would be taken, and go nowhere
         if isinstance(value, torch.Tensor):
-            setattr(made, name, value.data_ptr())
+            given[name] = value.data_ptr()
         elif isinstance(value, torch.dtype):
-            setattr(made, name, STATES[value])
-        elif isinstance(value, Mapping):
-            setattr(made, name, _filled(type(place), value))
+            given[name] = STATES[value]
+        elif isinstance(value, dict):
+            given[name] = _filled(_structure(_declared(structure)[name]), value)
         else:
-            setattr(made, name, value)
-    return made
+            given[name] = value
+    if not given.keys() <= _declared(structure).keys():  # ctypes would take them, and leave them out
+        raise TypeError(f"{structure.__name__} has no {', '.join(given.keys() - _declared(structure).keys())}")
+    return structure(**given)
+
+
+@cache
+def _declared(structure: type[ctypes.Structure]) -> dict[str, str]:
+    """The types of its fields by their names."""
+    return {name: kind.__name__ for name, kind, *_ in structure._fields_}
 
 
 def sources_of(kernel: Kernel) -> tuple[str, dict[str, str], list[str]]:
