@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from engine.families.library import own_forward, replaced
 from engine.kernels.native.paged_attention import Pieces
-from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
+from engine.runtime.batch.layers import DecoderLayers, Further, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
@@ -157,7 +158,7 @@ class RowMixers(DecoderLayers):
         assert isinstance(recording, RowsRecording)
         args, kwargs = self._given(index, recording)
         layer, spans = self[index], recording.spans
-        fast = layer.__dict__.get("forward")
+        fast = own_forward(layer)
         forwards: list[tuple[Any, Callable[..., Any]]] = [
             (mixer, partial(_row_by_row, mixer.forward, spans, partial(self._goes_on_with, recording.pieces)))
             for mixer in self._mixers[index]
