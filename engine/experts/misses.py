@@ -374,7 +374,7 @@ class OnCpu(Way):
         begun_s, to_come = clock.now(), _bytes_to_come(step)
         if step.host_hidden is None:
             # The routing came after it, and is here. Hits and fetched experts that are queued are not waited for.
-            step.host_hidden = activations.to_host(step.hidden, "hidden", is_computed=True)
+            step.host_hidden = activations.to_host(step.hidden)
         tokens = [step.routing.tokens(expert) for expert in experts]
         out = activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
         took_s = step.sums.on_host(layer.source.kernel, step.host_hidden, experts, held.rows, out)

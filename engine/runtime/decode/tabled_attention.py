@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.kernels.gpu.attention_proof import ProvenAttention, attention_of
+from engine.kernels.gpu.proof import ProvenAttention, attention_of
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms
 from engine.runtime.decoder_layers import stays
 from engine.runtime.kv.tabled import RowsCache, RowsLayer, gathered_pages
