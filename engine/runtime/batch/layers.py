@@ -215,6 +215,20 @@ class Recording:
         return hidden.index_add(1, self.places.to(hidden.device), self.added[index].to(hidden)[None])
 
 
+@dataclass
+class MicroBatch:
+    """Rows that pass through a layer together.
+
+    Attributes:
+        wanted: positions of the tokens [T] whose logits are needed.
+    """
+
+    pieces: Pieces
+    recording: Recording
+    hidden: torch.Tensor
+    wanted: list[int]
+
+
 class DecoderLayers:
     """The layers of a causal language model.
 
@@ -518,15 +532,15 @@ def _linears(part: Any, kernels: NativeKernels, apart: AbstractSet[Any] = frozen
 @contextmanager
 def replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     """Replaces these modules' `forward` inside the context and restores it afterwards, as chats may run in between."""
-    pairs = list(forwards)
-    own = [module.__dict__.get("forward") for module, _ in pairs]
+    pairs = [(module.__dict__, forward) for module, forward in forwards]
+    own = [(names, names.get("forward")) for names, _ in pairs]
     try:
-        for module, forward in pairs:
-            module.forward = forward
+        for names, forward in pairs:
+            names["forward"] = forward
         yield
     finally:
-        for (module, _), forward in zip(pairs, own, strict=True):
-            if forward is None:
-                module.__dict__.pop("forward", None)
+        for names, before in own:
+            if before is None:
+                names.pop("forward", None)
             else:
-                module.forward = forward
+                names["forward"] = before

@@ -1,4 +1,4 @@
-"""Attention on several cards: each has some heads of keys and values, and the queries that belong to them.
+"""Attention on the cards: each has some heads of keys and values, and the queries that belong to them.
 
 Keys and values cross the links of all cards at once.  Queries and new keys and values are the first card's, which sends
 each card its part and puts what comes back side by side (tensor parallelism, as MoE-Lightning does it).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from engine.experts.shared import Ways
 from engine.kernels.native.paged_attention import AttentionTerms, PagedLayer, Pieces
 from engine.planner.placement import expert_ranges
 from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention, StayingPages
+from engine.runtime.batch.pipeline.layer_experts import with_room
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
 from engine.runtime.load.devices import DeviceExperts
 
@@ -33,12 +35,8 @@ class SharedCache:
     heads: tuple[range, ...]
 
 
-Cache = CacheAhead | SharedCache
-"""Of one card's attention, or of several cards'."""
-
-
 class SharedAttention:
-    """See `DeviceAttention`; over all cards.
+    """See `DeviceAttention`; over all cards, of which there may be one.
 
     Args:
         held: the cards, and the ways between them.
@@ -67,7 +65,8 @@ class SharedAttention:
         try:
             for number, parts in enumerate(own):
                 if parts:  # else there are fewer heads than cards
-                    self._keep(number, parts, staying, staged)
+                    keep = partial(self._cards[number].keep, parts, staying, staged)
+                    with_room(keep, partial(self._give_back, number))
         except DeviceMemoryError:
             for card in self._cards:
                 card.forget()
@@ -79,10 +78,10 @@ class SharedAttention:
         self._parts.clear()
 
     def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> SharedCache:
-        own = self._parts_of(layer)
-        parts = [self._cards[0].fetch(own[0], terms, pieces, index)]
-        for number, part in enumerate(own[1:], 1):
-            parts.append(self._fetched(number, part, terms, pieces, index))
+        parts = [
+            with_room(partial(card.fetch, part, terms, pieces, index), partial(self._give_back, number))
+            for number, (card, part) in enumerate(zip(self._cards, self._parts_of(layer), strict=False))
+        ]
         return SharedCache(tuple(parts), heads_of(layer.shape.kv_heads, len(self._cards)))
 
     def attend(self, call: AttentionCall, ahead: SharedCache, terms: AttentionTerms, index: int) -> torch.Tensor:
@@ -127,7 +126,8 @@ class SharedAttention:
         known = self._parts.get(id(layer))
         if known is None or known[0] is not layer:
             heads = heads_of(layer.shape.kv_heads, len(self._cards))
-            self._parts[id(layer)] = known = layer, [layer.of_heads(own) for own in heads]
+            parts = [layer.of_heads(own) for own in heads] if len(heads) > 1 else [layer]
+            self._parts[id(layer)] = known = layer, parts
         return known[1]
 
     def _terms_of(self, terms: AttentionTerms, own: range, group: int) -> AttentionTerms:
@@ -140,22 +140,6 @@ class SharedAttention:
             its = replace(terms, sinks=terms.sinks[place.start : place.stop])
             self._terms[id(terms), own.start] = known = terms, its
         return known[1]
-
-    def _keep(self, number: int, layers: Sequence[PagedLayer], staying: StayingPages, staged: int) -> None:
-        try:
-            self._cards[number].keep(layers, staying, staged)
-        except DeviceMemoryError as refused:
-            if number == 0 or not self._give_back(number, refused.asked):  # the caller gives back the first one's
-                raise
-            self._cards[number].keep(layers, staying, staged)
-
-    def _fetched(self, number: int, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> CacheAhead:
-        try:
-            return self._cards[number].fetch(layer, terms, pieces, index)
-        except DeviceMemoryError as refused:
-            if not self._give_back(number, refused.asked):
-                raise
-        return self._cards[number].fetch(layer, terms, pieces, index)
 
     def _side_by_side(
         self, first: torch.Tensor, own: range, came: Sequence[tuple[range, Ways, torch.Tensor, Event]], heads: int
