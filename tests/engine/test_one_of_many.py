@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import is_fault_of_device
-from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, never
 from engine.runtime.batch.model_rows import ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
@@ -184,7 +184,7 @@ def test_four_streams_beside_one_in_which_something_goes_wrong(
     requests = [_request(number) for number in range(5)]
     requests[place] = _poisoned(place, step, monkeypatch)
     answers = answered_together(scheduler, requests)
-    _check_error(answers[place].error, step)
+    _check_error(answers[place].problem, step)
     assert {n: answer.token_ids for n, answer in answers.items() if n != place} == {
         n: expected[n] for n in range(5) if n != place
     }
@@ -201,7 +201,7 @@ def test_alone_with_the_model(
     scheduler, answers = Scheduler(mixtral), dict[int, GenerationResult]()
     for request in (_request(1), _poisoned(0, step, monkeypatch), _request(2)):
         answers |= answered_together(scheduler, [request])
-    _check_error(answers[0].error, step)
+    _check_error(answers[0].problem, step)
     assert [answers[n].token_ids for n in (1, 2)] == [expected[n] for n in (1, 2)]
     scheduler.close()
 
@@ -226,8 +226,8 @@ def test_rows_of_a_job(
     outcome = executor.run(iter(requests), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
     assert outcome is BatchOutcome.FINISHED
-    _check_error(answers[2].error, step)
-    assert answers[2].error is not None
+    _check_error(answers[2].problem, step)
+    assert answers[2].problem is not None
     assert {n: answer.token_ids for n, answer in answers.items() if n != 2} == {
         n: tokens for n, tokens in expected.items() if n != 2
     }
@@ -240,7 +240,7 @@ def test_a_row_whose_answer_cannot_be_read_fails_alone(mixtral: LoadedModel, mon
 
     monkeypatch.setattr(SplitAnswer, "end", end)
     rows = ModelRows(BatchExecutor(mixtral), never_constrained, "mixtral")
-    answers = dict[int, RowAnswer]()
+    answers = dict[int, Answer]()
 
     def asked() -> Iterator[RowRequest]:
         for number, most in enumerate((5, 3, 6)):
@@ -249,7 +249,7 @@ def test_a_row_whose_answer_cannot_be_read_fails_alone(mixtral: LoadedModel, mon
     rows.run(asked(), lambda answer: answers.__setitem__(answer.row, answer), never, never)
     rows.close()
     assert [answers[n].finish_reason == "failed" for n in range(3)] == [False, True, False]
-    assert "Fault" in answers[1].error
+    assert "Fault" in answers[1].problem
 
 
 def never_constrained() -> Any:

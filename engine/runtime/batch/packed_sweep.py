@@ -631,8 +631,7 @@ class PackedModel:
         count = -(-sum(lengths) // self._micro_batch_tokens)
         if self._policy.micro_batch_rows and schedule is not HYBRID:
             count = max(count, -(-len(work) // self._policy.micro_batch_rows))
-        parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))
-        return [[work[place] for place in part] for part in parts]
+        return [[work[place] for place in part] for part in balanced(lengths, max(count, 1))]
 
     def _prepare(self, work: list[Work]) -> MicroBatch:
         device = self._loaded.device
@@ -708,42 +707,12 @@ def _pictured(work: list[Work], ids: list[list[int]]) -> list[PromptPart]:
     return [PromptPart(each.row.layout, each.row.held, own) for each, own in zip(work, ids, strict=True)]
 
 
-def balanced(
-    lengths: Sequence[int],
-    micro_batches: int,
-    *,
-    most_rows: int,
-    growth: int = 0,
-    most_tokens: int | None = None,
-) -> tuple[list[list[int]], list[int]]:
-    """Distributes rows over micro-batches, the longest first, each to the one with the fewest tokens.
-
-    Args:
-        lengths: tokens of each row.
-        micro_batches: n, number of micro-batches.
-        most_rows: ubs, most rows of one micro-batch.
-        growth: gen_len, tokens that will be added to each row.
-        most_tokens: cache_size, most tokens of one micro-batch, growth included; `None` for no limit.
-
-    Returns:
-        The rows of each non-empty micro-batch, in the order of their indices, and the rows left for the next batch.
-    """
-    open_ones: list[tuple[list[int], int]] = [([], 0) for _ in range(micro_batches)]
-    closed: list[list[int]] = []
-    left: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        if not open_ones:
-            left.append(row)
-            continue
-        place = min(range(len(open_ones)), key=lambda place: open_ones[place][1])
-        rows, tokens = open_ones[place]
-        if most_tokens is not None and tokens + lengths[row] + (1 + len(rows)) * growth > most_tokens:
-            left.append(row)
-            continue
-        rows.append(row)
-        open_ones[place] = (rows, tokens + lengths[row])
-        if len(rows) == most_rows:
-            closed.append(rows)
-            del open_ones[place]
-    filled = [*closed, *(rows for rows, _ in open_ones if rows)]
-    return [sorted(rows) for rows in filled], sorted(left)
+def balanced(lengths: Sequence[int], micro_batches: int) -> list[list[int]]:
+    """Rows, by their tokens, in so many micro-batches at most: the longest first, each to the one with the fewest."""
+    parts = [list[int]() for _ in range(micro_batches)]
+    tokens = [0] * micro_batches
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = tokens.index(min(tokens))
+        parts[place].append(row)
+        tokens[place] += lengths[row]
+    return [sorted(part) for part in parts if part]

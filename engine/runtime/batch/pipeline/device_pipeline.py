@@ -1,39 +1,51 @@
-"""Runs a model's layers on a device under a schedule: implements the schedule's steps."""
+"""Runs a model's layers on a device under a schedule: implements the schedule's steps.
+
+Where a schedule attends on the CPU, states come to RAM and hidden states go back (MoE-Lightning, 4.1).
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 
 from engine.common import clock
-from engine.common.costs import Cost
+from engine.common.costs import Cost, CostModel
 from engine.common.errors import EngineError
-from engine.common.falls import FALLS
-from engine.devices.device import Device
-from engine.devices.memory_budget import DeviceMemoryError
+from engine.common.falls import FALLS, passed_over
+from engine.devices.device import Device, Direction, Event, Stream
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, with_room
+from engine.experts.activations import Buffer
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.planner.schedules import Schedule
 from engine.runtime.batch.layers import DecoderLayers, MicroBatch
 from engine.runtime.batch.packed_attention import PagedStates
-from engine.runtime.batch.pipeline.device_attention import StayingPages
-from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
-from engine.runtime.batch.pipeline.layer_experts import SharedLayerExperts, with_room
-from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun
+from engine.runtime.batch.pipeline.device_attention import SharedAttention, SharedCache, StayingPages
+from engine.runtime.batch.pipeline.layer_experts import SharedLayerExperts
+from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, with_matrices
 from engine.runtime.batch.pipeline.paged import PlacedRows, work_of
-from engine.runtime.batch.pipeline.shared_attention import SharedAttention, SharedCache
 from engine.runtime.load.timed_card import LAUNCHES
 from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 T = TypeVar("T")
 
 KEPT_PAGES = "Keeping keys and values on the card"
 """What gives way where there is no room for them."""
+
+AttendedAhead = Callable[[], torch.Tensor]
+"""The attention output of a micro-batch, still being computed: [1, T, heads, value_dim] once it is on the device.
+
+Raises:
+    EngineError: the device failed, or there was no memory for attention.
+"""
 
 
 class DevicePipeline:
@@ -58,17 +70,15 @@ class DevicePipeline:
                 "the cards share layers: a layer's experts come over one link, with --sharing experts over all"
             )
         self._layers, self._states = layers, states
-        self._modules = [list(layers[index].modules())[1:] for index in range(len(layers))]
+        self._modules = [with_matrices(layers[index]) for index in range(len(layers))]
         self._held = loaded.devices.experts
         self.device: Device = loaded.devices.devices[0]
         config = loaded.model.config.get_text_config(decoder=True)
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
         self.experts = SharedLayerExperts(self._held, layers, self.experts_per_token, resident)
         self._costs = self.experts.costs[0]
-        # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
-        self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
         self._device_attention = SharedAttention(self._held, self.experts.give_back_of, self.experts.costs)
-        self._attention = HostAttention(self.device, self._attend, self._attention_work, self._costs)
+        self._attention = HostAttention(self.device, states, self._costs, is_native=loaded.kernels is not None)
 
     @property
     def keeps_pages(self) -> bool:
@@ -165,12 +175,10 @@ class DevicePipeline:
 
     def attend(self, call: AttentionCall, pieces: Pieces, number: int, index: int, *, behind: bool) -> AttendedAhead:
         back = self.device.h2d_stream if behind else self.device.small_copy_stream
-        value_dim = self._states.shapes[id(call.module)].value_dim
-        begin = partial(self._attention.begin, call, pieces, number, back, value_dim, index)
-        return with_room(begin, self.experts.give_back)
+        return with_room(partial(self._attention.begin, call, pieces, number, back, index), self.experts.give_back)
 
     def fetch_cache(self, index: int, pieces: Pieces) -> SharedCache:
-        module = next(module for module in self._modules[index] if id(module) in self._states.shapes)
+        module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
         return self._fetched(module, pieces, index)
 
     def _fetched(self, module: Any, pieces: Pieces, index: int) -> SharedCache:
@@ -184,18 +192,7 @@ class DevicePipeline:
         """Frees all memory.  Safe to call twice."""
         self._attention.close()
         self._device_attention.close()
-        if self._kernels is not None:
-            self._kernels.close()
-            self._kernels = None
         self.experts.close()
-
-    def _attend(
-        self, module: Any, pieces: Pieces, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        return self._states.attend_rows(self._kernels, module, pieces, queries, keys, values)
-
-    def _attention_work(self, module: Any, pieces: Pieces) -> tuple[float, float]:
-        return work_of(self._states.layer_of(module)[0], self._states.terms_of(module), PlacedRows(pieces))
 
     def _abort(self) -> None:
         self._attention.settle()
@@ -240,7 +237,7 @@ class _Layer:
 
     def take_attended(self, number: int) -> None:
         if number in self.attended:
-            self._answer(number, self.attended.pop(number).take())
+            self._answer(number, self.attended.pop(number)())
 
     def fetch_cache(self, number: int) -> None:
         self.caches[number] = self.pipeline.fetch_cache(self._index, self._batches[number].pieces)
@@ -292,3 +289,125 @@ class _Layer:
         """The calls of those that need experts."""
         calls = {number: self.runs[number].call for number in sorted(numbers)}
         return {number: call for number, call in calls.items() if isinstance(call, ExpertsCall)}
+
+
+class HostAttention:
+    """A thread that computes attention, one micro-batch after the other.
+
+    Args:
+        states: the pages of the model's attention modules.
+        costs: that is told how long it took.
+        is_native: whether native kernels compute.
+    """
+
+    def __init__(self, device: Device, states: PagedStates, costs: CostModel, *, is_native: bool) -> None:
+        self._device, self._states, self._costs = device, states, costs
+        # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
+        self._kernels = load_kernels(torch.get_num_threads()) if is_native else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch attention")
+        self._buffers = dict[int, tuple[Buffer, Buffer, Buffer]]()
+        """Of each micro-batch: for states and for the output on the host, and for the output on the device."""
+        self._under_way: list[Future[Event]] = []
+
+    def begin(self, call: AttentionCall, pieces: Pieces, number: int, back: Stream, layer: int) -> AttendedAhead:
+        """Copies a micro-batch's states to RAM and queues its attention (MoE-Lightning, 4.1).
+
+        Args:
+            number: number of the micro-batch; each number may be in flight once.
+            back: the stream that copies the output back.
+
+        Raises:
+            DeviceMemoryError: the device has no room for the output.
+        """
+        device = self._device
+        parts = [states[0].transpose(0, 1) for states in (call.queries, call.keys, call.values)]
+        tokens, dtype = parts[0].shape[0], parts[0].dtype
+        packed = torch.cat([part.reshape(tokens, -1) for part in parts], dim=1)
+        for_states, for_output, for_landed = self._buffers.setdefault(number, self._new_buffers())
+        states = for_states.get(packed.nbytes).view(dtype).view(packed.shape)
+        shape = (tokens, parts[0].shape[1], self._states.shapes[id(call.module)].value_dim)
+        nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        landed, outgoing = (each.get(nbytes).view(dtype).view(shape) for each in (for_landed, for_output))
+        if device.compute_follows_caller:
+            device.small_copy_stream.wait(device.compute_stream.record())
+        label = lanes.HIDDEN, layer, -1, 1
+        sent = device.small_copy_stream.copy(states, packed, label, direction=Direction.D2H)
+        widths = [part.shape[1] * part.shape[2] for part in parts]
+
+        def attend() -> float:
+            begun_s = perf_counter()
+            queries, keys, values = (
+                _computable(piece.view(part.shape))
+                for piece, part in zip(torch.split(states, widths, 1), parts, strict=True)
+            )
+            with torch.inference_mode():
+                outgoing.copy_(self._states.attend_rows(self._kernels, call.module, pieces, queries, keys, values))
+            took_s, (paged, _) = perf_counter() - begun_s, self._states.layer_of(call.module)
+            nbytes, flops = work_of(paged, self._states.terms_of(call.module), PlacedRows(pieces))
+            if device.meter is not None:
+                took_s = device.meter.processor_s(nbytes, flops, took_s)
+            if self._costs.knows(Cost.CPU_ATTENTION):
+                self._costs.observe(Cost.CPU_ATTENTION, nbytes, took_s)
+            return took_s
+
+        def come_back() -> Event:
+            return back.copy(landed, outgoing, (lanes.RESULTS, layer, -1, 1), direction=Direction.H2D)
+
+        def work() -> Event:
+            sent.wait()
+            begun_ns = clock.now_ns()
+            attend()
+            if RECORDER.on:
+                RECORDER.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, clock.now_ns(), layer)
+            return come_back()
+
+        if device.meter is None:
+            future = self._thread.submit(work)
+        else:  # it is charged to the thread's own queue, and computed at once
+            future = Future()
+            with device.meter.clock.stopped():
+                took_s = attend()
+            back.wait(device.meter.beside(sent, took_s))
+            future.set_result(come_back())
+        self._under_way.append(future)
+
+        def take() -> torch.Tensor:
+            event = future.result()
+            device.compute_stream.wait(event)
+            if not device.compute_follows_caller:
+                event.wait()
+            return landed[None]
+
+        return take
+
+    def settle(self) -> None:
+        """Waits until no work is left, whether it succeeds or fails."""
+        for future in self._under_way:
+            with passed_over("Attention under way was given up"):
+                future.result().wait()
+        self._under_way = []
+
+    def forget_ended(self) -> None:
+        """Drops completed work, so that `settle` does not wait for it."""
+        self._under_way = [future for future in self._under_way if not future.done()]
+
+    def close(self) -> None:
+        """Ends the thread and frees the buffers.  Safe to call twice."""
+        self.settle()
+        self._thread.shutdown()
+        if self._kernels is not None:
+            self._kernels.close()
+            self._kernels = None
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.free()
+        self._buffers = {}
+
+    def _new_buffers(self) -> tuple[Buffer, Buffer, Buffer]:
+        host, memory = self._device.host_memory, self._device.memory
+        landed = Buffer(partial(memory.allocate, category=MemoryCategory.ACTIVATIONS), memory.release)
+        return Buffer(host.allocate, host.release), Buffer(host.allocate, host.release), landed
+
+
+def _computable(states: torch.Tensor) -> torch.Tensor:
+    return states if states.dtype in (torch.bfloat16, torch.float32) else states.float()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,13 +22,13 @@ from engine.common.costs import Cost, CostModel
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.devices.device import CopyRecord, Direction, Event
-from engine.devices.memory_budget import DeviceMemoryError
+from engine.devices.memory_budget import DeviceMemoryError, with_room
 from engine.experts.dispatch import BANK_LAYER, compute_experts
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import PartialSums, Routing
 from engine.experts.misses import MIXED
 from engine.experts.prediction.predictors import BatchCorrelation
-from engine.experts.shared import Part, SharedExperts, Ways, parts_of
+from engine.experts.shared import Part, SharedExperts, Ways, joined, parts_of
 from engine.experts.vram_cache import Lookup
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.kernels.interface import ExpertKernel
@@ -397,19 +397,6 @@ def sites_of(layers: DecoderLayers, card: int = 0) -> tuple[dict[int, Site], lis
     return sites, first_of
 
 
-_Result = TypeVar("_Result")
-
-
-def with_room(work: Callable[[], _Result], give_back: Callable[[int], int]) -> _Result:
-    """What `work` returns, and where a device has no room for it, with what experts give back there."""
-    try:
-        return work()
-    except DeviceMemoryError as refused:
-        if not give_back(refused.asked):
-            raise
-    return work()
-
-
 @dataclass(frozen=True)
 class _Card:
     """One of the cards.
@@ -559,9 +546,6 @@ class SharedLayerExperts:
             card.ways.there.read_until(card.experts.device.compute_stream.record())
             came.append((card.ways, *with_room(partial(card.ways.back.carry, result), home.give_back)))
         total = compute(home, hidden)
-        stream = home.device.compute_stream
-        for _, _, arrived in came:
-            stream.wait(arrived)
 
         def work() -> None:
             summed = total.float()
@@ -569,9 +553,5 @@ class SharedLayerExperts:
                 summed.add_(landed)
             total.copy_(summed)
 
-        end = stream.submit(work)
-        for ways, _, _ in came:
-            ways.back.read_until(end)
-        if not home.device.compute_follows_caller:
-            end.wait()
+        joined(home.device, came, work)
         return total

@@ -1,9 +1,9 @@
 """A layer of one micro-batch that stops where it needs attention and where it needs its experts.
 
 An exception leaves the library's layer there, and the schedule decides what happens meanwhile.  With the result the
-layer is called again, and every module in it that had returned returns the same once more: no matrix is multiplied
-twice, only what lies between modules is (rotations, sums).  This way the parts of a layer (MoE-Lightning's
-pre-attention, attention and post-attention) can run in any order without code for its family.
+layer is called again, and every module in it that has matrices and had returned returns the same once more: only norms,
+rotations and sums are computed twice.  This way the parts of a layer (MoE-Lightning's pre-attention, attention and
+post-attention) can run in any order without code for its family.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayerRun:
     """Runs `forward` until it makes a call.  For a single thread.
 
     Args:
-        modules: all those within the layer.  They may not change what one of them returned.
+        modules: those `with_matrices` of the layer, which may not change what one of them returned.
         states: where the layer's attention asks for what computes it.
 
     Attributes:
@@ -109,3 +109,13 @@ class LayerRun:
             self._returned[begin:] = [(module, found)]
         self._place = begin + 1
         return self._returned[begin][1]
+
+
+def with_matrices(layer: Any) -> list[Any]:
+    """The modules within a layer but norms and the like: keeping what these return takes memory, and little else."""
+    return [module for module in list(layer.modules())[1:] if any(map(_has_matrix, module.modules()))]
+
+
+def _has_matrix(module: Any) -> bool:
+    # Weights that kernels multiply by may be no parameters.
+    return isinstance(module, torch.nn.Linear) or any(part.dim() > 1 for part in module.parameters(recurse=False))
