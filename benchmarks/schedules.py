@@ -191,7 +191,7 @@ class PartsTimer:
     def _attend(index: int, layer: Any, number: int, run: LayerRun, call: AttentionCall, times: _Times) -> None:
         def in_ram() -> torch.Tensor:
             layer.attend_in_ram(number)
-            attended: torch.Tensor = layer.attended.pop(number).take()
+            attended: torch.Tensor = layer.attended.pop(number)()
             return attended
 
         def cache_there() -> Any:

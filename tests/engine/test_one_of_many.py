@@ -184,7 +184,7 @@ def test_four_streams_beside_one_in_which_something_goes_wrong(
     requests = [_request(number) for number in range(5)]
     requests[place] = _poisoned(place, step, monkeypatch)
     answers = answered_together(scheduler, requests)
-    _check_error(answers[place].problem, step)
+    _check_error(answers[place].error, step)
     assert {n: answer.token_ids for n, answer in answers.items() if n != place} == {
         n: expected[n] for n in range(5) if n != place
     }
@@ -201,7 +201,7 @@ def test_alone_with_the_model(
     scheduler, answers = Scheduler(mixtral), dict[int, GenerationResult]()
     for request in (_request(1), _poisoned(0, step, monkeypatch), _request(2)):
         answers |= answered_together(scheduler, [request])
-    _check_error(answers[0].problem, step)
+    _check_error(answers[0].error, step)
     assert [answers[n].token_ids for n in (1, 2)] == [expected[n] for n in (1, 2)]
     scheduler.close()
 
@@ -226,8 +226,8 @@ def test_rows_of_a_job(
     outcome = executor.run(iter(requests), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
     assert outcome is BatchOutcome.FINISHED
-    _check_error(answers[2].problem, step)
-    assert answers[2].problem is not None
+    _check_error(answers[2].error, step)
+    assert answers[2].error is not None
     assert {n: answer.token_ids for n, answer in answers.items() if n != 2} == {
         n: tokens for n, tokens in expected.items() if n != 2
     }
