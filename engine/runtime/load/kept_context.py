@@ -48,7 +48,7 @@ def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
 def why_not_kept(model: Any) -> str:
     if getattr(model.config, "is_encoder_decoder", False):
         return "What this model reads is not kept: it reads each prompt in one go."
-    if not may_hold(model):
+    if not may_hold(library_cache(model)):
         return (
             "What this model reads is not kept for other chats: some of its layers hold more than keys, values and "
             "sums of what they have read."
