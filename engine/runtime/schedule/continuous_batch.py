@@ -31,10 +31,10 @@ from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one, wrong_with_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.left_pages import LeftPages, Partings
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
@@ -107,7 +107,7 @@ class ContinuousBatch:
         most_pages: int | None = None,
         *,
         above: ContinuousBatch | None = None,
-        kept: KeptPrefixes | None = None,
+        kept: PrefixCache | None = None,
         keeps: bool = False,
         exact: bool = False,
     ) -> None:

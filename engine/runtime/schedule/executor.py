@@ -16,9 +16,9 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.decode.paged_steps import attends_there, has_pages
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
@@ -57,7 +57,7 @@ AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
 
-def batch_for(loaded: LoadedModel, kept: KeptPrefixes | None) -> ContinuousBatch:
+def batch_for(loaded: LoadedModel, kept: PrefixCache | None) -> ContinuousBatch:
     """Where requests are answered."""
     policy = on_device(loaded, replace(policy_for(loaded), ahead=AHEAD_TOKENS))
     for opens in (True, False):
