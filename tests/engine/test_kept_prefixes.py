@@ -498,7 +498,7 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
             kept.offer("two", ids, LAYOUT, Held(ids).copy, CHAT)
             kept.withdraw("two")
         elif what == "withdraw":
-            kept.withdraw("one", number)
+            kept.withdraw("one")
         elif what == "write":
             assert kept.settle(30)
         elif what == "damage":

@@ -80,8 +80,6 @@ class _Source:
 
     pieces: list[_Piece]
     chat: str
-    is_whole: bool = True
-    """Whether any beginning of it is of use."""
     next: int = 0
     """The first piece that may not be kept yet."""
     is_refused: bool = False
@@ -281,7 +279,7 @@ class PrefixCache:
             *_, key = state_keys(keys[index], ids[state.layout.tokens - rest : state.layout.tokens])
             pieces += [*blocks[begun:index], _Piece(key, index, state.layout, state.copy)]
             begun = max(begun, index)
-        self._offer(owner, _Source(pieces, chat, is_whole=False))
+        self._offer(owner, _Source(pieces, chat))
 
     def _offer(self, owner: object, source: _Source) -> None:
         with self._changed:
@@ -310,12 +308,12 @@ class PrefixCache:
         """Whether a chat has a folder and has not been deleted, though the disk may take nothing more."""
         return self._folders is not None and self._folders.keeps(chat)
 
-    def withdraw(self, owner: object, tokens: int = 0) -> None:
-        """All but the first `tokens` tokens of what was offered is going to be overwritten: now or never."""
+    def withdraw(self, owner: object) -> None:
+        """What was offered is going to be overwritten: now or never."""
         with self._changed:
             source = self._sources.pop(owner, None)
-            if source is not None and (source.is_whole or not tokens):
-                self._take(source, max(source.next, tokens // BLOCK_TOKENS))
+            if source is not None:
+                self._take(source)
                 self._changed.notify_all()  # there may be something to write again
 
     def answering(self, change: int) -> None:
@@ -429,11 +427,11 @@ class PrefixCache:
         on_disk = self._files.look(chat) if self._files is not None else None
         return lambda key: key in self._blocks or (on_disk is not None and on_disk(key))
 
-    def _take(self, source: _Source, first: int) -> None:
+    def _take(self, source: _Source) -> None:
         keys, chat = source.keys, source.chat
         files = self._files if self._files is not None and self._files.keeps(chat) else None
         may_write = files is not None and not source.is_refused  # else its end would replace its beginning there
-        for piece in source.pieces[first:]:
+        for piece in source.pieces[source.next :]:
             if files is not None and files.has(chat, piece.key):
                 continue
             if piece.key not in self._blocks:

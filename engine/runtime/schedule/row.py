@@ -139,6 +139,12 @@ class PagedRow:
         return len(self.prompt) <= self._kind.exact
 
     @property
+    def takes_company(self) -> bool:
+        """Whether its next tokens may be computed together with those of others."""
+        end = len(self.prompt) if self.is_reading else self.held + self.width
+        return end <= self._kind.together
+
+    @property
     def is_to_begin_again(self) -> bool:
         """Whether its answer reaches the length from which on all tokens are rotated otherwise."""
         return not self.is_reading and not self._is_long and self.held >= self._kind.again
