@@ -129,7 +129,7 @@ def blocks_of(entry: TensorEntry) -> Stored | None:
 
 
 def _split(raw: torch.Tensor, sources: Sequence[TensorEntry]) -> Sequence[torch.Tensor]:
-    return raw.split([source.nbytes for source in sources])
+    return torch.split(raw, [source.nbytes for source in sources])
 
 
 class TensorReader:

@@ -169,7 +169,7 @@ def _alike(
             yield from ((here, there[state]) for here, there in zip(parts, _states(paged).values(), strict=False))
             continue
         for here, there in zip(parts, parts_of_pages(paged), strict=False):
-            for page, rows in zip(pages, here.split(PAGE_TOKENS, dim=1), strict=False):
+            for page, rows in zip(pages, torch.split(here, PAGE_TOKENS, dim=1), strict=False):
                 if page >= 0:
                     yield rows, there[page][:, : rows.shape[1]]
 
