@@ -1,7 +1,5 @@
 """Decode steps repeated as graphs, on an emulated card: tokens are those of transformers; who cannot is left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Where a real compiler is (Debian's libamdhip64-5 is one; it needs no card), it is asked for every kernel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

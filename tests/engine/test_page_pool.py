@@ -4,8 +4,6 @@ Nor is a page of a window, wherever one has passed: each token finds what it see
 what they read: each row goes on from that of its own tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
