@@ -83,15 +83,8 @@ class CudaRotary(OnCard):
         outs = [x.new_empty(x.shape) for x in (queries, keys)]
         weights = (norms.query_weight, norms.key_weight) if norms is not None else (None, None)
         own: list[Argument] = [
-            {
-                "x": x,
-                "out": out,
-                "weights": weight,
-                "row_step": x.stride(0),
-                "head_step": x.stride(1),
-                "heads": x.shape[1],
-            }
-            for x, out, weight in zip((queries, keys), outs, weights, strict=True)
+            {"x": x, "out": out, "weights": of, "row_step": x.stride(0), "head_step": x.stride(1), "heads": x.shape[1]}
+            for x, out, of in zip((queries, keys), outs, weights, strict=True)
         ]
         of_norms: dict[str, Argument] = {}
         if norms is not None:
