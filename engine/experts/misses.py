@@ -19,7 +19,7 @@ from engine.common import clock
 from engine.common.costs import Cost
 from engine.devices.device import Event
 from engine.experts.activations import Activations
-from engine.experts.executor import ExpertExecutor, PartialSums, Routing, StepObserver, Work
+from engine.experts.executor import ExpertExecutor, PartialSums, Routing, Work
 from engine.experts.latency import LatencyModel
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.shares import Estimate, PromptWay
@@ -68,7 +68,7 @@ class ExpertLayer(ExpertExecutor):
 
     Args:
         layer: its index in the cache.
-        source, number, observer: as of `ExpertExecutor`.
+        source, number: as of `ExpertExecutor`.
         make_kernel: binds a kernel to slots; the same object for all layers that compute alike.
         latency: of an expert, on either side.
     """
@@ -82,9 +82,8 @@ class ExpertLayer(ExpertExecutor):
         latency: LatencyModel,
         activations: Activations,
         number: int,
-        observer: StepObserver | None,
     ) -> None:
-        super().__init__(source, number, observer)
+        super().__init__(source, number)
         self.cache, self.layer = cache, layer
         self.make_kernel, self.latency, self.activations = make_kernel, latency, activations
         self.device = cache.device
