@@ -16,10 +16,9 @@ import torch
 from engine.formats import FORMATS, TiledFormat, WeightFormat
 from engine.formats.ggml import BLOCK_TYPES
 from engine.formats.tiles import Pairing
-from engine.kernels.cuda.attention import attention_kernels
+from engine.kernels.cuda.attention import attention_kernels, latent_kernels
 from engine.kernels.cuda.compiled import CompileError, Kernel, compile_kernel, find_nvrtc
 from engine.kernels.cuda.exchange import exchange_kernels
-from engine.kernels.cuda.latent import latent_kernels
 from engine.kernels.cuda.products import ROUND_KERNEL, grid_of, group_kernels, product_kernels, struct_of, unpack_kernel
 from engine.kernels.gpu.modules import ANGLES_KERNEL, NORM_KERNEL
 from engine.kernels.gpu.rotations import ROTARY_KERNEL

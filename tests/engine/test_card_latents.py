@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from engine.formats import FORMATS
 from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.cuda import driver
-from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
+from engine.kernels.cuda.attention import CudaAttention, CudaLatents, LatentForm, LatentNorm, LatentShape
 from engine.kernels.gpu import modules
 from engine.kernels.gpu.latents import CardLatents
 from engine.kernels.gpu.pages import PageTable

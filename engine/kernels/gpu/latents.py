@@ -16,8 +16,8 @@ import torch
 
 from engine.families.library import code_of, own_forward
 from engine.formats.tiles import TiledMatrix
+from engine.kernels.cuda.attention import CudaLatents, LatentForm, LatentNorm, LatentShape
 from engine.kernels.cuda.compiled import STATES
-from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.modules import CardForward, CardNorm, Fused, Taken
 from engine.kernels.gpu.pages import PageTable
