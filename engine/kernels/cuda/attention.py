@@ -285,9 +285,9 @@ class CudaLatents(OnCard):
         mixed = asked.new_empty(sequences, heads, rank)
         parts = asked.new_empty(sequences * heads * splits * (2 + rank))
         self.start(
-            _latent_kernel("attention", "KV", _KEPT[table.kv_type]), (splits, runs, sequences), queries=asked, out=mixed,
-            held=held, parts=parts, arrived=self._splits.arrived(table, runs * sequences), scale=scale, heads=heads,
-            value_dim=rank, rope=shape.rope, window=window, splits=splits, **table.arguments,
+            _latent_kernel("attention", "KV", _KEPT[table.kv_type]), (splits, runs, sequences), queries=asked,
+            out=mixed, held=held, parts=parts, arrived=self._splits.arrived(table, runs * sequences), scale=scale,
+            heads=heads, value_dim=rank, rope=shape.rope, window=window, splits=splits, **table.arguments,
         )  # fmt: skip
         return mixed
 
