@@ -71,7 +71,6 @@ def test_an_answer_is_gathered_shown_and_saved(bench: Bench, qtbot: QtBot) -> No
     bench.engine.finish(prompt_tokens=12)
     (ended,) = bench.ended
     assert (ended.content, ended.state, ended.model) == ("Hello there", MessageState.COMPLETE, "Starter")
-    assert ended.stats is not None
     assert (ended.stats.prompt_tokens, ended.stats.generated_tokens) == (12, 5)
     assert bench.saved(qtbot, "a") == ended
     assert bench.queue.is_idle
@@ -170,6 +169,5 @@ def test_the_time_of_a_thought_ends_with_the_answers_first_text(bench: Bench, qt
     bench.engine.finish()
     (answer,) = bench.ended
     assert (answer.reasoning, answer.content, answer.reasoning_s) == ("Let me see.", "Paris.", 12.0)
-    assert answer.stats is not None
     assert answer.stats.generated_tokens == 5
     assert bench.saved(qtbot, "a") == answer

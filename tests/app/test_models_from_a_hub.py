@@ -87,7 +87,6 @@ def test_a_model_is_found_judged_downloaded_over_two_windows_and_listed(
     qtbot.keyClick(search.field, Qt.Key.Key_Return)
     qtbot.waitUntil(lambda: search.fit.table.row is not None, timeout=PATIENCE_MS)
     row = search.fit.table.row
-    assert row is not None
     assert row.speed is not None
     assert row.candidate.repository.id == NAME
     first.downloads.set_limit(row.bytes // 20)

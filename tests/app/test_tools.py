@@ -49,7 +49,6 @@ def shared(qapp: QApplication) -> Iterator[Tools]:
         while not outcomes:
             qapp.processEvents()
             time.sleep(0.005)
-        assert tools._process is not None
         return psutil.Process(tools._process.processId())
 
     host = look()

@@ -49,7 +49,6 @@ def test_answers_with_all_experts_in_place(
     monkeypatch.setitem(CARD_KINDS, "mps", kind(fake))
     model = load(expected, **config)
     try:
-        assert model.devices is not None
         assert model.devices.experts.all_caches == []
         assert model.graph_device is None
         use = model.devices.devices[0].memory.use()

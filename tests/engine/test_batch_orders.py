@@ -75,7 +75,6 @@ class _Noting:
 def _events(schedule: Schedule, layers: int, count: int) -> list[Event]:
     events: list[Event] = []
     works: Any = [_Noting(index, count, events) for index in range(layers)]
-    assert schedule.order is not None
     for index, _ in enumerate(schedule.order(works)):
         assert ("finish", index, count - 1) in events  # it stops behind each layer
     return events

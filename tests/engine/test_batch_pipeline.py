@@ -218,13 +218,11 @@ def test_each_expert_that_is_not_resident_crosses_the_link_once_a_sweep(folder: 
 
 def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     """(experts that crossed the link, sweeps, the pipeline, its layers) of all rows by CGOPipe."""
-    assert on_card.devices is not None
     (card,) = on_card.devices.devices
     executor = BatchExecutor(on_card, _policy(CGOPIPE))
     batch = executor._batch
     assert isinstance(batch, ContinuousBatch)
     pipeline = batch._model._pipeline
-    assert pipeline is not None
     record = next(iter(pipeline.experts.sites.values())).experts.cache.layout.nbytes
     copies: list[CopyRecord] = []
     stop = card.copy_log.listen(copies.append)
@@ -252,7 +250,6 @@ def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wante
     answers: dict[int, tuple[int, ...]] = {}
     executor = BatchExecutor(on_card, _policy(CGOPIPE, rows=3))
     timer = executor.time_parts()
-    assert timer is not None
     try:
         executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
     finally:
@@ -275,7 +272,6 @@ def test_int8_caches_go_to_the_card_with_their_scales(on_card: LoadedModel) -> N
 
 def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted: dict[int, tuple[int, ...]]) -> None:
     with on_devices.opened(folder, 1, cache_slots=3) as loaded:
-        assert loaded.devices is not None
         (card,) = loaded.devices.devices
         layers = [site.experts for site in sites_of(DecoderLayers(loaded.model))[0].values()]
         layer = layers[0].source.num_experts * layers[0].cache.layout.nbytes

@@ -155,8 +155,6 @@ def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, mon
         with on_disk(monkeypatch, folder, "fp32", slots=slots) as model:
             assert_says(model, expected, atol=1e-5)
             assert (model.info.parameters, model.info.experts) == (parameters, experts)
-            assert model.disk_backed is not None
-            assert model.bank is not None
             assert model.info.experts_bytes == model.disk_backed.nbytes + model.bank.nbytes
             assert model.info.experts_bytes < all_bytes or slots == 100
             assert "read from disk" in model.info.device_note
@@ -191,7 +189,6 @@ def test_bf16_is_near_to_ram(family: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_modules_that_compute_by_themselves_stay_in_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint("jetmoe", tmp_path / "jetmoe")
     with on_disk(monkeypatch, folder) as model:
-        assert model.bank is not None
         assert model.bank.layers
         assert all(name.endswith("projections") for name in model.bank.layers)
 
@@ -245,7 +242,6 @@ def test_plain_experts_are_read_from_the_models_own_files(
     folder = tiny_checkpoint(family, tmp_path / family)
     with on_disk(monkeypatch, folder, "fp32", slots=1) as model, torch.no_grad():
         logits(model.model)
-        assert model.disk_backed is not None
         assert model.disk_backed.disk.records_read
     assert not converted_of(folder)
 
@@ -337,7 +333,6 @@ class Listener:
         self.told: list[tuple[int, list[int], torch.Size]] = []
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None = None) -> None:
-        assert hidden is not None
         self.told.append((layer, list(experts), hidden.shape))
 
 
@@ -467,7 +462,6 @@ def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> No
             per_token=WIDTH,
             choice=choice,
         )
-        assert prefetcher is not None
         routes = PlantedRoutes(LAYERS_OF_PREFETCH_FROM_DISK, EXPERTS, WIDTH, follows=0.95)
         for _ in range(120):
             for layer, experts in enumerate(routes.step()):

@@ -175,7 +175,6 @@ def test_a_label_and_a_size_say_nearly_as_much_as_a_header(tmp_path: Path, kind:
     file = write_model(tiny, tmp_path / "m.gguf", "qwen3moe", quantised=kind)
     exact, guessed = find_shape(str(file)), as_quantised(find_shape(str(tiny)), kind)
     assert exact.stored is not None
-    assert guessed.stored is not None
     assert guessed.precisions == exact.precisions
     assert guessed.expert_bytes(STORED) == pytest.approx(exact.expert_bytes(STORED), rel=0.01)
     assert guessed.stored.dense_bytes == pytest.approx(exact.stored.dense_bytes, rel=0.15)

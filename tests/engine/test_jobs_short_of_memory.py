@@ -59,7 +59,6 @@ def answering(loaded: LoadedModel, schedule: Schedule | None) -> Iterator[tuple[
 
 def take_all_but(loaded: LoadedModel, nbytes: int) -> None:
     """Leaves the model its weights that are no experts', and so many bytes besides."""
-    assert loaded.devices is not None
     (device,) = loaded.devices.devices
     assert device.watch is not None
     use = device.memory.use()
@@ -98,7 +97,6 @@ def test_rows_are_answered_in_what_is_left(
             take_all_but(loaded, 2**18)
         executor.run(rows(wrote), answers.append)
         assert_right(answers, expected)
-        assert loaded.devices is not None
         assert loaded.devices.experts.slots < SLOTS
         assert loaded.devices.devices[0].memory.excess == 0
         if schedule is KLOTSKI:

@@ -175,7 +175,6 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
     scheduler, prompts = Scheduler(quick), [A[:140], B[:150], random_prompt(140, seed=3)]
     first = ask(scheduler, *prompts, tokens=20)
     together = scheduler._batch
-    assert together is not None
     exact = quick.kv_type is None  # else sweeps and steps round to int8 from slightly different numbers
     for prompt, result in zip(prompts, first, strict=True):
         (second,) = ask(scheduler, further(prompt, result))
@@ -390,7 +389,6 @@ def test_swapped_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) 
         loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
         keep_chat(CHAT)
         loaded.kept = kept = open_kept(loaded)
-        assert kept is not None
         scheduler = Scheduler(loaded)
         (result,) = ask(scheduler, A, tokens=16)
         assert result.reused_tokens == 0
@@ -537,12 +535,10 @@ def test_the_end_of_a_text_that_is_too_long_for_the_disk_does_not_replace_its_be
     kept.withdraw("one")
     assert kept.settle(30)
     found = kept.find([*ids, 7], 0, CHAT)
-    assert found is not None
     assert found.tokens == len(ids)  # the rest is in RAM
     kept.close()
     kept = KeptPrefixes(ROOT, 0, KeptFiles(tmp_path, lambda _folder, _held: room))
     found = kept.find([*ids, 7], 0, CHAT)
-    assert found is not None
     assert found.tokens == 3 * BLOCK_TOKENS
     kept.close()
 
@@ -574,6 +570,5 @@ def test_models_say_what_is_not_kept() -> None:
     loaded = tiny_loaded("olmoe")
     assert kept_note(loaded.model) == ""
     kept = open_kept(loaded)
-    assert kept is not None
     kept.close()
     assert "not kept" in kept_note(tiny_loaded("zaya").model)

@@ -112,7 +112,6 @@ def test_each_layer_is_what_the_file_has(stream: LayerStream, file: Path) -> Non
         stream.enter(layer)
         for entry in entries:
             found = stream.view(entry)
-            assert found is not None
             assert bytes(found.numpy()) == content[entry.offset : entry.offset + entry.nbytes]
     assert stream.view(TensorEntry(file, "other", "U8", (5,), 3, 5)) is None
 
@@ -128,7 +127,6 @@ def test_whatever_the_order_no_more_is_there_than_two_layers(file: Path, order: 
             assert len(stream._coming) <= 2
             for entry in layers_of(file).get(layer, ()):
                 found = stream.view(entry)
-                assert found is not None
                 assert bytes(found[:9].numpy()) == content[entry.offset : entry.offset + 9]
     finally:
         stream.close()
@@ -152,7 +150,6 @@ def test_a_file_that_becomes_shorter_ends_the_request_and_not_the_process(stream
     file.write_bytes(content)  # which keeps the file that is mapped
     stream.enter(5)
     found = stream.view(layers_of(file)[5][0])
-    assert found is not None
     assert bytes(found[:9].numpy()) == content[1_500_007:1_500_016]
 
 
@@ -293,7 +290,6 @@ def test_a_search_ends_while_it_waits_for_a_layer(tmp_path: Path, monkeypatch: p
     loaded = load(path, least(path, precision="bf16"), precision="bf16")
     try:
         stream, entered, told = loaded.stream, list[int](), list[int]()
-        assert stream is not None
         enter, is_unwanted = stream.enter, lambda: len(told) > 1 and len(entered) - told[1] > 1
 
         def awaited(layer: int) -> None:
@@ -349,7 +345,6 @@ def test_single_tokens_go_through_the_layers_and_never_past_them(tmp_path: Path)
     path = of_blocks("llama", tmp_path)
     loaded = load(path, least(path))
     try:
-        assert loaded.stream is not None
         step, before = StepModel(loaded.model, 64), loaded.stream.bytes_read
         with torch.inference_mode():
             _, cache = step(torch.tensor([PROMPT]), None, 0)
@@ -384,5 +379,4 @@ def test_older_systems_read_by_touching(stream: LayerStream, file: Path, monkeyp
     assert mmap.PAGESIZE == PAGE
     stream.enter(0)
     found = stream.view(layers_of(file)[0][1])
-    assert found is not None
     assert bytes(found.numpy()) == file.read_bytes()[170_007 : 170_007 + 90_001]

@@ -80,7 +80,6 @@ def library_answer(
     model: LoadedModel, folder: Path, ids: Sequence[int], pictures: Sequence[Picture], tokens: int = TOKENS
 ) -> tuple[list[int], list[torch.Tensor]]:
     """What the library's whole model says to the same tokens and pictures: its tokens, and the logits before each."""
-    assert model.sight is not None
     given = dict(
         processor_of(folder, model.sight.sizes)(
             images=[read_picture(each, "") for each in pictures], return_tensors="pt"
@@ -167,7 +166,6 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
             sequence.close()
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-        assert model.sight is not None
         assert model.sight.read_pictures == 2
         for again in range(2):  # what came before is gone on with
             (answer,) = ask(Scheduler(model), MESSAGES)
@@ -219,7 +217,6 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
         (beams,) = ask(Scheduler(model), MESSAGES, beams=2)
         assert len(beams.token_ids) == TOKENS
         layout = model.sight.layout(ids) if model.sight is not None else None
-        assert layout is not None
         rows = layout.features(layout.spans[0]).rows
     with on_disk(monkeypatch, place, "fp32") as model:
         assert "read from disk" in model.info.device_note
@@ -231,7 +228,6 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
     for card_s, on_card in ((0.1, 2), (10.0, 0)):  # the planner says where
         with opened(place, vram_bytes=512 * MIB) as model:
             scheduler, sight = Scheduler(model), model.sight
-            assert sight is not None
             assert sight.costs_of().predict(Cost.CARD_PICTURE, 1) > sight.costs_of().predict(Cost.H2D, 1)
             sight.costs_of = CostModel
             sight.costs.know(Cost.CARD_PICTURE, lambda _gflops, card_s=card_s: card_s)  # type: ignore[misc]
@@ -251,7 +247,6 @@ def test_a_picture_is_read_once_and_never_taken_for_another(folder: Path) -> Non
     same_size = drawn(17, 40, 3)
     with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
         scheduler, sight = Scheduler(model), model.sight
-        assert sight is not None
         (first,) = ask(scheduler, (turn("Look ", B, " what?"),))
         (again,) = ask(scheduler, (turn("Look ", B, " who?"),))
         (other,) = ask(scheduler, (turn("Look ", same_size, " what?"),))
@@ -454,9 +449,7 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
         seen = (turn("Look ", A),) if name in ("gemma4", "step35") else MESSAGES
         (answer,) = ask(Scheduler(ours), seen, repetition_penalty=1.1)
         assert len(answer.token_ids) == TOKENS
-        assert ours.sight is not None
         layout = ours.sight.layout(Preparation(ours).prompt((turn("Look ", picture),), never))
-        assert layout is not None
         features = ours.sight.features(layout.spans[0].seen)
         rows = torch.cat([features.rows, *features.deep], dim=1)
         assert len(rows) == wanted["rows"]

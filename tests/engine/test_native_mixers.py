@@ -33,7 +33,6 @@ _EPSILON = 1e-6
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[NativeKernels]:
     loaded = load_kernels(2)
-    assert loaded is not None
     yield loaded
     loaded.close()
 

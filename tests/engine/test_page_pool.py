@@ -424,7 +424,6 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             assert slot == 0 or self.held[page][: len(so_far) - 1] == so_far[:-1]
             self.held[page] = so_far
             if self.pool.windows:
-                assert piece.windows is not None
                 page = int(piece.windows[place // PAGE_TOKENS])
                 assert self._uses_of_windows()[page] == 1, "a window's page is written to while somebody else holds it"
                 self.in_windows[page] = so_far

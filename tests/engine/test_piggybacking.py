@@ -119,7 +119,6 @@ class Chat:
 
     def check(self) -> GenerationResult:
         (end,) = self.ends
-        assert isinstance(end, GenerationResult)
         count = min(self.most, self.cancel_after or self.most)
         assert (len(end.token_ids), end.generated_tokens) == (count, count)
         assert end.finish_reason == ("cancelled" if count < self.most else "length")
@@ -150,7 +149,6 @@ def beside_a_job(
         arrive()
         scheduler.serve(arrive)
     together = scheduler._batch
-    assert together is not None
     assert (together.pool.held, together.below) == (0, [])
     scheduler.close()
     together.pool.elsewhere = int

@@ -115,7 +115,6 @@ def test_routes_are_those_of_the_last_whole_steps() -> None:
     routes.note(2, [7, 7])
     routes.note(1, [7, 7])
     trace = routes.trace()
-    assert trace is not None
     assert trace.experts.tolist() == [[[step, layer] for layer in range(3)] for step in range(2, 6)]
     assert (trace.num_experts, trace.sequence_starts.tolist(), routes.steps) == (9, [0, 4], 6)
 
@@ -149,7 +148,6 @@ def test_a_file_that_cannot_be_understood_is_as_none(content: str) -> None:
     assert load_popularity("m", EXPERTS_OF_POPULARITY) is None
     save_popularity("m", Popularity([[1.0] * 4, [2.0] * 3]))
     known = load_popularity("m", EXPERTS_OF_POPULARITY)
-    assert known is not None
     assert known.counts == [[1.0] * 4, [2.0] * 3]
     assert load_popularity("m", [4, 4]) is None
     popularity_file("m").write_text(content)

@@ -97,7 +97,6 @@ class ClusterUnderFire:
         return asking
 
     def kill_asking(self) -> None:
-        assert self._asking is not None
         self._asking.kill()
         self._asking.communicate()
         self._look()
@@ -142,7 +141,6 @@ class ClusterUnderFire:
 
     def finish(self) -> str:
         """Waits for the job's end, and looks at its result; returns what was said meanwhile."""
-        assert self._asking is not None
         said, noted = self._asking.communicate(timeout=600)
         assert self._asking.returncode == 0, noted.decode()[-2000:]
         self.document = json.loads(said)

@@ -87,7 +87,6 @@ def test_tokens_go_alone_where_the_library_computes(tmp_path: Path) -> None:
     loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path))
     try:
         step = TokenStep.of(loaded.model)
-        assert step is not None
         assert step.takes_rows(MOST_ROWS)
         assert not step.takes_rows(MOST_ROWS + 1)
         handle = loaded.model.model.layers[0].register_forward_hook(lambda *_: None)

@@ -68,7 +68,6 @@ class Asked:
 
     def check(self, alone: Alone) -> None:
         (end,) = self.ends
-        assert isinstance(end, GenerationResult)
         expected = alone.generate_from_ids(self.ids, self.sampling, end_ids=NO_END)
         count = min(self.most, self.cancel_after or self.most)
         assert end.token_ids == expected.token_ids[:count]
@@ -192,7 +191,6 @@ def test_what_cannot_share_steps_takes_turns(family: str, changed: dict[str, Any
         scheduler = Scheduler(loaded)
         if pages:
             turns = scheduler._batch
-            assert turns is not None
             scheduler._batch = ContinuousBatch(turns.model, turns._policy, pages, exact=True)
         order.clear()
         for number in range(5):
@@ -288,7 +286,6 @@ def test_who_waits_for_a_place_may_leave(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler.submit(replace(first, cancelled=lambda: len(written) >= 3), ended)
     scheduler.serve()
     (end,) = ends
-    assert isinstance(end, GenerationResult)
     assert (end.finish_reason, told, len(written)) == ("cancelled", [3], 9)
 
 
@@ -388,14 +385,12 @@ def test_an_answer_that_gets_company_is_what_it_is_alone(
     assert read == [prompt] * 3
     for number in (0, 2, 4):
         end = ends[number]
-        assert isinstance(end, GenerationResult)
         assert end.token_ids == Alone(quick).answer(request(number)).token_ids
     _is_empty(scheduler)
 
 
 def _is_empty(scheduler: Scheduler) -> None:
     pool = scheduler._batch.pool if scheduler._batch is not None else None
-    assert pool is not None
     assert pool.held == 0
     assert pool.reserve(pool.capacity)
     scheduler.close()
@@ -421,7 +416,6 @@ def test_beams_are_forks_of_pages_and_share_steps(
         return BatchRequest(0, ids=tuple(random_prompt(prompt, seed=number % 3)), sampling=sampling, end_ids=NO_END)
 
     scheduler, ends = Scheduler(quick), dict[int, Outcome]()
-    assert scheduler._batch is not None
     scheduler._batch.free()
     policy = scheduler._batch._policy
     model = PackedModel(quick, policy)
@@ -437,7 +431,6 @@ def test_beams_are_forks_of_pages_and_share_steps(
             assert end.code is ErrorCode.NOT_ENOUGH_MEMORY
             assert least + beams * (2 + most // PAGE_TOKENS) > pages
             continue
-        assert isinstance(end, GenerationResult)
         assert end.token_ids == alone.answer(request(number)).token_ids
         alone.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import ErrorCode
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.policy import BatchPolicy
@@ -102,10 +102,8 @@ def test_a_sweep_without_memory_is_tried_again_with_less(
     alone = Alone(mixtral)
     for number, end in ends.items():
         if how == "one request" and number == 3:
-            assert isinstance(end, EngineError)
             assert end.code is ErrorCode.NOT_ENOUGH_MEMORY
             continue
-        assert isinstance(end, GenerationResult)
         ids = asked_for(number, (9 if number == 3 else 60, 12)).ids
         expected = alone.generate_from_ids(ids, SamplingParams(max_tokens=12), end_ids=NO_END)
         assert end.token_ids == expected.token_ids

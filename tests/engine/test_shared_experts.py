@@ -301,7 +301,6 @@ def test_batches_on_several_cards_give_the_same_answers(
     with opened(folder, devices, sharing="experts", cache_slots=3) as loaded:
         assert _batched(loaded, schedule) == wanted
         assert FALLS.note == ""
-        assert loaded.devices is not None
         used = [device.memory.use() for device in loaded.devices.devices]
         assert all(use.by_category[MemoryCategory.EXPERTS] for use in used)
 
@@ -323,7 +322,6 @@ def test_experts_on_disk_are_shared_too(schedule: Schedule, checkpoints: Path) -
 
 def _most_held(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, category: MemoryCategory) -> list[int]:
     """Bytes of each card, at most, in any sweep from now on."""
-    assert loaded.devices is not None
     cards, sweep = loaded.devices.devices, DevicePipeline.sweep
     most = [0] * len(cards)
 
@@ -380,7 +378,6 @@ def test_one_of_the_cards_that_fills_up_in_mid_job_changes_no_answer(
     with opened(folder, 0) as loaded:
         wanted = _batched(loaded, HYBRID)
     with opened(folder, 2, sharing="experts", cache_slots=3) as loaded:
-        assert loaded.devices is not None
         card, written = loaded.devices.devices[number], [0]
         total = card.memory.total
 
@@ -401,7 +398,6 @@ def test_pages_that_one_of_the_cards_has_no_room_for_stay_in_ram(checkpoints: Pa
     with opened(folder, 0) as loaded:
         wanted = _batched(loaded, HYBRID)
     with opened(folder, 2, sharing="experts", cache_slots=3) as loaded:
-        assert loaded.devices is not None
         second = loaded.devices.devices[1].memory
         total = second.total
         second.limit(second.use().used + 2**16)

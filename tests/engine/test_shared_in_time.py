@@ -175,7 +175,6 @@ def test_schedules_with_attention_on_the_card_take_as_long_as_planned(
 def test_what_sweeps_take_counts_more_than_what_the_planner_knew(folder: Path) -> None:
     machine = machine_of(1)
     gpu, cpu, calls = machine.gpu, machine.cpu, machine.calls
-    assert gpu is not None
     said = replace(
         machine,
         gpu=replace(gpu, bytes_per_s=4 * gpu.bytes_per_s, flops=4 * gpu.flops),
@@ -278,7 +277,6 @@ def planned_rate(engine: Engine, rows: str, slower: float, monkeypatch: pytest.M
     assert engine._loaded is not None
     job = prepare(BatchJob(rows, f"{rows}.jsonl", sampling=SamplingParams(max_tokens=8)))
     found = job_plan.plan_job(job, engine._loaded).prediction
-    assert found is not None
     return found.tokens_per_s
 
 
@@ -342,14 +340,12 @@ def test_rows_are_planned_again_only_where_another_plan_is_clearly_better(folder
             (Cost.H2D, 1.3, ""),
         ):
             plan = job_plan.plan_rows(rows, loaded, shape).batch
-            assert plan is not None
             watch = PlanWatch(plan, rows, loaded)
             assert watch() == ""
             found(loaded, kind, factor)
             assert watch() == (f"{said} the plan for rows had, so these are planned again." if said else "")
             assert watch() == ""
             better = job_plan.plan_rows(rows, loaded, shape).batch
-            assert better is not None
             assert (better.decode, better.sequences, better.micro_batch) != (
                 plan.decode,
                 plan.sequences,
@@ -368,7 +364,6 @@ def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Pa
     rows = JobRows(100, 100, 100)
 
     def reading_takes(factor: float) -> None:
-        assert loaded.disk_backed is not None
         disk = loaded.disk_backed.disk
         disk.bytes_read = 2**30
         disk._busy_s = factor * disk.bytes_read / known.disk_bytes_per_s
@@ -376,7 +371,6 @@ def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Pa
     try:
         reading_takes(10)
         slow = job_plan.plan_rows(rows, loaded, shape).batch
-        assert slow is not None
         watch = PlanWatch(slow, rows, loaded)
         assert watch() == ""
         reading_takes(100)  # whatever the plan, they wait for it
@@ -384,7 +378,6 @@ def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Pa
         reading_takes(0.05)
         assert watch().startswith("Reads from disk take 0.0005 times as long as the plan for rows had")
         fast = job_plan.plan_rows(rows, loaded, shape).batch
-        assert fast is not None
         assert fast.tokens_per_s > 10 * slow.tokens_per_s
         assert PlanWatch(fast, rows, loaded)() == ""
     finally:

@@ -69,7 +69,6 @@ def test_any_prompts_and_tokens_in_any_order(
         ):
             patch.setattr("engine.experts.misses._FEWEST_TOGETHER", together)
             ring = of.cache.staging
-            assert ring is not None
             held = device.memory.use().used
             for layer, tokens in steps:
                 of.check(layer, routing(generator, tokens, 3, dtype))
@@ -95,7 +94,6 @@ def test_a_kernel_without_memory_gets_smaller_groups_and_then_the_cpu(devices: d
 
     with Layers(devices["fast"], slots=0, staging=12, mode="fetch") as layers:
         ring, first = layers.cache.staging, layers.layers[0]
-        assert ring is not None
         plain = layers.kernel(ring.segment.records)
 
         def kernel(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,6 @@ def test_rows_of_all_layers_are_asked_for_before_the_first(tmp_path: Path, plann
     """Which the library's own code then finds already there, so that each is read once."""
     loaded = from_disk(ngrams(tmp_path / "model"), planned)
     try:
-        assert loaded.tables is not None
         own = {name: table for name, table in loaded.tables.tables.items() if "ngram" in name}
         (table,) = own.values()
         seen = list[tuple[int, bool]]()

@@ -193,7 +193,6 @@ def test_the_map_knows_uses_hits_and_whereabouts(checkpoint: Path) -> None:
         model.devices.devices[0].synchronize()
         found, report = telemetry.expert_map(), telemetry.cache_report(collection.spans, collection.steps)
         telemetry.stop()
-        assert found is not None
         cache = model.devices.experts.caches[0][0]
         shape = len(found.layers), found.experts
         uses, hits = unpack(found.uses, U32).reshape(shape), unpack(found.hits, U32).reshape(shape)
@@ -226,7 +225,6 @@ def test_reads_from_disk_are_the_banks_to_the_byte(checkpoint: Path) -> None:
         assert total(collection.steps, "ram_hits") == ram.hits
         telemetry = ModelTelemetry(model)
         found = telemetry.expert_map()
-        assert found is not None
         places = unpack(found.places, np.dtype("u1"))
         assert (places & ON_DISK).all()
         assert 0 < np.count_nonzero(places & IN_RAM) < len(places)

@@ -91,8 +91,6 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
         torch.manual_seed(8)
         ids = torch.randint(3, loaded.model.config.vocab_size, (1, 30))
         reader, at_once, layers = StepModel(loaded.model, 30), TokenStep.of(loaded.model), TokenStep.of(loaded.model)
-        assert at_once is not None
-        assert layers is not None
         assert at_once._whole is not None
         layers._whole = None
         one, other = (PagedSequence(loaded.model, 30, kv_type) for _ in range(2))
@@ -154,7 +152,6 @@ def test_rows_over_pages_are_as_each_alone(
             assert packed.exact_steps() is None
             return
         reader, together = StepModel(loaded.model, 300), TokenStep.of(loaded.model)
-        assert together is not None
         assert together.takes_rows(3)
         lengths = [3, 40, 55] if is_window else [3, PROMPT, 90]
         ids = torch.randint(3, loaded.model.config.vocab_size, (3, 300))
@@ -201,7 +198,6 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
     try:
         packed.allocate(60, 0, 60)
         steps = packed.exact_steps()
-        assert steps is not None
         assert steps.is_native
         assert steps.most_rows == 8
         full, windows = (torch.randperm(60, dtype=torch.int32).view(6, 10) for _ in range(2))

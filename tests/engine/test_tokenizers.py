@@ -268,7 +268,6 @@ def test_where_nothing_can_be_kept_it_is_built_each_time(file: Path, builds: lis
 def test_it_is_private(file: Path) -> None:
     load_tokenizer(file)
     folder = kept_tokenizer(read_gguf(file))
-    assert folder is not None
     for path in (folder.parent, folder, *folder.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json", "kept.json"}

@@ -71,12 +71,9 @@ def test_on_the_cpu_the_winner_is_what_is_loaded_from_then_on(engine: Engine, mo
     assert ending.finished
     assert ending.note == ""
     result = ending.result
-    assert result is not None
     won = result.won
-    assert won is not None
     assert all(one.tokens_per_s > 0 for one in result.timed)
     assert ending.loaded == engine.info
-    assert engine.info is not None
     assert engine.info.precision == won.precision
     assert "Tuned on" in engine.info.device_note
     assert {event.stage for event in events if isinstance(event, TuningProgress)} >= {"loading", "timing", "restoring"}
@@ -109,7 +106,6 @@ def test_a_tuning_that_is_no_longer_possible_is_not_insisted_on(engine: Engine, 
     tune(engine, StartTuning("t", config), lambda _event: None, lambda: False, around())
     (result,) = results_of(model_mark(model))
     won = result.won
-    assert won is not None
     gone = replace(won, contestant=replace(won.contestant, config=replace(won.contestant.config, device="cuda:7")))
     save_result(replace(result, timed=(gone,)))
     note = load(engine, config)

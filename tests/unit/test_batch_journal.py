@@ -137,7 +137,6 @@ def test_a_job_that_has_no_answers_yet_takes_what_is_now(tmp_path: Path) -> None
     journal.record([_answer(0)])
     journal.close()
     known = read_job(path)
-    assert known is not None
     assert known.precision == "int8"
     with pytest.raises(EngineError):
         Journal(path, _MANIFEST)
@@ -192,7 +191,6 @@ def test_what_was_said_to_be_written_survives_kills(tmp_path: Path) -> None:
         process = subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
         )
-        assert process.stdout is not None
         told = [process.stdout.readline().strip()]
         told += [process.stdout.readline().strip() for _ in range(chance.randrange(12))]
         time.sleep(chance.random() * 0.01)

@@ -60,7 +60,6 @@ def assert_whole(download: Download, files: dict[str, bytes] | None = None) -> N
     for path, content in (files or FILES).items():
         assert (download.folder / path).read_bytes() == content, path
     manifest = read_manifest(download.folder)
-    assert manifest is not None
     assert {record.path for record in manifest.files} == set(files or FILES)
     assert damaged_files(download.folder, manifest) == {}
     assert not list(download.folder.parent.glob(".download-*"))

@@ -83,7 +83,6 @@ def test_what_others_hold_and_what_is_left_free_is_not_planned_with() -> None:
     alone = make_plan(GAMER, SMALL)
     shared = make_plan(GAMER, SMALL, limits=Limits(vram_of_others=4 * _GIB, precision=alone.precision))
     assert alone.card is not None
-    assert shared.card is not None
     assert shared.card.other_programs == 4 * _GIB
     assert shared.cache.slots < alone.cache.slots
     assert shared.card.experts < alone.card.experts
@@ -128,7 +127,6 @@ def test_the_precision_asked_for_is_kept_and_others_are_alternatives() -> None:
 
 def test_a_batch_is_planned_with_its_sizes() -> None:
     plan = make_plan(read_machine("klotski-rtx-3090"), MIXTRAL, BATCH)
-    assert plan.batch is not None
     assert plan.batch.sequences == min(plan.batch.micro_batch * plan.batch.batches, BATCH.sequences)
     assert [point.name for point in plan.roofline.points] == ["decode", "prefill", "batch"]
 
@@ -175,7 +173,6 @@ def test_pictures_are_read_where_that_is_faster_and_there_is_room() -> None:
     seconds = []
     for machine, on_card in ((BARE, False), (GAMER, True), (slow_link, False)):
         found = make_plan(machine, seeing).pictures
-        assert found is not None
         assert (found.on_card, found.nbytes) == (on_card, 1_200 * 10**6)
         seconds.append(found.seconds)
         assert picture_words(found).endswith(f"on {'the graphics card' if on_card else 'the CPU'}, 1.2 GB")

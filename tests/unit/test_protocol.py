@@ -213,7 +213,6 @@ def test_lone_surrogates_do_not_kill_the_stream() -> None:
     half = "half an emoji: \ud83d"
     message = Generate("r", (ChatMessage("user", half),), SamplingParams(stop=(half,)))
     back = decode(encode(message))
-    assert isinstance(back, Generate)
     assert back.messages[0].content == back.sampling.stop[0] == "half an emoji: ?"
 
 
@@ -252,7 +251,6 @@ def test_a_bad_line_costs_that_line_alone() -> None:
 
 def test_whole_numbers_are_accepted_for_seconds() -> None:
     back = decode(b'{"type":"Heartbeat","monotonic_s":3}')
-    assert isinstance(back, Heartbeat)
     assert isinstance(back.monotonic_s, float)
 
 

@@ -85,7 +85,6 @@ def test_pinning_moves_a_chat_to_the_top_and_it_is_renamed_in_the_list(
     menu.deleteLater()
     page.rename()
     editor = QApplication.focusWidget()
-    assert editor is not None
     editor.setText("  new   name ")  # type: ignore[attr-defined]
     qtbot.keyClick(editor, Qt.Key.Key_Return)
     qtbot.waitUntil(lambda: titles(page) == ["a", "new name"])

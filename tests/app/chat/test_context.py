@@ -170,7 +170,6 @@ def test_a_summary_is_edited_and_says_when_its_turns_have_changed(
     page.edits.fold(first, "Short.", "Starter")
     card(page).edit_button.click()
     editor = card(page).editor
-    assert editor is not None
     editor.box.setPlainText("Shorter.")
     editor.save_button.click()
     assert card(page).summary.text() == "Shorter."

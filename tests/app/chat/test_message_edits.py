@@ -14,7 +14,6 @@ from pytestqt.qtbot import QtBot
 from app.services.chat_store import ChatStore
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
-from app.views.chat.transcript import UserMessage
 from engine.common.kept_context import folder_of, kept_context_dir
 from engine.common.paths import data_dir
 from tests.app.chat.chat_page import answered, shown, titles, type_and_send
@@ -88,14 +87,11 @@ def test_an_answer_is_edited_and_both_versions_keep_what_followed(
 ) -> None:
     before = talk(qtbot, page, engine)
     answer = page.transcript.turns[1]
-    assert isinstance(answer, AnswerMessage)
     answer.start_editing()
-    assert answer.editor is not None
     answer.editor.box.setPlainText("A seal.")
     qtbot.keyClick(answer.editor.box, Qt.Key.Key_Return, Qt.KeyboardModifier.ControlModifier)
     assert [text for _, text in shown(page)] == ["One walrus?", "A seal.", "Two?", "Second answer."]
     edited = page.transcript.turns[1]
-    assert isinstance(edited, AnswerMessage)
     assert "edited" in edited.figures
     assert edited.note == ""
     changed = ids(page)
@@ -112,9 +108,7 @@ def test_a_question_is_changed_without_asking_again(page: ChatView, engine: Scri
     talk(qtbot, page, engine)
     asked = len(engine.requests)
     question = page.transcript.turns[0]
-    assert isinstance(question, UserMessage)
     question.start_editing()
-    assert question.editor is not None
     question.editor.setPlainText("One seal?")
     question._save()
     assert len(engine.requests) == asked
@@ -189,7 +183,6 @@ def test_a_hit_below_long_answers_is_in_sight_and_stays_so_until_people_scroll(
 
     def is_in_sight() -> bool:
         turn = page.transcript.turn(page.finding._found[0][0])
-        assert turn is not None
         top = turn.mapTo(page.transcript.viewport(), QPoint(0, 0)).y()
         return 0 <= top < page.transcript.viewport().height()
 
@@ -298,7 +291,6 @@ def test_folders_are_filled_emptied_and_deleted(
     page.folders.make([chats[0]])
     (folder,) = model.folders
     editor = page.panel.list.findChild(QLineEdit)
-    assert editor is not None
     editor.setText("  Work  at home ")
     qtbot.keyClick(editor, Qt.Key.Key_Return)
     qtbot.waitUntil(lambda: [each.name for each in model.folders] == ["Work at home"])
@@ -334,6 +326,5 @@ def test_folders_are_filled_emptied_and_deleted(
     page._undo()
     assert [c.id for c in model.in_folder(folder.id)] == chats[:1]
     page.folders.delete(folder.id)
-    assert page.folders.question is not None
     page.folders.question.close()
     assert len(model.folders) == 1

@@ -13,9 +13,7 @@ from pytestqt.qtbot import QtBot
 from app.services.chat_store import ChatStore, Conversation, Message
 from app.services.kept import Preset
 from app.theme import DARK, ThemeController
-from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
-from app.views.chat.transcript import UserMessage
 from app.widgets.sampling_popover import sampling_words
 from engine.common.config import SamplingParams
 from tests.app.chat.chat_page import answered, last_answer, type_and_send
@@ -91,7 +89,6 @@ def test_copying_gives_the_text_and_everything_has_a_name(page: ChatView, engine
     last_answer(page)._copy.click()
     assert QGuiApplication.clipboard().text().strip() == "an **answer**"
     first = page.transcript.turns[0]
-    assert isinstance(first, UserMessage)
     first._buttons[0].click()
     assert QGuiApplication.clipboard().text() == "my question"
     # For those who cannot see it.
@@ -137,7 +134,6 @@ def test_a_long_conversation_is_built_a_little_at_a_time(page: ChatView, store: 
     assert [turn.message_id for turn in page.transcript.turns] == [message.id for message in messages]
     for number in (1, 119):
         turn = page.transcript.turns[number]
-        assert isinstance(turn, AnswerMessage)
         assert turn.body.markdown() == "grown"
 
 

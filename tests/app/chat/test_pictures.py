@@ -415,7 +415,6 @@ def test_unsent_ones_and_the_text_with_them_survive_a_kill(
 ) -> None:
     command, variables = python_module("tests.app.unsent_script")
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **variables}) as window:
-        assert window.stdout is not None
         assert window.stdout.readline().strip() == b"kept"
         window.kill()
     page = open_page()

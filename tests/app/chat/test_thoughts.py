@@ -76,7 +76,6 @@ def test_a_thought_opens_by_keyboard_and_grows_while_it_is_open(
     assert after(thought.copy_button) is last_answer(page).body
     qtbot.keyClick(header, Qt.Key.Key_Space)
     body = thought.body
-    assert body is not None
     assert "unfolded" in header.accessibleDescription()
     assert body.accessibleName() == "What the model thought"
     assert body.theme().text == colours().muted

@@ -100,7 +100,6 @@ def test_a_round_of_calls_and_the_answer_behind_it(
     assert (message.content, message.state, len(message.steps)) == ("It is 42.", MessageState.COMPLETE, 1)
     assert [use.state for use in message.steps[0].calls] == ["done", "failed", "failed"]
     rows = answer_of(page).calls
-    assert rows is not None
     assert len(rows.rows) == 3
     row = next(iter(rows.rows.values()))
     row.header.click()
@@ -128,7 +127,6 @@ def test_it_asks_before_a_tool_of_a_server_runs(
     for answer, runs in (("Deny", 0), ("Allow once", 1), ("Allow in this chat", 2)):
         engine.call(("search", json.dumps({"for": answer})))
         calls = answer_of(page).calls
-        assert calls is not None
         row = list(calls.rows.values())[-1]
         assert row.card is not None
         assert len(ran) == max(runs - 1, 0)

@@ -255,7 +255,6 @@ def test_the_worker_vanishes_with_its_window(prompt: str) -> None:
     command, variables = python_module("unused")
     script = [*command[:-2], str(HERE / "window_script.py"), *SCRIPTED, prompt]
     with subprocess.Popen(script, stdout=subprocess.PIPE, env={**os.environ, **variables}) as window:
-        assert window.stdout is not None
         worker = psutil.Process(int(window.stdout.readline()))
         assert worker.is_running()
         window.kill()

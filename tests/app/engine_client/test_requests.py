@@ -54,7 +54,6 @@ def test_an_answer_streams_and_ends(make: Make, qtbot: QtBot) -> None:
     assert client.state == EngineState.LOADING
     qtbot.waitUntil(lambda: watch.ended(load, answer), timeout=WAIT_MS)
     assert isinstance(watch.end_of(load), ModelLoaded)
-    assert client.model is not None
     assert client.model.name == "anything"
     assert watch.text[answer.id] == "1 2 3 4 5 "
     assert watch.end_of(answer) == Finished(answer.id, "stop", 1, 0, 5, 0.1, 10.0)
@@ -223,7 +222,6 @@ def test_how_far_a_load_is_belongs_to_the_engine(running: tuple[EngineClient, Wa
     qtbot.waitUntil(lambda: any(each is not None for each in told), timeout=WAIT_MS)
     shares = [each for each in told if each is not None]  # before them it is not known what there is to load
     assert 0 <= shares[0] < 1
-    assert client.loading_pace.progress is not None
     assert client.loading_pace.progress.phase == "converting"
     load.cancel()
     qtbot.waitUntil(lambda: watch.ended(load), timeout=WAIT_MS)
