@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ PATIENCE_MS = 20_000
 
 @pytest.fixture
 def server(settings: Settings) -> Iterator[ApiServer]:
-    result = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
-    yield result
-    result.close()
+    with closing(ApiServer(ScriptedEngine(), settings)) as result:  # type: ignore[arg-type]
+        yield result
 
 
 @pytest.fixture

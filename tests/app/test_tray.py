@@ -1,6 +1,7 @@
 """The icon in the tray: a question from anywhere, and a window that is hidden only where people said so."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 from PySide6.QtCore import Qt
@@ -24,9 +25,8 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def store(qtbot: QtBot) -> Iterator[ChatStore]:
-    store = ChatStore()
-    yield store
-    store.close()
+    with closing(ChatStore()) as store:
+        yield store
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from engine.common.config import SamplingParams
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.jobs.rows import BatchOutcome
 from engine.planner.plan_parts import BatchPlan
@@ -43,10 +42,12 @@ from engine.runtime.batch.pipeline.layer_run import LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.loaded_tiny import library_tokens
+from tests.engine.single_streams import answers_of, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
+
+_rows = partial(rows_of, [5, 40, 12, 33, 7], 4)
 
 Event = tuple[Any, ...]
 """What, of which layer, of which micro-batch or page."""
@@ -136,14 +137,6 @@ def on_card(folder: Path) -> Iterator[LoadedModel]:
         yield loaded
 
 
-def _rows() -> list[BatchRequest]:
-    sampling = SamplingParams(max_tokens=4)
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, length in enumerate([5, 40, 12, 33, 7])
-    ]
-
-
 def _noted(monkeypatch: pytest.MonkeyPatch, layer: type, into: list[list[Event]]) -> None:
     """Whatever a layer does is noted, in the list that is the last one then."""
     for name in WORK:
@@ -198,12 +191,7 @@ class _Executed:
 
         monkeypatch.setattr(DevicePipeline, "sweep", swept)
         monkeypatch.setattr(LayerBuffers, "bring", brought)
-        self.answers: dict[int, tuple[int, ...]] = {}
-        executor = BatchExecutor(loaded, policy)
-        try:
-            executor.run(iter(_rows()), lambda answer: self.answers.__setitem__(answer.row, answer.token_ids))
-        finally:
-            executor.close()
+        self.answers = answers_of(loaded, _rows(), policy)
 
 
 def _simulated(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
@@ -35,10 +35,9 @@ from engine.runtime.batch.policy import BatchPolicy, ScheduleChoice
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
-from tests.engine.loaded_tiny import NO_END, random_prompt
-from tests.engine.single_streams import Alone
+from tests.engine.loaded_tiny import NO_END
+from tests.engine.single_streams import Alone, answers_alone, answers_of, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.refusals import refused
 
@@ -50,6 +49,7 @@ ORDERED = [
     if each.order
 ]
 LENGTHS = [1, 40, 90, 12, 33, 7, 64]
+_rows = partial(rows_of, LENGTHS, 6)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[int, tuple[int, ...]]:
     with on_devices.opened(folder, 0) as loaded:
-        return {row.row: answer for row, answer in zip(_rows(), _alone(loaded), strict=True)}
+        return answers_alone(loaded, _rows())
 
 
 @pytest.fixture(scope="module")
@@ -69,32 +69,8 @@ def on_card(folder: Path) -> Iterator[LoadedModel]:
         yield loaded
 
 
-def _rows() -> list[BatchRequest]:
-    sampling = SamplingParams(max_tokens=6)
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(n, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, n in enumerate(LENGTHS)
-    ]
-
-
-def _alone(loaded: LoadedModel) -> list[tuple[int, ...]]:
-    chat = Alone(loaded)
-    return [chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in _rows()]
-
-
 def _policy(schedule: Schedule | None, rows: int = 2) -> BatchPolicy:
     return BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=rows, schedule=schedule)
-
-
-def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, ...]]:
-    answers: dict[int, tuple[int, ...]] = {}
-    executor = BatchExecutor(loaded, policy)
-    assert not executor.note
-    try:
-        executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
-    finally:
-        executor.close()
-    return answers
 
 
 @pytest.mark.takes_turns(3)
@@ -110,7 +86,7 @@ def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, .
 def test_answers_are_those_of_the_cpu(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule | None, rows: int
 ) -> None:
-    assert _answers(on_card, _policy(schedule, rows)) == wanted
+    assert answers_of(on_card, _rows(), _policy(schedule, rows)) == wanted
 
 
 @given(
@@ -162,7 +138,7 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
         outcome = executor.run(iter(_rows()), lambda answer: None, cancelled=lambda: next(looks, None) is None)  # noqa: B023
         assert outcome is BatchOutcome.CANCELLED
         executor.close()
-    assert _answers(on_card, _policy(schedule)) == wanted
+    assert answers_of(on_card, _rows(), _policy(schedule)) == wanted
 
 
 @pytest.mark.takes_turns(2)
@@ -267,7 +243,7 @@ def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wante
 
 def test_int8_caches_go_to_the_card_with_their_scales(on_card: LoadedModel) -> None:
     policies = [replace(_policy(schedule), kv_type=KvType.INT8) for schedule in (S4, CGOPIPE)]
-    assert _answers(on_card, policies[0]) == _answers(on_card, policies[1])
+    assert answers_of(on_card, _rows(), policies[0]) == answers_of(on_card, _rows(), policies[1])
 
 
 def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted: dict[int, tuple[int, ...]]) -> None:
@@ -277,7 +253,7 @@ def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted
         layer = layers[0].source.num_experts * layers[0].cache.layout.nbytes
         loaded.devices.experts.give_back(0, card.memory.total)
         taken = card.memory.reserve(card.memory.free - 2 * layer + 1, MemoryCategory.ACTIVATIONS)
-        assert _answers(loaded, _policy(None)) == wanted
+        assert answers_of(loaded, _rows(), _policy(None)) == wanted
         taken.release()
 
 

@@ -13,8 +13,8 @@ from engine.devices.card import CardKind, open_card
 from engine.devices.host_memory import HostMemory
 from engine.devices.opening import CARD_KINDS, automatic, card_count, open_devices
 from engine.hardware.gpu_info import CARD_NAMES
-from engine.runtime.load.model import load_model
 from engine.tuning.measuring import device_spec
+from tests.engine.loaded_tiny import open_model
 from tests.engine.on_devices import PROMPT, answer, chatting, reference
 from tests.fake_cards import FakeCards
 
@@ -75,9 +75,7 @@ def test_answers_on_a_card_are_those_of_the_library(
     expected = reference("qwen3_moe", tmp_path)
     monkeypatch.setitem(opening.CARD_KINDS, "xpu", kind(FakeCards()))
     options = {"device": "xpu", "precision": "fp32", "threads": 1, **config}
-    model = load_model(
-        EngineConfig(str(expected.folder), **options), on_progress=lambda done, total: None, cancelled=lambda: False
-    )
+    model = open_model(expected.folder, **options)
     try:
         with chatting(model) as session:
             assert list(answer(session, PROMPT).token_ids) == expected.first

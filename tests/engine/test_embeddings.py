@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,9 @@ def _expected(folder: Path, pooling: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", list(_KINDS))
 def test_vectors_are_the_librarys(kind: str, pooling: str, tmp_path: Path) -> None:
     folder = _made(tmp_path / "model", kind, pooling, "Normalize")
-    embedder = Embedder(folder)
-    try:
+    with closing(Embedder(folder)) as embedder:
         found = embedder.embed(TEXTS)
         alone = embedder.embed(TEXTS[:1])
-    finally:
-        embedder.close()
     expected = torch.nn.functional.normalize(_expected(folder, pooling), dim=1)
     is_rounded = kind.startswith("qwen3")  # computed in bf16
     torch.testing.assert_close(found.rows, expected, atol=0.03 if is_rounded else 1e-4, rtol=0)
@@ -160,12 +158,9 @@ def test_a_gguf_file_made_for_it(tmp_path: Path) -> None:
     file = write_model(folder, tmp_path / "model.gguf", "qwen3", pooling_type=3)
     assert embedding_of(file) == Embedding("last")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    embedder = Embedder(file)
-    try:
+    with closing(Embedder(file)) as embedder:
         assert len(embedder.embed(TEXTS).rows) == 4
         found = embedder.embed([tokenizer(text)["input_ids"] for text in TEXTS]).rows
-    finally:
-        embedder.close()
     expected = torch.nn.functional.normalize(_expected(folder, "lasttoken"), dim=1)
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 

@@ -1,12 +1,12 @@
 """A second program takes a card's memory while a job's rows are answered: they are computed in less, and come out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from time import monotonic
 
 import pytest
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices import emulated, memory_budget
 from engine.devices.memory_budget import MemoryCategory
@@ -14,11 +14,10 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.planner.schedules import HYBRID, KLOTSKI, Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
-from tests.engine.loaded_tiny import NO_END
+from tests.engine.loaded_tiny import NO_END, opened_model
 from tests.engine.on_devices import MIB, NEW_TOKENS, PROMPT, Reference, reference
 
 ROWS, AT_ONCE, SLOTS = 6, 512, 16
@@ -35,26 +34,18 @@ def opened(expected: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loa
     """A model on a card whose memory is looked at before each sweep."""
     monkeypatch.setattr(memory_budget, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(emulated, "OTHERS", {})
-    config = EngineConfig(
-        str(expected.folder), device="emulated:slow-link", precision="fp32", threads=1, vram_bytes=8 * MIB,
-        cache_slots=SLOTS,
-    )  # fmt: skip
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    try:
+    with opened_model(
+        expected.folder, "fp32", device="emulated:slow-link", vram_bytes=8 * MIB, cache_slots=SLOTS
+    ) as loaded:
         yield loaded
-    finally:
-        loaded.close()
 
 
 @contextmanager
 def answering(loaded: LoadedModel, schedule: Schedule | None) -> Iterator[tuple[BatchExecutor, ContinuousBatch]]:
     policy = BatchPolicy(rows=ROWS, kv_bytes=16 * MIB, sweep_tokens=1024, micro_batch_tokens=AT_ONCE, schedule=schedule)
-    executor = BatchExecutor(loaded, policy)
-    try:
+    with closing(BatchExecutor(loaded, policy)) as executor:
         assert isinstance(executor._batch, ContinuousBatch)
         yield executor, executor._batch
-    finally:
-        executor.close()
 
 
 def take_all_but(loaded: LoadedModel, nbytes: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.kept_context import folder_of, keep_chat, kept_context_dir, kept_files
 from engine.jobs.rows import never
 from engine.kernels.native.build import library_path
@@ -24,11 +24,10 @@ from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kept.state import StateLayout
 from engine.runtime.load.kept_context import kept_note, open_kept
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, open_model, opened_model, random_prompt, spread, tiny_loaded
 from tests.engine.on_devices import chatting, opened
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
@@ -158,15 +157,9 @@ def test_a_prompt_that_begins_as_the_present_one_brings_what_is_behind(qwen: Loa
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the native kernels compute."""
 
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
-
     path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("kept") / "model", prepare=spread)
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    yield model
-    model.close()
+    with opened_model(path, kv_precision=request.param) as model:
+        yield model
 
 
 @native
@@ -385,8 +378,7 @@ def test_swapped_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) 
                 content[at + 3] ^= 0x80
             weights.write_bytes(content)
             os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-        config = EngineConfig(str(folder), device="cpu", precision="bf16", threads=1)
-        loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        loaded = open_model(folder)
         keep_chat(CHAT)
         loaded.kept = kept = open_kept(loaded)
         scheduler = Scheduler(loaded)

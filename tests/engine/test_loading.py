@@ -13,6 +13,7 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.runtime.load import plan
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import open_model
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
@@ -25,8 +26,7 @@ def mixtral(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:
-    config = EngineConfig(**{"model": str(folder), "device": "cpu", "threads": 1, **options})
-    return load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False)
+    return open_model(folder, **{"precision": "auto", **options})
 
 
 def refusal(folder: Path, **options: Any) -> EngineError:
@@ -50,8 +50,7 @@ def change_tensors(folder: Path, change: Any) -> None:
 def test_missing_kernels_are_told(mixtral: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("engine.kernels.native.library.library_path", lambda: tmp_path / "not-built.so")
     for precision, told in (("bf16", True), ("fp32", False)):
-        config = EngineConfig(model=str(mixtral), device="cpu", threads=1, precision=precision)  # type: ignore[arg-type]
-        loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        loaded = open_model(mixtral, precision)
         loaded.close()
         assert ("PyTorch's operators" in loaded.info.device_note) == told
 

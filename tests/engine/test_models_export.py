@@ -16,11 +16,10 @@ from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.cli import main
-from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.load.gguf_export import export_gguf
-from engine.runtime.load.model import load_model
 from tests.combinations import some
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import TEXT
@@ -30,17 +29,9 @@ PEER = python_of(LLAMA_CPP)
 
 
 def _answers(path: Path) -> tuple[torch.Tensor, list[int], list[int]]:
-    loaded = load_model(
-        EngineConfig(str(path), device="cpu", precision="fp32"),
-        on_progress=lambda _done, _total: None,
-        cancelled=lambda: False,
-    )
-    try:
-        with torch.no_grad():
-            ids = loaded.tokenizer.encode("Hello wörld, it's 12345!\n", add_special_tokens=False)
-            return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), list(ids)
-    finally:
-        loaded.close()
+    with opened_model(path, "fp32") as loaded, torch.no_grad():
+        ids = loaded.tokenizer.encode("Hello wörld, it's 12345!\n", add_special_tokens=False)
+        return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), list(ids)
 
 
 @pytest.mark.parametrize("family", some(["llama", "mixtral", "qwen3_moe", "olmoe", "qwen3", "qwen2_moe"], every=4))

@@ -17,7 +17,7 @@ from engine.experts.prediction.predictors import Correlation, NextGate, Predicto
 from engine.experts.replay import RoutingTrace
 from engine.runtime.load import foresight as popularity
 from engine.runtime.load.foresight import Popularity, UseCounts, load_popularity, popularity_file, save_popularity
-from engine.runtime.load.model import load_model
+from tests.engine.loaded_tiny import open_model
 from tests.engine.slots_in_time import PlantedRoutes
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -168,7 +168,7 @@ def test_the_most_used_experts_are_there_from_the_start(tmp_path: Path, monkeypa
     config = EngineConfig(str(folder), device="emulated:slow-link", precision="fp32", cache_slots=3, prefetch="off")
 
     def load() -> object:
-        return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        return open_model(config)
 
     monkeypatch.setattr(popularity, "_WORTH_KEEPING", 1)
     model = load()

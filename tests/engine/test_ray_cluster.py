@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +279,8 @@ def test_nodes_on_cores_of_their_own_are_measured(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fire(tmp_path: Path, switchyard_home: Path) -> Iterator[ClusterUnderFire]:
-    made = ClusterUnderFire(tmp_path / "job", switchyard_home, ROWS, NODES)
-    yield made
-    made.close()
+    with closing(ClusterUnderFire(tmp_path / "job", switchyard_home, ROWS, NODES)) as made:
+        yield made
 
 
 @pytest.mark.exhaustive

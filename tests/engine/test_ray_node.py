@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,8 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def node() -> Iterator[RayNode]:
-    made = RayNode()
-    yield made
-    made.close()
+    with closing(RayNode()) as made:
+        yield made
 
 
 def test_rows_are_answered_while_others_come(node: RayNode, model: Path) -> None:

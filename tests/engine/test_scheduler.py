@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.bench.opened import OneSequence
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
@@ -22,7 +22,6 @@ from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
@@ -30,7 +29,7 @@ from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, opened_model, random_prompt, spread, tiny_loaded
 from tests.engine.single_streams import Alone, answered_together, search_over
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -332,17 +331,11 @@ _QUICK = [
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the kernels compute."""
 
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
-
     family, kv_precision = request.param
     folder = tmp_path_factory.mktemp("moving") / "model"
     path: Path = tiny_checkpoint(family, folder, prepare=spread, **_INDEX.get(family, {}))
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=kv_precision)
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    yield model
-    model.close()
+    with opened_model(path, kv_precision=kv_precision) as model:
+        yield model
 
 
 @pytest.mark.takes_turns(3)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
@@ -29,13 +29,12 @@ from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kept.state import StateLayout
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import AHEAD_TOKENS, BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, library_tokens, open_model, random_prompt, spread, tiny_loaded
 from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
 from tests.engine.test_kept_prefixes import (
@@ -96,14 +95,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         yield model
         return
 
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
-
     folder = tmp_path_factory.mktemp("states") / "model"
     path = tiny_checkpoint(request.param, folder, prepare=spread, **lengths)
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, speculation="text")
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    model = open_model(path, speculation="text")
     model.kept = None
     yield model
     model.close()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +223,8 @@ class Fronts:
 
 @pytest.fixture
 def fronts() -> Iterator[Fronts]:
-    found = Fronts()
-    yield found
-    found.close()
+    with closing(Fronts()) as found:
+        yield found
 
 
 def test_the_windows_model_is_the_windows_and_others_are_loaded_beside_it(fronts: Fronts) -> None:
@@ -434,8 +434,7 @@ class Pressed(Fronts):
 
 def test_a_pinned_model_stays_while_twenty_clients_make_the_others_come_and_go() -> None:
     """Others are loaded beside it, each for all who wait; nobody waits for more than a turn of the other one."""
-    pressed = Pressed(gives_way=False)
-    try:
+    with closing(Pressed(gives_way=False)) as pressed:
         for _ in range(ROUNDS):
             answers = pressed.round(("windows", "mixtral", "qwen3_moe"))
             assert {status for status, _ in answers} == {200}
@@ -446,13 +445,10 @@ def test_a_pinned_model_stays_while_twenty_clients_make_the_others_come_and_go()
         assert pressed.answer("windows")[0] == 200
         assert pressed.memory.most <= BUDGET
         assert "window" in pressed.memory.held
-    finally:
-        pressed.close()
 
 
 def test_a_model_that_gives_way_comes_back_and_no_client_is_lost() -> None:
-    pressed = Pressed(gives_way=True)
-    try:
+    with closing(Pressed(gives_way=True)) as pressed:
         for _ in range(ROUNDS):
             answers = pressed.round(("windows", "mixtral", "qwen2_moe"))
             assert {status for status, _ in answers} <= {200, 503}
@@ -461,8 +457,6 @@ def test_a_model_that_gives_way_comes_back_and_no_client_is_lost() -> None:
             pressed.settle()
             assert pressed.answer(name)[0] == 200
         assert pressed.memory.most <= BUDGET
-    finally:
-        pressed.close()
 
 
 def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(switchyard_home: Path) -> None:

@@ -1,6 +1,7 @@
 """Calls of tools are kept with their answers: in the file, in exports, and when the file is damaged."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +29,11 @@ ANSWER = Message("a", "c", "q", "assistant", "At nine.", reasoning="So.", steps=
 def test_they_are_kept_in_the_file(tmp_path: Path) -> None:
     connection = connect(tmp_path / "chats.sqlite")
     migrate(connection)
-    database = ChatDatabase(connection)
-    try:
+    with closing(ChatDatabase(connection)) as database:
         database.add_conversations([(CHAT, [QUESTION, replace(ANSWER, steps=())])])
         database.set_steps(ANSWER)
         assert database.messages("c")[1] == ANSWER
         assert database.conversations()[0].tools == CHAT.tools
-    finally:
-        database.close()
 
 
 def test_exports_hold_them_and_imports_allow_nothing() -> None:

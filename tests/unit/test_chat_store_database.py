@@ -3,6 +3,7 @@
 import base64
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +32,8 @@ from engine.common.config import SamplingParams
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[ChatDatabase]:
-    opened = open_checked(tmp_path / "chats.sqlite3")
-    yield opened
-    opened.close()
+    with closing(open_checked(tmp_path / "chats.sqlite3")) as opened:
+        yield opened
 
 
 def chat(database: ChatDatabase, *contents: str, **fields: object) -> tuple[Conversation, list[Message]]:

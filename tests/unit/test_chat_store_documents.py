@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,8 @@ PARTS = (Part("first page", 1, "A"), Part("second page: ünï", 2, ""))
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[ChatDatabase]:
-    database = open_checked(tmp_path / "chats.sqlite3")
-    yield database
-    database.close()
+    with closing(open_checked(tmp_path / "chats.sqlite3")) as database:
+        yield database
 
 
 def chat(database: ChatDatabase, *documents: Attachment) -> tuple[Conversation, Message, Message]:

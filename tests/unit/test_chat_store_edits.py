@@ -31,9 +31,8 @@ def message(id_: str, parent: str | None, role: str = "user", **more: object) ->
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[ChatDatabase]:
-    database = open_checked(tmp_path / "chats.sqlite3")
-    yield database
-    database.close()
+    with closing(open_checked(tmp_path / "chats.sqlite3")) as database:
+        yield database
 
 
 def check(tree: MessageTree, said: dict[str, str]) -> None:
@@ -193,8 +192,7 @@ def test_folds_folders_and_deletions_survive_export_and_import(database: ChatDat
     assert conversation is not None
     file.write_text(to_json([(conversation, to_export(database, "c"))], database.folders()), "utf-8")
     assert "text of q" not in file.read_text("utf-8")
-    other = open_checked(tmp_path / "other.sqlite3")
-    try:
+    with closing(open_checked(tmp_path / "other.sqlite3")) as other:
         (there,) = put(other, file).added
         assert other.folders() == (folder,)
         assert there.folder_id == "f"
@@ -212,8 +210,6 @@ def test_folds_folders_and_deletions_survive_export_and_import(database: ChatDat
         other.set_deleted(again.id, 9.0)
         (third,) = put(other, file).added
         assert third.folder_id == "g"  # the folder of that name
-    finally:
-        other.close()
 
 
 @pytest.mark.parametrize(

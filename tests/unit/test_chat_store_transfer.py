@@ -147,9 +147,8 @@ def test_no_json_breaks_the_import(raw: object) -> None:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[ChatDatabase]:
-    opened = open_checked(tmp_path / "chats.sqlite3")
-    yield opened
-    opened.close()
+    with closing(open_checked(tmp_path / "chats.sqlite3")) as opened:
+        yield opened
 
 
 def branched(database: ChatDatabase) -> tuple[Conversation, list[Message]]:

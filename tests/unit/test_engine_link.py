@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,8 @@ def ends() -> list[str]:
 
 @pytest.fixture
 def engine(ends: list[str]) -> Iterator[EngineProcess]:
-    found = EngineProcess(EngineConfig("m"), None, lambda: ends.append("ended"))
-    yield found
-    found.close()
+    with closing(EngineProcess(EngineConfig("m"), None, lambda: ends.append("ended"))) as found:
+        yield found
 
 
 def runs(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
