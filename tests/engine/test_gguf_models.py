@@ -24,6 +24,7 @@ from tests.engine.test_family_parity import PROMPT, greedy, logits
 from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 from tests.peers import python_of
+from tests.refusals import refused
 from tests.tiny_gguf import dequantised, write_model
 
 PEER = python_of(LLAMA_CPP)
@@ -94,9 +95,8 @@ def _joined_and_one_by_one(tensors: dict[str, Any]) -> dict[str, Any]:
 def test_joined_attention_that_does_not_fit_its_heads(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint")
     file = write_model(folder, tmp_path / "model.gguf", "llama")
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.CHECKPOINT_DAMAGED):
         read_tensors(rewritten(file, tensors=_joined_and_one_by_one, attention__head_count_kv=3))
-    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
 
 
 @pytest.mark.parametrize("expert", ["0", "3"])

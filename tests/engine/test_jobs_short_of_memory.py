@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import ErrorCode
 from engine.devices import emulated, memory_budget
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -19,6 +19,7 @@ from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END, opened_model
 from tests.engine.on_devices import MIB, NEW_TOKENS, PROMPT, Reference, reference
+from tests.refusals import refused
 
 ROWS, AT_ONCE, SLOTS = 6, 512, 16
 
@@ -106,9 +107,8 @@ def test_where_one_row_alone_has_no_room_the_rows_wait_for_the_others_to_leave(
     with opened(expected, monkeypatch) as loaded, answering(loaded, None) as (executor, _batch):
         answers, source = list[GenerationResult](), rows()
         take_all_but(loaded, 0)
-        with pytest.raises(EngineError, match="not even one row has room") as raised:
+        with refused(ErrorCode.NOT_ENOUGH_MEMORY, "not even one row has room"):
             executor.run(source, answers.append)
-        assert raised.value.code is ErrorCode.NOT_ENOUGH_MEMORY
         assert answers == []
         emulated.OTHERS.clear()
         assert loaded.devices is not None

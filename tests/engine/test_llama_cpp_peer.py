@@ -38,6 +38,7 @@ from tests.engine.llama_cpp_server.plugin import FOLDER, STARTER, WORDLESS
 from tests.engine.loaded_tiny import opened_model
 from tests.engine.single_streams import Alone
 from tests.peers import BUILT, built, users_peers  # noqa: F401 - the last is a fixture
+from tests.refusals import refused
 from tests.starter import starter_for_tests
 
 needs_peer = pytest.mark.skipif(not built(LLAMA_CPP), reason=f"not built: {LLAMA_CPP.how_to_build()}")
@@ -259,9 +260,8 @@ def test_a_synthetic_file_that_cannot_be(model: str, code: ErrorCode, switchyard
 
 def test_without_llama_cpp_there_is_no_quantised_file(switchyard_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.DEVICE_UNAVAILABLE):
         resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
-    assert refused.value.code is ErrorCode.DEVICE_UNAVAILABLE
     assert not list(switchyard_home.rglob("*.gguf"))
 
 

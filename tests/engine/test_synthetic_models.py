@@ -12,6 +12,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from engine.runtime.telemetry.experts import RoutingRecorder
 from tests.engine.loaded_tiny import opened_model
+from tests.refusals import refused
 
 TINY = "synthetic:qwen3-moe-tiny"
 
@@ -73,9 +74,8 @@ def test_it_is_made_once_and_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(synthetic_module, "write_safetensors", fail)
-    with pytest.raises(EngineError) as raised:
+    with refused(ErrorCode.DISK_FULL):
         make_synthetic(TINY + "?layers=1")
-    assert raised.value.code == ErrorCode.DISK_FULL
     assert [entry.name for entry in (cache_dir() / "synthetic").iterdir()] == [folder.name]
 
 
@@ -104,6 +104,5 @@ def test_nonsense_is_one_clear_sentence(model: str, words: str) -> None:
 
 def test_other_names_are_resolved_as_everywhere() -> None:
     assert not is_synthetic("starter")
-    with pytest.raises(EngineError) as raised:
+    with refused(ErrorCode.MODEL_NOT_FOUND):
         resolve_model("no-such-model", lambda _text: None)
-    assert raised.value.code == ErrorCode.MODEL_NOT_FOUND

@@ -27,6 +27,7 @@ from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.refusals import refused
 from tests.scripted_broker import ScriptedBroker, made_up_models
 
 HI = (ChatMessage("user", "Hello"),)
@@ -285,9 +286,8 @@ def test_a_window_without_a_model_says_so_in_a_sentence(fronts: Fronts) -> None:
     fronts.engines.follow(Rules("", is_loading=False, config=EngineConfig("")))
     fronts.window_has(None)
     for name, sentence in (("", "No model is loaded"), ("nothing", "no model named 'nothing'")):
-        with pytest.raises(EngineError, match=sentence) as refused:
+        with refused(ErrorCode.MODEL_NOT_FOUND, sentence):
             WindowModels(fronts.engines).find(name)
-        assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
 
 
 def test_a_damaged_model_is_refused_with_what_is_wrong_with_it(switchyard_home: Path) -> None:
@@ -296,10 +296,8 @@ def test_a_damaged_model_is_refused_with_what_is_wrong_with_it(switchyard_home: 
     (folder / "broken.gguf").write_bytes(b"GGUF and nothing else")
     models = LibraryModels()
     assert models.listed() == []
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, "broken"):
         models.find("broken")
-    assert refused.value.code is ErrorCode.CHECKPOINT_DAMAGED
-    assert "broken" in refused.value.message
 
 
 # --- twenty clients, three models, little memory ----------------------------------------------------

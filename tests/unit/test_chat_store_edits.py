@@ -31,8 +31,8 @@ def message(id_: str, parent: str | None, role: str = "user", **more: object) ->
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[ChatDatabase]:
-    with closing(open_checked(tmp_path / "chats.sqlite3")) as database:
-        yield database
+    with closing(open_checked(tmp_path / "chats.sqlite3")) as opened:
+        yield opened
 
 
 def check(tree: MessageTree, said: dict[str, str]) -> None:

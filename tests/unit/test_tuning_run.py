@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import ErrorCode
 from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
 from engine.protocol import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
@@ -24,6 +24,7 @@ from engine.tuning.saved_results import (
     read_result,
     results_of,
 )
+from tests.refusals import refused
 from tests.unit.made_up_tuning import (
     MACHINE,
     MadeUpEngine,
@@ -184,9 +185,8 @@ def test_it_ends_where_it_was_asked_to(model: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_told_before_anything_is_touched(tmp_path: Path) -> None:
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.MODEL_NOT_FOUND):
         run(MadeUpEngine(speeds), EngineConfig(str(tmp_path / "missing")))
-    assert caught.value.code == ErrorCode.MODEL_NOT_FOUND
 
 
 def test_a_model_that_fits_nowhere_says_the_nearest(model: Path) -> None:
