@@ -13,7 +13,7 @@ from engine.devices.device import COPY, CopyRecord, Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
-from tests.refusals import refused
+from tests.expected import refused
 
 
 def fail() -> NoReturn:

@@ -419,8 +419,7 @@ def _chat_thought(stage: Stage) -> None:
         stage.chat.composer.box.setPlainText(question)
         stage.chat.composer.box.entered.emit()
         stage.engine.think(THOUGHT)
-        stage.engine.write(answer)
-        stage.engine.finish()
+        stage.engine.reply(answer)
     for turn, seconds in zip(stage.answers(), (12.4, 7.0), strict=True):
         turn.set_row(replace(turn.row, message=replace(turn.row.message, reasoning_s=seconds)))
     stage.thought().header.click()
@@ -1067,8 +1066,7 @@ def _chat_pictures(stage: Stage) -> None:
     chat.attaching.give([_picture(1200, 800), _picture(600, 900)])
     stage.until(lambda: len(chat.presenter.pictures) == 2)
     chat.presenter.send("Which of these two was taken in the morning?")
-    stage.engine.write("The first: the sun stands low on the right, and the hills have hardly any shadow.")
-    stage.engine.finish()
+    stage.engine.reply("The first: the sun stands low on the right, and the hills have hardly any shadow.")
     chat.attaching.give([_picture(900, 900), _picture(300, 900)])
     stage.until(lambda: len(chat.presenter.pictures) == 2)
     chat.composer.box.setPlainText("And these?")
@@ -1082,8 +1080,11 @@ def _chat_pictures_here(stage: Stage) -> None:
     chat.attaching.give([_picture(1200, 800)])
     stage.until(lambda: len(chat.presenter.pictures) == 1)
     chat.presenter.send("What time of day is it in this picture?")
-    stage.engine.write("Early morning: the sun stands low on the right, and the hills have hardly any shadow.")
-    stage.engine.finish(pictures=1, pictures_s=1.84)
+    stage.engine.reply(
+        "Early morning: the sun stands low on the right, and the hills have hardly any shadow.",
+        pictures=1,
+        pictures_s=1.84,
+    )
     chat.attaching.give([_picture(900, 900), _picture(300, 900), _picture(1600, 500)])
     stage.until(lambda: len(chat.presenter.pictures) == 3)
     chat.composer.box.setPlainText("And in these?")
@@ -1169,8 +1170,7 @@ def _chat_tools(stage: Stage) -> None:
     stage.until(lambda: len(engine.requests) == 2)
     engine.call(("calculator", '{"expression": "409.5 / 12"}'))
     stage.until(lambda: len(engine.requests) == 3)
-    engine.write("17.5% of 2,340 litres are **409.5 litres**: 34 buckets of 12 litres, and an eighth of one more.")
-    engine.finish()
+    engine.reply("17.5% of 2,340 litres are **409.5 litres**: 34 buckets of 12 litres, and an eighth of one more.")
     turn = chat.transcript.turns[-1]
     next(iter(turn.calls.rows.values())).header.click()
 
@@ -1312,8 +1312,7 @@ def _chat_side_by_side(stage: Stage) -> None:
     dialog = _side_by_side(stage)
     dialog.ask_button.click()
     stage.engine.turn_to(0)
-    stage.engine.write(ANSWER)
-    stage.engine.finish()
+    stage.engine.reply(ANSWER)
     stage.engine.turn_to(1)
     stage.engine.write(ANSWER[:420])
     stage.breathe(80)
@@ -1348,8 +1347,7 @@ def _quick_question(stage: Stage) -> None:
     stage.dialog = prompt
     prompt.show()
     prompt.ask(prompt.box.toPlainText())
-    stage.engine.write(ANSWER)
-    stage.engine.finish()
+    stage.engine.reply(ANSWER)
     stage.breathe(60)
 
 

@@ -67,8 +67,7 @@ def test_an_answer_is_gathered_shown_and_saved(bench: Bench, qtbot: QtBot) -> No
     assert bench.phases[-1][1].stage is Stage.WRITING
     qtbot.waitUntil(lambda: len(bench.texts) == 2)
     assert bench.texts[1] == ("a", "Hello")
-    bench.engine.write(" there")
-    bench.engine.finish(prompt_tokens=12)
+    bench.engine.reply(" there", prompt_tokens=12)
     (ended,) = bench.ended
     assert (ended.content, ended.state, ended.model) == ("Hello there", MessageState.COMPLETE, "Starter")
     assert (ended.stats.prompt_tokens, ended.stats.generated_tokens) == (12, 5)
@@ -98,11 +97,9 @@ def test_answers_wait_for_the_model_and_not_for_one_another(bench: Bench, engine
     engine.end_loading()
     assert len(engine.requests) == 2
     assert bench.queue.phase("b") == Phase(Stage.READING)
-    engine.write("of b")
-    engine.finish()
+    engine.reply("of b")
     engine.turn_to(0)
-    engine.write("of a")
-    engine.finish()
+    engine.reply("of a")
     assert [(message.id, message.content) for message in bench.ended] == [("b", "of b"), ("a", "of a")]
 
 
@@ -119,8 +116,7 @@ def test_two_answers_grow_at_once(bench: Bench, engine: ScriptedEngine, qtbot: Q
     engine.finish("cancelled")
     assert [(m.id, m.content, m.reason_code) for m in bench.ended] == [("a", "aa", "cancelled")]
     engine.turn_to(1)
-    engine.write("b")
-    engine.finish()
+    engine.reply("b")
     assert bench.ended[-1].content == "bbb"
 
 
@@ -165,8 +161,7 @@ def test_the_time_of_a_thought_ends_with_the_answers_first_text(bench: Bench, qt
     now += 5
     bench.engine.write("Paris")
     now += 30
-    bench.engine.write(".")
-    bench.engine.finish()
+    bench.engine.reply(".")
     (answer,) = bench.ended
     assert (answer.reasoning, answer.content, answer.reasoning_s) == ("Let me see.", "Paris.", 12.0)
     assert answer.stats.generated_tokens == 5

@@ -17,7 +17,7 @@ from engine.tuning.measuring import device_spec
 from tests.engine.loaded_tiny import open_model
 from tests.engine.on_devices import PROMPT, answer, chatting, reference
 from tests.fake_cards import FakeCards
-from tests.refusals import refused
+from tests.expected import refused
 
 
 def kind(cards: FakeCards) -> CardKind:

@@ -37,7 +37,7 @@ from tests.engine.conversions import conversion_of
 from tests.engine.made_up_records import CPU
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.refusals import refused
+from tests.expected import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,7 +20,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import library_tokens, random_prompt
 from tests.engine.on_devices import MIB, answer, chatting, memory_use, opened, share_misses, slots
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
-from tests.refusals import refused
+from tests.expected import refused
 
 CONTEXT = 1024
 LONG = random_prompt(600, seed=2)

@@ -16,7 +16,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import library_tokens, random_prompt
 from tests.engine.on_devices import MIB, NEW_TOKENS, answer, chatting, memory_use, opened, slots
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
-from tests.refusals import refused
+from tests.expected import refused
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "llama4_text", "granitemoe", "qwen3")
 LIMIT = 256

@@ -23,7 +23,7 @@ from engine.devices.opening import open_devices
 from engine.devices.timeline import Timeline
 from engine.hardware.profiles import DeviceProfile, emulated_cards, has_fixed_host, timed_profiles
 from tests.device_contract import DeviceContract
-from tests.refusals import refused
+from tests.expected import refused
 
 US = 1e-6
 MIB = 2**20

@@ -17,7 +17,7 @@ from engine.planner.placement import split_layers
 from engine.runtime.decoder_layers import LayerDevices, layer_names, move_between
 from engine.runtime.load.model import open_compute_devices, set_threads
 from tests.engine.tiny_families import tiny_model
-from tests.refusals import refused
+from tests.expected import refused
 
 no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
 

@@ -12,7 +12,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.card_stream import BUFFER_BYTES, WORTH_BYTES, CardClock, RelayedStream
 from engine.devices.device import CopyLog, CopyRecord, Direction
 from tests.fake_cards import FakeCards
-from tests.refusals import refused
+from tests.expected import refused
 
 _BIG = 5 * BUFFER_BYTES + 4097
 _PLACE = torch.device("cpu")

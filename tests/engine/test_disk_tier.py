@@ -30,7 +30,7 @@ from tests.engine.made_up_records import (
     write_records,
 )
 from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, arrived, make_tier
-from tests.refusals import refused
+from tests.expected import refused
 
 ON_DISK = contents_of([(16, SMALL), (8, LARGE), (16, SMALL)])
 

@@ -30,7 +30,7 @@ from engine.serving import embeddings
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests.engine.tiny_tokenizer import VOCABULARY, save_tiny_tokenizer
-from tests.refusals import refused
+from tests.expected import refused
 from tests.scripted_broker import ScriptedBroker
 from tests.tiny_gguf import add_vocabulary, takes, write_gguf, write_model
 

@@ -33,7 +33,7 @@ from engine.runtime.load.library_models import build_skeleton, model_class_for, 
 from tests.combinations import some
 from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_config, tiny_model
-from tests.refusals import refused
+from tests.expected import refused
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAY_NAME_FAMILIES = (

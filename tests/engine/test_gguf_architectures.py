@@ -26,7 +26,7 @@ from engine.runtime.load.tensor_reader import TensorReader
 from tests.combinations import some
 from tests.engine.gguf_files import CASES, DATA
 from tests.engine.loaded_tiny import opened_model
-from tests.refusals import refused
+from tests.expected import refused
 from tests.tiny_gguf import dequantised, takes, write_gguf
 
 TOLERANCE = 1e-4

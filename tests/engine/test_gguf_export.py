@@ -17,7 +17,7 @@ from engine.checkpoint.packed import read_safetensors, write_safetensors
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.errors import ErrorCode
 from engine.formats.coded import from_bfloat16
-from tests.refusals import refused
+from tests.expected import refused
 
 SHAPE = "synthetic:qwen3-moe-tiny?layers=1&vocab=259"
 LARGEST_ERROR = {

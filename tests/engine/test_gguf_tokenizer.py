@@ -19,7 +19,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
 from engine.runtime.load.tokenizer import load_tokenizer
 from tests.peers import python_of
-from tests.refusals import refused
+from tests.expected import refused
 
 FILE = Path("model.gguf")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

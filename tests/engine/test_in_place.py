@@ -41,7 +41,7 @@ from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten, unpacked
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.refusals import refused
+from tests.expected import refused
 from tests.tiny_gguf import write_model
 
 _ISAS = isas()

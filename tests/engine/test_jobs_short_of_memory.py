@@ -19,7 +19,7 @@ from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END, opened_model
 from tests.engine.on_devices import MIB, NEW_TOKENS, PROMPT, Reference, reference
-from tests.refusals import refused
+from tests.expected import refused
 
 ROWS, AT_ONCE, SLOTS = 6, 512, 16
 

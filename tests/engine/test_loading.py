@@ -16,7 +16,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import open_model
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
-from tests.refusals import refused
+from tests.expected import refused
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9]])
 

@@ -24,7 +24,7 @@ from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import TEXT
 from tests.peers import python_of
-from tests.refusals import refused
+from tests.expected import refused
 
 PEER = python_of(LLAMA_CPP)
 

@@ -59,7 +59,7 @@ from tests.engine.seeing_models import (
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_gguf_architectures import unpacked
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.refusals import refused
+from tests.expected import refused
 
 A, B = drawn(30, 22, 1), drawn(17, 40, 2)
 MESSAGES = (turn("Look ", A, " and at ", B, " what is it?"),)

@@ -26,7 +26,7 @@ from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
-from tests.refusals import refused
+from tests.expected import refused
 
 RIGHT = {*FAMILIES, *ADAPTED, "qwen3_omni_moe"}
 """Whose answers the tests compare with the library's: here, in test_family_parity and in test_*adapter_parity."""

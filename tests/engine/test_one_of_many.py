@@ -29,7 +29,7 @@ from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone, answered_together
-from tests.refusals import refused
+from tests.expected import refused
 
 POISON = 666
 """The seed of the sequence in which something goes wrong."""

@@ -37,7 +37,7 @@ from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
 from engine.runtime.kv.tabled import RowPlaces
 from engine.runtime.load.devices import ModelDevices, PageRoom
 from engine.runtime.schedule.row import PagedRow
-from tests.refusals import refused
+from tests.expected import refused
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
 """All alike, so that rows share pages."""

@@ -13,7 +13,7 @@ from engine.runtime.load.tokenizer import template_note
 from engine.untrusted_text.process import UNTRUSTED_TEXT, RequestLimits
 from tests.engine.loaded_tiny import tiny_tokenizer
 from tests.engine.tiny_tokenizer import TEMPLATE
-from tests.refusals import refused
+from tests.expected import refused
 
 CONVERSATION = (
     ChatMessage("system", "Be brief."),

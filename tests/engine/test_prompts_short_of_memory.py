@@ -16,7 +16,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import MIB, answer, chatting, opened
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.refusals import refused
+from tests.expected import refused
 
 KIB = 2**10
 CONTEXT = 1024

@@ -44,7 +44,7 @@ from tests.real_servers import (
     vllm_python,
     vllm_server,
 )
-from tests.refusals import refused
+from tests.expected import refused
 from tests.starter import starter_for_tests
 
 ROWS, TOKENS = 500, 16

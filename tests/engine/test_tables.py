@@ -33,7 +33,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import library_tokens, open_model, random_prompt
 from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.tiny_families import model_class, tiny_checkpoint
-from tests.refusals import refused
+from tests.expected import refused
 
 KIB = 2**10
 PROMPT = [token % 90 + 3 for token in random_prompt(40)]

@@ -3,7 +3,6 @@
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -27,7 +26,7 @@ from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.refusals import refused
+from tests.expected import refused, until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 
 HI = (ChatMessage("user", "Hello"),)
@@ -35,12 +34,6 @@ WINDOWS = Path("models/windows")
 RULES = Rules(str(WINDOWS), is_loading=False, config=EngineConfig(""))
 
 
-def until(holds: Callable[[], Any]) -> None:
-    for _ in range(4000):
-        if holds():
-            return
-        time.sleep(0.005)
-    pytest.fail("it did not happen")
 
 
 class Watched(list[Any]):

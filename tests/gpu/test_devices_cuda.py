@@ -15,7 +15,7 @@ from engine.devices.host_memory import PinnedMemory, measure_pinnable, register,
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.devices.opening import open_devices
 from tests.device_contract import DeviceContract
-from tests.refusals import refused
+from tests.expected import refused
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -25,7 +25,7 @@ from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from tests.made_documents import pdf
-from tests.refusals import refused
+from tests.expected import refused
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=30)
 

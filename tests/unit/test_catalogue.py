@@ -18,7 +18,7 @@ from engine.checkpoint.hub.contents import SEES
 from engine.common.errors import ErrorCode
 from engine.common.files import write_whole
 from tests.hub_server import HubServer
-from tests.refusals import refused
+from tests.expected import refused
 
 SHIPPED = catalogue_dir() / "catalogue.json"
 

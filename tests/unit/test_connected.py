@@ -15,7 +15,7 @@ from engine.checkpoint.moving import move
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
 from tests.hub_server import HubServer
-from tests.refusals import refused
+from tests.expected import refused
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 

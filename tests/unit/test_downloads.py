@@ -28,7 +28,7 @@ from engine.verbs.models import hub as pull
 from engine.verbs.models.library import ProgressLine
 from tests.hub_server import Fault, HubServer, Repo
 from tests.quick_downloads import make_quick
-from tests.refusals import refused
+from tests.expected import refused
 
 PART = 64 * 1024
 FILES = {

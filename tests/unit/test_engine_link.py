@@ -3,8 +3,7 @@
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from engine.protocol import Ask, Began, Failed, Finished, Token
 from engine.serving import engine_process
 from engine.serving.engine_process import EngineProcess
 from engine.serving.link import BrokerLink, EngineLink
+from tests.expected import until
 from tests.scripted_broker import ScriptedBroker
 
 ASK = Ask(
@@ -39,12 +39,6 @@ def link() -> Iterator[EngineLink]:
     found.close()
 
 
-def until(holds: Callable[[], Any]) -> None:
-    for _ in range(4000):
-        if holds():
-            return
-        time.sleep(0.005)
-    pytest.fail("it did not happen")
 
 
 def test_what_is_asked_and_what_happens_arrive_as_they_were(link: EngineLink) -> None:

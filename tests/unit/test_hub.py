@@ -29,7 +29,7 @@ from engine.checkpoint.synthetic import SHAPES, config_of, make_synthetic, tenso
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from tests.hub_server import Fault, HubServer
-from tests.refusals import refused
+from tests.expected import refused
 from tests.tiny_gguf import write_gguf, write_model
 from tests.unit.test_gguf_checkpoint import EXPERTS, HIDDEN, KEYS, TENSORS
 

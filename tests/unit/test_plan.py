@@ -21,7 +21,7 @@ from engine.planner.plan import Limits, Plan, _memory, make_plan
 from engine.planner.plan_parts import BATCH, WORKLOADS, Workload, total_held
 from engine.planner.plan_search import Question, choose_precision, in_order, runs_here, search
 from engine.planner.plan_words import Change, picture_words, what_if
-from tests.refusals import refused
+from tests.expected import refused
 
 _GIB = 2**30
 QWEN, DEEPSEEK, MIXTRAL = read_model("qwen3-30b-a3b"), read_model("deepseek-v3"), read_model("mixtral-8x7b")

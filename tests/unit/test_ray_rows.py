@@ -21,7 +21,7 @@ from engine.remote import ray_rows as ray_job
 from engine.remote.ray_rows import MOST_FAILURES, RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
 from tests.made_up_ray import MadeUpRay
-from tests.refusals import refused
+from tests.expected import refused
 
 
 @pytest.fixture(autouse=True)

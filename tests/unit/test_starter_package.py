@@ -11,7 +11,7 @@ from engine.checkpoint.starter.package import WHEEL_VARIABLE, ParentPackage, ext
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import cache_dir
 from tests.hub_server import Fault, HubServer
-from tests.refusals import refused
+from tests.expected import refused
 
 MEMBER = "tiny_parent/parent.gguf"
 CONTENT = b"not really a model"

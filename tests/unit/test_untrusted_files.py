@@ -21,7 +21,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import check_untrusted, open_untrusted, parse_json, read_untrusted
 from engine.experts.replay import read_trace
 from engine.tuning.saved_results import model_mark
-from tests.refusals import refused
+from tests.expected import refused
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
 posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes and devices in the file system")

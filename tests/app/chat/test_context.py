@@ -52,8 +52,7 @@ def test_it_is_offered_before_it_is_too_late_and_not_twice(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot
 ) -> None:
     type_and_send(qtbot, page, words(3000))
-    engine.write("Yes")
-    engine.finish(prompt_tokens=7600)
+    engine.reply("Yes", prompt_tokens=7600)
     banner = page.room.banner
     assert banner.isVisible()
     assert "Make room" in banner.text
@@ -81,8 +80,7 @@ def test_the_oldest_are_left_out_and_what_was_written_is_sent(
     assert sent(engine)[0][0] == "user"
     assert sent(engine)[0][1] != "Question 0"
     assert card(page).title == "2 earlier turns are left out" or card(page).title == "4 earlier turns are left out"
-    engine.write("Fine")
-    engine.finish()
+    engine.reply("Fine")
     # What is sent is what is shown; the rest is kept, and can be seen and sent again.
     rows = [row for row in page.presenter.model.rows if row.card is None]
     assert [row.message.content for row in rows] == [*(t.content for t in engine.requests[-1].command.messages), "Fine"]
@@ -137,8 +135,7 @@ def test_a_summary_gives_way_and_can_be_cancelled(page: ChatView, engine: Script
     page.room.banner.cancel_button.click()
     assert engine.cancelled[-1] == engine.requests[-1].id
     assert not page.room.banner.isVisible()
-    engine.write("too late")
-    engine.finish(reason="cancelled")
+    engine.reply("too late", reason="cancelled")
     assert all(row.card is None for row in page.presenter.model.rows)
 
 
@@ -184,8 +181,7 @@ def test_a_summary_is_edited_and_says_when_its_turns_have_changed(
     assert len(page.presenter.model.rows) == 5  # the fold goes along with what follows
     card(page).again_button.click()
     assert "Another answer" in engine.requests[-1].command.messages[-1].content
-    engine.write("Anew.")
-    engine.finish()
+    engine.reply("Anew.")
     assert card(page).summary.text() == "Anew."
     assert "changed since" not in card(page).note.text()
 
@@ -195,8 +191,7 @@ def test_an_answer_that_runs_into_the_end_says_so_and_offers_room(
 ) -> None:
     long_chat(qtbot, page, engine)
     type_and_send(qtbot, page, "And?")
-    engine.write("It goes on and")
-    engine.finish(reason="context", prompt_tokens=8000)
+    engine.reply("It goes on and", reason="context", prompt_tokens=8000)
     answer = last_answer(page)
     assert "end of the context" in answer.note
     assert answer._note_fold.isVisible()
@@ -345,8 +340,7 @@ def test_it_is_told_at_once_and_can_be_tried_nevertheless(page: ChatView, engine
 
 def test_editing_and_continuing_are_looked_at_too(page: ChatView, engine: ScriptedEngine) -> None:
     write(page, _words(5000))
-    engine.write(_words(4000))
-    engine.finish()
+    engine.reply(_words(4000))
     question, answer = (row.message.id for row in page.presenter.model.rows)
     asked = len(engine.requests)
     page.transcript.acted.emit(answer, "continue")

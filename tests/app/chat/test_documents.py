@@ -51,8 +51,7 @@ def ask(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, text: str) -> str:
 
 
 def answer(engine: ScriptedEngine, text: str) -> None:
-    engine.write(text)
-    engine.finish()
+    engine.reply(text)
 
 
 def last_turn(page: ChatView) -> AnswerMessage:

@@ -39,8 +39,7 @@ def answered_later(qtbot: QtBot, page: ChatView, engine: ScriptedEngine, questio
     before = len(engine.requests)
     type_and_send(qtbot, page, question)
     qtbot.waitUntil(lambda: len(engine.requests) > before, timeout=20_000)
-    engine.write(answer)
-    engine.finish()
+    engine.reply(answer)
 
 
 def ids(page: ChatView) -> list[str]:
@@ -77,8 +76,7 @@ def test_the_last_turn_is_deleted_and_a_version_takes_its_place(
 ) -> None:
     before = talk(qtbot, page, engine)
     page.presenter.regenerate(before[3])
-    engine.write("Third answer.")
-    engine.finish()
+    engine.reply("Third answer.")
     latest = ids(page)[3]
     page.edits.delete(latest)
     assert ids(page) == before
@@ -464,11 +462,9 @@ def test_two_settings_answer_at_the_same_time_and_one_goes_on(
     assert [request.command.sampling == creative for request in engine.requests[1:]] == [False, True]
     assert all(request.command.messages[-1].content == "Which?" for request in engine.requests[1:])
     engine.turn_to(1)
-    engine.write("This.")
-    engine.finish()
+    engine.reply("This.")
     engine.turn_to(2)
-    engine.write("That.")
-    engine.finish()
+    engine.reply("That.")
     for column, words in zip(dialog.columns, ("This.", "That."), strict=True):
         assert column.answer.row.message.content == words
         assert column.pick_button.isEnabled()
@@ -485,8 +481,7 @@ def test_going_on_with_the_second_takes_its_settings(page: ChatView, engine: Scr
     dialog.ask_button.click()
     for number, words in enumerate(("This.", "That.")):
         engine.turn_to(number)
-        engine.write(words)
-        engine.finish()
+        engine.reply(words)
     dialog.columns[1].pick_button.click()
     assert shown(page)[-1] == ("assistant", "That.")
     assert page.presenter.conversation.sampling == Preset.PRECISE.value
@@ -504,14 +499,12 @@ def test_another_model_is_loaded_when_the_first_has_answered(
     assert len(engine.requests) == 1
     assert "One model is open at a time" in dialog.columns[1].words.text()
     assert not loads
-    engine.write("This.")
-    engine.finish()
+    engine.reply("This.")
     assert loads == ["/models/other.gguf"]
     engine.start_loading()
     engine.end_loading(replace(STARTER, name="Other", path="/models/other.gguf"))
     assert len(engine.requests) == 2
-    engine.write("That.")
-    engine.finish()
+    engine.reply("That.")
     assert not dialog.comparison.is_under_way
     models = [m.model for m in page.presenter.model.tree.messages() if m.role == "assistant"]
     assert models == ["Starter", "Other"]

@@ -224,8 +224,7 @@ def test_a_thought_opens_by_keyboard_and_grows_while_it_is_open(
     engine.think(" see.")
     qtbot.waitUntil(lambda: body.markdown() == "Let *me* see.")
     assert appended == [" see."]  # what is there is not drawn again
-    engine.write("Paris.")
-    engine.finish()
+    engine.reply("Paris.")
     qtbot.waitUntil(lambda: not body._is_streaming)
     thought.copy_button.click()
     assert QGuiApplication.clipboard().text() == "Let *me* see."
@@ -239,8 +238,7 @@ def test_the_next_prompt_hands_the_thought_to_the_template(
 ) -> None:
     type_and_send(qtbot, page, "Where?")
     engine.think("Hm.")
-    engine.write("Paris.")
-    engine.finish()
+    engine.reply("Paris.")
     type_and_send(qtbot, page, "Sure?")
     sent = engine.requests[-1].command.messages
     told = [("Where?", ""), ("Paris.", "Hm."), ("Sure?", "")]
@@ -252,8 +250,7 @@ def test_the_next_prompt_hands_the_thought_to_the_template(
     assert answer.figures.endswith("stopped")
     answer.acted.emit("regenerate")
     assert engine.requests[-1].command.messages == sent
-    engine.write("Yes.")
-    engine.finish()
+    engine.reply("Yes.")
     assert last_answer(page).thought is None
     last_answer(page).version_stepped.emit(-1)
     assert last_answer(page)._row.message.reasoning == "Cut in the mid"
@@ -356,8 +353,7 @@ def test_what_gave_way_and_how_long_pictures_took_stands_under_the_answer(
         ),
     ):
         type_and_send(qtbot, page, "What is in them?")
-        engine.write("A cat.")
-        engine.finish(**more)
+        engine.reply("A cat.", **more)
         assert last_answer(page).figures.endswith(f"  ·  {words}")
 
 
@@ -397,8 +393,7 @@ def test_regenerating_makes_a_version_to_leaf_through(page: ChatView, engine: Sc
     answered(qtbot, page, engine, "q", "first")
     last_answer(page).acted.emit("regenerate")
     assert [m.content for m in engine.requests[1].command.messages] == ["q"]
-    engine.write("second")
-    engine.finish()
+    engine.reply("second")
     assert shown(page) == [("user", "q"), ("assistant", "second")]
     assert last_answer(page)._versions.text == "2 of 2"
     last_answer(page).version_stepped.emit(-1)
@@ -417,8 +412,7 @@ def test_an_edited_question_becomes_a_branch(page: ChatView, engine: ScriptedEng
     first.start_editing()
     first.editor.setPlainText("other")
     qtbot.keyClick(first.editor, Qt.Key.Key_Return)
-    engine.write("3")
-    engine.finish()
+    engine.reply("3")
     assert shown(page) == [("user", "other"), ("assistant", "3")]
     page.presenter.step_version(page.presenter.model.rows[0].message.id, -1)
     assert shown(page) == [("user", "one"), ("assistant", "1"), ("user", "two"), ("assistant", "2")]
@@ -459,8 +453,7 @@ def test_an_answer_goes_on_while_another_chat_is_shown(page: ChatView, engine: S
     engine.finish()
     assert shown(page)[-1] == ("assistant", "one two")
     engine.turn_to(1)
-    engine.write("other")
-    engine.finish()
+    engine.reply("other")
     page.presenter.step(-1)
     assert shown(page) == [("user", "second chat"), ("assistant", "other")]
 

@@ -1,0 +1,23 @@
+"""What tests expect: errors that users meet, and what comes in its own time."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.common.errors import EngineError, ErrorCode
+
+
+def refused(code: ErrorCode, match: str | None = None, kind: type[EngineError] = EngineError) -> Any:
+    """What is inside raises an error of this code, whose sentence has `match`, as `pytest.raises` reads it."""
+    return pytest.raises(kind, match=match, check=lambda error: error.code is code)
+
+
+def until(holds: Callable[[], Any], patience_s: float = 60.0, look_s: float = 0.005) -> None:
+    """Waits for what another thread or process does; time in which this process is stopped does not count."""
+    for _ in range(int(patience_s / look_s)):
+        if holds():
+            return
+        time.sleep(look_s)
+    pytest.fail("it did not happen")
