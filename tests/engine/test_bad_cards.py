@@ -33,8 +33,8 @@ from engine.runtime.engine import Engine
 from tests.engine.on_devices import PROMPT, Reference, reference
 from tests.engine.test_cuda_compiled import AMPERE, INT4, CountingNvrtc, kept
 from tests.engine.test_lost_card import FAULT, Card, ask, tokens
-from tests.fake_cards import FakeCards
 from tests.expected import refused
+from tests.fake_cards import FakeCards
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 

@@ -16,8 +16,8 @@ from engine.hardware.gpu_info import CARD_NAMES
 from engine.tuning.measuring import device_spec
 from tests.engine.loaded_tiny import open_model
 from tests.engine.on_devices import PROMPT, answer, chatting, reference
-from tests.fake_cards import FakeCards
 from tests.expected import refused
+from tests.fake_cards import FakeCards
 
 
 def kind(cards: FakeCards) -> CardKind:

@@ -23,8 +23,8 @@ from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import TEXT
-from tests.peers import python_of
 from tests.expected import refused
+from tests.peers import python_of
 
 PEER = python_of(LLAMA_CPP)
 

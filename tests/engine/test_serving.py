@@ -863,8 +863,6 @@ def test_an_encoder_reads_what_it_reads_in_a_chat() -> None:
     assert Preparation(loaded).implied_stops == ()
 
 
-
-
 def test_a_port_in_use_is_said() -> None:
     with serving() as running:
         other = Server(Service(running.broker, made_up_models()), Address(port=running.port))

@@ -34,8 +34,6 @@ WINDOWS = Path("models/windows")
 RULES = Rules(str(WINDOWS), is_loading=False, config=EngineConfig(""))
 
 
-
-
 class Watched(list[Any]):
     """Takes a request's events."""
 

@@ -39,8 +39,6 @@ def link() -> Iterator[EngineLink]:
     found.close()
 
 
-
-
 def test_what_is_asked_and_what_happens_arrive_as_they_were(link: EngineLink) -> None:
     broker, events = ScriptedBroker(ends=True), list[Any]()
     link.ask(ASK, events.append)  # before there is an engine

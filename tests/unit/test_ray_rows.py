@@ -20,8 +20,8 @@ from engine.protocol import ClusterJob, ClusterNode, NodeDoes
 from engine.remote import ray_rows as ray_job
 from engine.remote.ray_rows import MOST_FAILURES, RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
-from tests.made_up_ray import MadeUpRay
 from tests.expected import refused
+from tests.made_up_ray import MadeUpRay
 
 
 @pytest.fixture(autouse=True)

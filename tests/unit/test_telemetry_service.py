@@ -100,8 +100,6 @@ def service(window: Window, recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
     assert not recorder.on
 
 
-
-
 def test_nothing_is_recorded_until_somebody_watches(service: TelemetryService, window: Window) -> None:
     service.model_is(Source())
     service.request_begins("a")
