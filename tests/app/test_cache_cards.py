@@ -237,7 +237,6 @@ def test_nonsense_is_shown_as_little(card: CacheCard, qtbot: QtBot) -> None:
         memory=(MemoryPart("ram", "total", -5),),
     )
     cards = (card, PoliciesCard(), PredictionCard(), MemoryCard())
-    each: CacheCard | PoliciesCard | PredictionCard | MemoryCard
     for each in cards:
         qtbot.addWidget(each)
         each.show_report(mad)

@@ -27,7 +27,6 @@ PROMPT = random_prompt(20)
 def model(name: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        built: Any
         if name == "switch_transformers":
             config = SwitchTransformersConfig(
                 vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_layers=2, num_decoder_layers=2,

@@ -13,7 +13,6 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.planner.batch_plan import policy_of
-from engine.planner.plan_parts import BatchPlan
 from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.planner.schedules import S4, SCHEDULES, Schedule
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
@@ -141,7 +140,6 @@ def test_a_file_that_is_no_policy_is_refused(text: str, tmp_path: Path, capsys: 
     )
 )
 def test_whatever_is_written_is_a_policy_or_an_error_of_one_sentence(changes: dict[str, Any]) -> None:
-    found: BatchPlan | EngineError
     try:
         found = policy_of(json.loads(json.dumps(POLICY | changes)))
     except EngineError as error:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PySide6.QtCore import Qt, QTimer, QUrl
@@ -340,7 +339,6 @@ def test_what_gave_way_and_how_long_pictures_took_stands_under_the_answer(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot
 ) -> None:
     gone = "The graphics card stopped responding, so the model runs on the CPU now."
-    more: dict[str, Any]
     for more, words in (
         ({"gave_way": gone}, gone),
         ({"pictures": 1, "pictures_kept": 0, "pictures_s": 0.4}, "picture read in 0.40 s"),

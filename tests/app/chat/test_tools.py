@@ -12,7 +12,6 @@ from pytestqt.qtbot import QtBot
 from app.services.chat_store import ChatStore, MessageState
 from app.services.chat_store.records import Attachment
 from app.services.tools import Tools
-from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from engine.batch_files.opening import InputForm, counted_rows, open_source
 from engine.common.chat import Tool
@@ -21,6 +20,7 @@ from engine.remote.endpoint import endpoint_at, save_endpoint
 from engine.tools import rounds
 from engine.tools.rounds import OfferedTool, Outcome
 from engine.tools.servers import ToolServer
+from tests.app.chat.chat_page import last_answer
 from tests.app.scripted_engine import ScriptedEngine
 
 WEB = ToolServer("web", "npx", tools=(Tool("search", "Searches.", '{"type": "object"}'),))
@@ -55,12 +55,6 @@ def begin(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, text: str = "How
     before = len(engine.requests)
     page.presenter.send(text)
     qtbot.waitUntil(lambda: len(engine.requests) > before)
-
-
-def answer_of(page: ChatView) -> AnswerMessage:
-    turn = page.transcript.turns[-1]
-    assert isinstance(turn, AnswerMessage)
-    return turn
 
 
 def test_tools_are_off_until_a_chat_switches_them_on(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
@@ -98,7 +92,7 @@ def test_a_round_of_calls_and_the_answer_behind_it(
     message = page.presenter.model.rows[-1].message
     assert (message.content, message.state, len(message.steps)) == ("It is 42.", MessageState.COMPLETE, 1)
     assert [use.state for use in message.steps[0].calls] == ["done", "failed", "failed"]
-    rows = answer_of(page).calls
+    rows = last_answer(page).calls
     assert len(rows.rows) == 3
     row = next(iter(rows.rows.values()))
     row.header.click()
@@ -125,7 +119,7 @@ def test_it_asks_before_a_tool_of_a_server_runs(
     begin(page, engine, qtbot)
     for answer, runs in (("Deny", 0), ("Allow once", 1), ("Allow in this chat", 2)):
         engine.call(("search", json.dumps({"for": answer})))
-        calls = answer_of(page).calls
+        calls = last_answer(page).calls
         row = list(calls.rows.values())[-1]
         assert row.card is not None
         assert len(ran) == max(runs - 1, 0)
