@@ -13,7 +13,7 @@ from engine.devices.device import COPY, CopyRecord, Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
-from tests.expected import refused
+from tests.refusals import refused
 
 
 def fail() -> NoReturn:
@@ -128,7 +128,7 @@ class DeviceContract:
         late = stream.submit(lambda: ran.append(2))
         good.wait()
         for event in (bad, late, bad):
-            with refused(ErrorCode.INTERNAL, "ZeroDivisionError: on purpose"):
+            with refused(ErrorCode.INTERNAL, match="ZeroDivisionError: on purpose"):
                 event.wait()
             assert event.done()
             assert event.failure is not None
@@ -157,7 +157,7 @@ class DeviceContract:
         def refuse() -> None:
             raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "The record is damaged.")
 
-        with refused(ErrorCode.CHECKPOINT_DAMAGED, r"The record is damaged\."):
+        with refused(ErrorCode.CHECKPOINT_DAMAGED, match=r"The record is damaged\."):
             device.compute_stream.submit(refuse).wait()
         device.recover()
 

@@ -28,7 +28,7 @@ from app.services.data_folder import (
 from app.views import data_folder_start
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir, standard_data_dir
-from tests.expected import refused
+from tests.refusals import refused
 
 
 @pytest.fixture

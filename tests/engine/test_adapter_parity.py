@@ -28,7 +28,7 @@ from tests.engine.test_family_parity import (
     logits,
 )
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
-from tests.expected import refused
+from tests.refusals import refused
 
 ROUTERS = {
     "dbrx": "router.layer",

@@ -33,8 +33,8 @@ from engine.runtime.engine import Engine
 from tests.engine.on_devices import PROMPT, Reference, reference
 from tests.engine.test_cuda_compiled import AMPERE, INT4, CountingNvrtc, kept
 from tests.engine.test_lost_card import FAULT, Card, ask, tokens
-from tests.expected import refused
 from tests.fake_cards import FakeCards
+from tests.refusals import refused
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -75,7 +75,7 @@ def test_a_variable_that_hides_all_cards_is_named(
         f"The variable CUDA_VISIBLE_DEVICES is {value!r}, which shows this program no graphics card: remove it to use "
         "one."
     )
-    with refused(ErrorCode.DEVICE_UNAVAILABLE, "CUDA_VISIBLE_DEVICES is"):
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="CUDA_VISIBLE_DEVICES is"):
         open_card(CARD_KINDS["cuda"])
 
 
@@ -145,7 +145,7 @@ def test_a_laptop_that_has_switched_its_cards(monkeypatch: pytest.MonkeyPatch, e
     devices[0].close()
     engine = Engine()
     config = EngineConfig(str(expected.folder), device="cuda:1", precision="fp32", threads=1)
-    with refused(ErrorCode.DEVICE_UNAVAILABLE, "This machine has no graphics card number 1: use cpu"):
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="This machine has no graphics card number 1: use cpu"):
         engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     cards_are(monkeypatch, FakeCards(names=[]))  # and now the built-in one sleeps
     assert open_automatic() == ([], "")

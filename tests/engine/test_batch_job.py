@@ -24,7 +24,7 @@ from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import RowAnswer
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
-from tests.expected import refused
+from tests.refusals import refused
 
 
 @pytest.fixture

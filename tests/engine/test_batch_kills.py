@@ -28,7 +28,7 @@ from engine.runtime.engine import Engine
 from engine.runtime.kv.pages import PageKind, PagePool
 from engine.runtime.schedule import continuous_batch
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import until
+from tests.refusals import until
 
 _PATIENCE_S = 900.0
 _MOST_TOKENS = 20

@@ -39,7 +39,7 @@ from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.single_streams import Alone, answers_alone, answers_of, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 KINDS = (CGOPIPE, S4, HOT_ONLY, KLOTSKI_ON_CARD, CPU_EXPERTS)
 """Between them the schedules do all that there is."""

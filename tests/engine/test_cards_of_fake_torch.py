@@ -16,8 +16,8 @@ from engine.hardware.gpu_info import CARD_NAMES
 from engine.tuning.measuring import device_spec
 from tests.engine.loaded_tiny import open_model
 from tests.engine.on_devices import PROMPT, answer, chatting, reference
-from tests.expected import refused
 from tests.fake_cards import FakeCards
+from tests.refusals import refused
 
 
 def kind(cards: FakeCards) -> CardKind:
@@ -30,7 +30,7 @@ def test_a_card_that_is_not_there_or_does_not_respond() -> None:
         (FakeCards(), 1, "no graphics card number 1"),
         (FakeCards(broken="fell off the bus\nat line 3"), 0, r"does not respond \(fell off the bus\)"),
     ):
-        with refused(ErrorCode.DEVICE_UNAVAILABLE, said):
+        with refused(ErrorCode.DEVICE_UNAVAILABLE, match=said):
             open_card(kind(cards), index)
 
 

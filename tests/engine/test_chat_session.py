@@ -17,7 +17,7 @@ from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, open_model, random_prompt, spread, tiny_loaded
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
-from tests.expected import refused
+from tests.refusals import refused
 
 QUESTION = (ChatMessage("system", "Be brief."), ChatMessage("user", "What is the capital of France?"))
 PROMPT = random_prompt(30)

@@ -37,7 +37,7 @@ from tests.engine.conversions import conversion_of
 from tests.engine.made_up_records import CPU
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -339,7 +339,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("engine.experts.container.shutil.disk_usage", lambda folder: usage._replace(free=70_000))
     path = tmp_path / "converted" / "tiny.gguf"
-    with refused(ErrorCode.DISK_FULL, r"kB .*converted.*70 kB"):
+    with refused(ErrorCode.DISK_FULL, match=r"kB .*converted.*70 kB"):
         converted(opened(mixtral), path)
     assert list(path.parent.iterdir()) == []
 

@@ -23,7 +23,7 @@ from engine.devices.opening import open_devices
 from engine.devices.timeline import Timeline
 from engine.hardware.profiles import DeviceProfile, emulated_cards, has_fixed_host, timed_profiles
 from tests.device_contract import DeviceContract
-from tests.expected import refused
+from tests.refusals import refused
 
 US = 1e-6
 MIB = 2**20
@@ -287,7 +287,7 @@ def test_closing_tells_everyone_who_waits(device: Device) -> None:
         assert not closer.is_alive()
     for event in behind:
         assert event.done()
-        with refused(ErrorCode.DEVICE_UNAVAILABLE, "was closed"):
+        with refused(ErrorCode.DEVICE_UNAVAILABLE, match="was closed"):
             event.wait()
 
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from engine.common.errors import ErrorCode
 from engine.devices.host_memory import HostMemory, allocate_host, available_ram
 from engine.devices.memory_budget import DeviceMemoryError, MemoryBudget, MemoryCategory, Reservation
-from tests.expected import refused
+from tests.refusals import refused
 
 CATEGORIES = st.sampled_from(MemoryCategory)
 SIZES = st.integers(0, 400)

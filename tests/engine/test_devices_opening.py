@@ -17,7 +17,7 @@ from engine.planner.placement import split_layers
 from engine.runtime.decoder_layers import LayerDevices, layer_names, move_between
 from engine.runtime.load.model import open_compute_devices, set_threads
 from tests.engine.tiny_families import tiny_model
-from tests.expected import refused
+from tests.refusals import refused
 
 no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
 
@@ -71,14 +71,14 @@ def test_every_profile_opens_with_its_memory_or_less(name: str) -> None:
     ],
 )
 def test_names_that_nothing_has(spec: str, says: str) -> None:
-    with refused(ErrorCode.INVALID_REQUEST, says):
+    with refused(ErrorCode.INVALID_REQUEST, match=says):
         open_devices(spec)
 
 
 @no_card
 @pytest.mark.parametrize("spec", ["cuda", "cuda:0", "cuda:7"])
 def test_a_card_that_is_not_there(spec: str) -> None:
-    with refused(ErrorCode.DEVICE_UNAVAILABLE, "cpu"):
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="cpu"):
         open_devices(spec)
 
 

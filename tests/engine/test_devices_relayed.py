@@ -11,8 +11,8 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.card_stream import BUFFER_BYTES, WORTH_BYTES, CardClock, RelayedStream
 from engine.devices.device import CopyLog, CopyRecord, Direction
-from tests.expected import refused
 from tests.fake_cards import FakeCards
+from tests.refusals import refused
 
 _BIG = 5 * BUFFER_BYTES + 4097
 _PLACE = torch.device("cpu")

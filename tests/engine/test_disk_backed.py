@@ -44,7 +44,7 @@ from tests.engine.ram_tier_parts import arrived
 from tests.engine.slots_in_time import PlantedRoutes
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 FAMILIES = (
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "nemotron_h", "dbrx", "llama4", "jetmoe"),

@@ -30,7 +30,7 @@ from tests.engine.made_up_records import (
     write_records,
 )
 from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, arrived, make_tier
-from tests.expected import refused
+from tests.refusals import refused
 
 ON_DISK = contents_of([(16, SMALL), (8, LARGE), (16, SMALL)])
 
@@ -126,7 +126,7 @@ def test_a_file_that_becomes_shorter_under_us(path: Path) -> None:
         os.truncate(path, place_of(ON_DISK, 2, 8))
         disk.read(2, 7, one(2)).result(60)
         for expert in (8, 15):
-            with refused(ErrorCode.CHECKPOINT_DAMAGED, "has become shorter"):
+            with refused(ErrorCode.CHECKPOINT_DAMAGED, match="has become shorter"):
                 disk.read(2, expert, one(2)).result(60)
 
 

@@ -30,7 +30,7 @@ from engine.serving import embeddings
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests.engine.tiny_tokenizer import VOCABULARY, save_tiny_tokenizer
-from tests.expected import refused
+from tests.refusals import refused
 from tests.scripted_broker import ScriptedBroker
 from tests.tiny_gguf import add_vocabulary, takes, write_gguf, write_model
 
@@ -211,7 +211,7 @@ def test_long_texts_are_refused_or_cut(tmp_path: Path) -> None:
     embedder = Embedder(folder)
     assert embedder.most_tokens == 12
     long = " ".join(TEXTS)
-    with refused(ErrorCode.PROMPT_TOO_LONG, r"Text 2 has \d+ tokens, and model reads 12 at most"):
+    with refused(ErrorCode.PROMPT_TOO_LONG, match=r"Text 2 has \d+ tokens, and model reads 12 at most"):
         embedder.embed(["Paris.", long])
     ids = transformers.AutoTokenizer.from_pretrained(folder)(long)["input_ids"]
     cut = embedder.embed([long], truncates=True)

@@ -18,7 +18,7 @@ from engine.protocol import ChatMessage
 from engine.runtime.schedule.request import Preparation
 from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt
 from tests.engine.single_streams import Alone
-from tests.expected import refused
+from tests.refusals import refused
 
 PROMPT = random_prompt(20)
 

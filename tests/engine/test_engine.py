@@ -18,7 +18,7 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.engine import Engine
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 CPU = EngineConfig("", device="cpu", precision="fp32", threads=1)
 

@@ -33,7 +33,7 @@ from engine.runtime.load.library_models import build_skeleton, model_class_for, 
 from tests.combinations import some
 from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_config, tiny_model
-from tests.expected import refused
+from tests.refusals import refused
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAY_NAME_FAMILIES = (
@@ -278,7 +278,7 @@ def test_what_fails_at_the_first_forward_is_told_of_the_configuration(tmp_path: 
     tiny_checkpoint("deepseek_v3", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"n_group": -1, "topk_group": -1}))
-    with refused(ErrorCode.CHECKPOINT_DAMAGED, r"does not fit its weights \(.+\): get both"):
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, match=r"does not fit its weights \(.+\): get both"):
         _answer(tmp_path)
 
 

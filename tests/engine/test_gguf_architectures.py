@@ -26,7 +26,7 @@ from engine.runtime.load.tensor_reader import TensorReader
 from tests.combinations import some
 from tests.engine.gguf_files import CASES, DATA
 from tests.engine.loaded_tiny import opened_model
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_gguf import dequantised, takes, write_gguf
 
 TOLERANCE = 1e-4
@@ -236,7 +236,7 @@ def test_unknown_architectures_are_refused_by_name(name: str, nearest: str, tmp_
 @pytest.mark.parametrize("name", REFUSED)
 def test_architectures_that_cannot_run_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     read = read_gguf(unpacked("smollm", tmp_path)[0])
-    with refused(ErrorCode.MODEL_UNSUPPORTED, f"'{name}', which Switchyard does not run: it "):
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match=f"'{name}', which Switchyard does not run: it "):
         gguf_tensors(replace(read, metadata={**read.metadata, "general.architecture": name}))
 
 
@@ -253,7 +253,7 @@ def test_a_tensor_too_many_is_refused(name: str, tmp_path: Path) -> None:
 def test_factors_beside_the_weights_are_refused_by_name(factor: str, tmp_path: Path) -> None:
     read = read_gguf(unpacked("qwen3vlmoe", tmp_path)[0])
     entry = replace(read.tensors["output_norm.weight"], key=factor)
-    with refused(ErrorCode.MODEL_UNSUPPORTED, f"{re.escape(factor)}.*NVFP4"):
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match=f"{re.escape(factor)}.*NVFP4"):
         gguf_tensors(replace(read, tensors={**read.tensors, factor: entry}))
 
 

@@ -17,7 +17,7 @@ from engine.checkpoint.packed import read_safetensors, write_safetensors
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common.errors import ErrorCode
 from engine.formats.coded import from_bfloat16
-from tests.expected import refused
+from tests.refusals import refused
 
 SHAPE = "synthetic:qwen3-moe-tiny?layers=1&vocab=259"
 LARGEST_ERROR = {
@@ -135,5 +135,5 @@ def test_what_llama_cpp_would_compute_differently_is_refused(change: dict[str, A
     checkpoint = make_synthetic(SHAPE)
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     (checkpoint / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
-    with refused(ErrorCode.MODEL_UNSUPPORTED, named):
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match=named):
         gguf_of(checkpoint, Quantisation.BF16)

@@ -23,8 +23,8 @@ from tests.engine.loaded_tiny import opened_model, spread
 from tests.engine.test_family_parity import PROMPT, greedy, logits
 from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
-from tests.expected import refused
 from tests.peers import python_of
+from tests.refusals import refused
 from tests.tiny_gguf import dequantised, write_model
 
 PEER = python_of(LLAMA_CPP)

@@ -18,8 +18,8 @@ from engine.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, end_token_ids, toke
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
 from engine.runtime.load.tokenizer import load_tokenizer
-from tests.expected import refused
 from tests.peers import python_of
+from tests.refusals import refused
 
 FILE = Path("model.gguf")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

@@ -41,7 +41,7 @@ from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten, unpacked
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_gguf import write_model
 
 _ISAS = isas()
@@ -497,7 +497,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(weights, "_MOSTLY", 0.0)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with refused(ErrorCode.CHECKPOINT_DAMAGED, r"model\.safetensors"):
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, match=r"model\.safetensors"):
         _load(folder, "bf16")
 
 

@@ -19,7 +19,7 @@ from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END, opened_model
 from tests.engine.on_devices import MIB, NEW_TOKENS, PROMPT, Reference, reference
-from tests.expected import refused
+from tests.refusals import refused
 
 ROWS, AT_ONCE, SLOTS = 6, 512, 16
 
@@ -107,7 +107,7 @@ def test_where_one_row_alone_has_no_room_the_rows_wait_for_the_others_to_leave(
     with opened(expected, monkeypatch) as loaded, answering(loaded, None) as (executor, _batch):
         answers, source = list[GenerationResult](), rows()
         take_all_but(loaded, 0)
-        with refused(ErrorCode.NOT_ENOUGH_MEMORY, "not even one row has room"):
+        with refused(ErrorCode.NOT_ENOUGH_MEMORY, match="not even one row has room"):
             executor.run(source, answers.append)
         assert answers == []
         emulated.OTHERS.clear()

@@ -37,8 +37,8 @@ from engine.common.errors import EngineError, ErrorCode
 from tests.engine.llama_cpp_server.plugin import FOLDER, STARTER, WORDLESS
 from tests.engine.loaded_tiny import opened_model
 from tests.engine.single_streams import Alone
-from tests.expected import refused
 from tests.peers import BUILT, built, users_peers  # noqa: F401 - the last is a fixture
+from tests.refusals import refused
 from tests.starter import starter_for_tests
 
 needs_peer = pytest.mark.skipif(not built(LLAMA_CPP), reason=f"not built: {LLAMA_CPP.how_to_build()}")

@@ -16,7 +16,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import open_model
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
-from tests.expected import refused
+from tests.refusals import refused
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9]])
 
@@ -260,7 +260,7 @@ def test_file_that_shrinks_while_it_is_read(mixtral: Path) -> None:
         if file.stat().st_size == len(whole):
             file.write_bytes(whole[: len(whole) // 2])
 
-    with refused(ErrorCode.CHECKPOINT_DAMAGED, r"model\.safetensors"):
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, "model.safetensors"):
         load_model(EngineConfig(model=str(mixtral), device="cpu"), on_progress=shrink, cancelled=lambda: False)
 
 

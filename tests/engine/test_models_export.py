@@ -23,8 +23,8 @@ from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import TEXT
-from tests.expected import refused
 from tests.peers import python_of
+from tests.refusals import refused
 
 PEER = python_of(LLAMA_CPP)
 
@@ -137,14 +137,14 @@ def test_what_llama_cpp_does_not_have_is_refused_in_a_sentence(
 )
 def test_families_that_are_not_written_say_why(family: str, why: str, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(family, tmp_path / "model")
-    with refused(ErrorCode.MODEL_UNSUPPORTED, f"cannot be written as llama.cpp has it: .*{why}"):
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match=f"cannot be written as llama.cpp has it: .*{why}"):
         export_gguf(checkpoint, tmp_path, Quantisation.BF16, lambda _done, _total: None)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("llama", tmp_path / "model")
     (tmp_path / "a.gguf").write_text("mine")
-    with refused(ErrorCode.INVALID_REQUEST, "is there already"):
+    with refused(ErrorCode.INVALID_REQUEST, match="is there already"):
         export_gguf(checkpoint, tmp_path / "a.gguf", Quantisation.BF16, lambda _done, _total: None)
     assert (tmp_path / "a.gguf").read_text() == "mine"
     shutil.rmtree(checkpoint)

@@ -59,7 +59,7 @@ from tests.engine.seeing_models import (
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_gguf_architectures import unpacked
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 A, B = drawn(30, 22, 1), drawn(17, 40, 2)
 MESSAGES = (turn("Look ", A, " and at ", B, " what is it?"),)
@@ -518,7 +518,7 @@ def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path, monkeypatch: py
         where = model or tiny_checkpoint("aria", tmp_path / "aria")
         with opened_model(where, "fp32") as blind:
             assert not blind.info.sees
-            with refused(ErrorCode.PICTURES_NOT_READ, why):
+            with refused(ErrorCode.PICTURES_NOT_READ, match=why):
                 Preparation(blind).prompt(MESSAGES, never)
     damaged = seeing_checkpoint("qwen3_vl_moe", tmp_path / "damaged")
     (damaged / "preprocessor_config.json").write_text('{"image_mean": "much"}')

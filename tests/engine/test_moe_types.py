@@ -26,7 +26,7 @@ from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
-from tests.expected import refused
+from tests.refusals import refused
 
 RIGHT = {*FAMILIES, *ADAPTED, "qwen3_omni_moe"}
 """Whose answers the tests compare with the library's: here, in test_family_parity and in test_*adapter_parity."""
@@ -155,5 +155,5 @@ def test_layers_of_another_family_are_what_the_library_builds(kind: str, layers:
 
 def test_a_newer_kind_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9_moe"}))
-    with refused(ErrorCode.MODEL_UNSUPPORTED, r"'qwen9_moe', .*\(the nearest that it reads is 'qwen\d_moe'\)"):
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match=r"'qwen9_moe', .*\(the nearest that it reads is 'qwen\d_moe'\)"):
         open_checkpoint(EngineConfig(str(tmp_path), device="cpu"))

@@ -29,7 +29,7 @@ from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone, answered_together
-from tests.expected import refused
+from tests.refusals import refused
 
 POISON = 666
 """The seed of the sequence in which something goes wrong."""
@@ -270,7 +270,7 @@ def test_logits_that_are_no_numbers(value: float, sampling: dict[str, Any]) -> N
     loaded = tiny_loaded("mixtral")
     spoilt = torch.tensor([11])
     loaded.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, spoilt, value))
-    with refused(ErrorCode.MODEL_UNSUPPORTED, "are no numbers", kind=SequenceError):
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match="are no numbers", kind=SequenceError):
         Alone(loaded).answer(replace(_request(0), sampling=SamplingParams(max_tokens=4, **sampling)))
 
 
@@ -286,7 +286,7 @@ def test_a_fault_of_a_device_is_everybodys() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("top_p", 1e-320), ("top_p", 1e-45), ("repetition_penalty", 1e-39)])
 def test_what_is_nothing_in_fp32_is_refused(name: str, value: float) -> None:
-    with refused(ErrorCode.INVALID_REQUEST, f"{name} is .* counts as 0"):
+    with refused(ErrorCode.INVALID_REQUEST, match=f"{name} is .* counts as 0"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_family_parity import PROMPT, greedy, logits
 from tests.engine.tiny_configs import OWN
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 Weights = dict[str, torch.Tensor]
 Config = dict[str, Any]

@@ -37,7 +37,7 @@ from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
 from engine.runtime.kv.tabled import RowPlaces
 from engine.runtime.load.devices import ModelDevices, PageRoom
 from engine.runtime.schedule.row import PagedRow
-from tests.expected import refused
+from tests.refusals import refused
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
 """All alike, so that rows share pages."""
@@ -490,7 +490,7 @@ def test_a_card_that_refuses_memory_within_its_budget_says_so_and_loses_none(mon
         before, generation = room.pages, caches.generation
         with monkeypatch.context() as patch:
             patch.setattr(layers[1], "resize", refuse)
-            with refused(ErrorCode.NOT_ENOUGH_MEMORY, "refused memory"):
+            with refused(ErrorCode.NOT_ENOUGH_MEMORY, match="refused memory"):
                 room.resize(pages=before + 1, windows=0, states=0)
             assert (room.pages, room.nbytes) == (before, before * each)
             assert caches.generation > generation  # some layers lie elsewhere now

@@ -13,7 +13,7 @@ from engine.runtime.load.tokenizer import template_note
 from engine.untrusted_text.process import UNTRUSTED_TEXT, RequestLimits
 from tests.engine.loaded_tiny import tiny_tokenizer
 from tests.engine.tiny_tokenizer import TEMPLATE
-from tests.expected import refused
+from tests.refusals import refused
 
 CONVERSATION = (
     ChatMessage("system", "Be brief."),
@@ -141,7 +141,7 @@ def test_no_message_at_all() -> None:
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     check_length(4095, 4096)
-    with refused(ErrorCode.PROMPT_TOO_LONG, r"5,000 tokens long.*4,096.*905"):
+    with refused(ErrorCode.PROMPT_TOO_LONG, match=r"5,000 tokens long.*4,096.*905"):
         check_length(5000, 4096)
 
 

@@ -16,7 +16,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import MIB, answer, chatting, opened
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 KIB = 2**10
 CONTEXT = 1024
@@ -125,7 +125,7 @@ def test_a_context_takes_what_it_needs_where_there_is_no_room_to_grow(parent: Pa
         room = 320 * kv.per_token + 8 * KIB  # ten pages
         assert has_room(loaded, room, 290)
         leave(loaded, room)
-        with chatting(loaded) as session, refused(ErrorCode.NOT_ENOUGH_MEMORY, "needs"):
+        with chatting(loaded) as session, refused(ErrorCode.NOT_ENOUGH_MEMORY, match="needs"):
             answer(session, random_prompt(290), 200)
 
 

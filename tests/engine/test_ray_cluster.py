@@ -23,8 +23,8 @@ from engine.batch_files.journal import journal_path, known_jobs, read_answers
 from engine.bench.report import Report
 from engine.common.config import EngineConfig
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import until
 from tests.loopback_ray import CHECKOUT, LoopbackRay
+from tests.refusals import until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 

@@ -34,7 +34,6 @@ from engine.remote.failures import RemoteError, Trouble
 from engine.remote.job import run_remote_job
 from engine.serving.server import Address
 from tests.engine.test_serving import TOOL, serving
-from tests.expected import refused
 from tests.real_servers import (
     cut_starter,
     gguf_of,
@@ -45,6 +44,7 @@ from tests.real_servers import (
     vllm_python,
     vllm_server,
 )
+from tests.refusals import refused
 from tests.starter import starter_for_tests
 
 ROWS, TOKENS = 500, 16

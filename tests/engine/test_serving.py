@@ -31,7 +31,7 @@ from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone
 from tests.engine.test_encoder_decoder import model as encoder_decoder
 from tests.engine.tiny_tokenizer import TEMPLATE
-from tests.expected import refused, until
+from tests.refusals import refused, until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -631,7 +631,7 @@ def test_who_may_ask() -> None:
     "address", [Address("0.0.0.0"), Address("192.168.1.5", key="short"), Address("example.org"), Address(key="short")]
 )
 def test_others_cannot_reach_it_without_a_key(address: Address) -> None:
-    with refused(ErrorCode.INVALID_REQUEST, "key"):
+    with refused(ErrorCode.INVALID_REQUEST, match="key"):
         address.check()
 
 

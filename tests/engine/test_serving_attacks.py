@@ -32,7 +32,7 @@ from engine.serving.service import Service
 from engine.untrusted_text.child import _clearly_more
 from tests import plain_http
 from tests.engine.test_serving import HELLO, HI, TinyEngine
-from tests.expected import until
+from tests.refusals import until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 
 KEY = {"authorization": "Bearer 0123456789"}

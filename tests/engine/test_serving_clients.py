@@ -20,7 +20,7 @@ import pytest
 
 from tests.engine.test_serve_verb import served
 from tests.engine.test_serving import HELLO, Running, serving
-from tests.expected import until
+from tests.refusals import until
 from tests.starter import starter_for_tests
 
 pytestmark = pytest.mark.exhaustive

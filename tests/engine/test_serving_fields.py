@@ -20,8 +20,8 @@ from engine.serving.service import Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TOOL, Running, serving
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
-from tests.expected import until
 from tests.made_pictures import MADE, coloured, endless, file_of, png_of
+from tests.refusals import until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

@@ -12,7 +12,7 @@ from engine.checkpoint.ownership import remove
 from engine.checkpoint.starter import build_starter
 from engine.common.errors import ErrorCode, RequestCancelled
 from engine.common.paths import models_dir, python_module
-from tests.expected import refused
+from tests.refusals import refused
 from tests.starter import lasting_wheel
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from engine.runtime.telemetry.experts import RoutingRecorder
 from tests.engine.loaded_tiny import opened_model
-from tests.expected import refused
+from tests.refusals import refused
 
 TINY = "synthetic:qwen3-moe-tiny"
 

@@ -33,7 +33,7 @@ from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import library_tokens, open_model, random_prompt
 from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.tiny_families import model_class, tiny_checkpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 KIB = 2**10
 PROMPT = [token % 90 + 3 for token in random_prompt(40)]
@@ -216,7 +216,7 @@ def test_a_file_that_is_cut_is_an_error_with_its_name(tmp_path: Path, reads: Tab
     own = bound(table, reads)
     os.truncate(tmp_path / "file", 1000)
     own(torch.tensor([0]))
-    with refused(ErrorCode.CHECKPOINT_DAMAGED, r"file cannot be read \(it is cut short"):
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, match=r"file cannot be read \(it is cut short"):
         own(torch.tensor([1, 49]))
     assert own(torch.tensor([1])).shape == (1, 64)  # what is there can still be had
 

@@ -15,7 +15,7 @@ from engine.checkpoint.packed import PackedEntry, RotaryRows
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.runtime.load import tensor_reader
 from engine.runtime.load.tensor_reader import LazyTensor, TensorReader, torch_dtype
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_gguf import dequantised, write_gguf
 
 SHAPES = [(3, 5), (1,), (100, 37), (0, 4), (2, 1000, 3)]

@@ -23,7 +23,7 @@ from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.thinking_models import OPENED, SWITCHED, thinking_checkpoint, write_for
-from tests.expected import refused
+from tests.refusals import refused
 from tests.scripted_broker import ScriptedBroker
 
 SAMPLED = SamplingParams(temperature=0.5, max_tokens=200)

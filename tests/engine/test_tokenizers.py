@@ -28,7 +28,7 @@ from engine.runtime.load.tokenizer import load_tokenizer
 from engine.untrusted_text.process import UNTRUSTED_TEXT, RequestLimits
 from tests.engine.test_gguf_tokenizer import CONTROL, HELLO, USER_DEFINED, byte_pairs
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_gguf import KEYS, write_mixtral
 from tests.untrusted_tokenizers import (
     PANIC_TEXT,

@@ -26,7 +26,7 @@ from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.expected import refused, until
+from tests.refusals import refused, until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 
 HI = (ChatMessage("user", "Hello"),)
@@ -277,7 +277,7 @@ def test_a_window_without_a_model_says_so_in_a_sentence(fronts: Fronts) -> None:
     fronts.engines.follow(Rules("", is_loading=False, config=EngineConfig("")))
     fronts.window_has(None)
     for name, sentence in (("", "No model is loaded"), ("nothing", "no model named 'nothing'")):
-        with refused(ErrorCode.MODEL_NOT_FOUND, sentence):
+        with refused(ErrorCode.MODEL_NOT_FOUND, match=sentence):
             WindowModels(fronts.engines).find(name)
 
 

@@ -15,7 +15,7 @@ from engine.devices.host_memory import PinnedMemory, measure_pinnable, register,
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.devices.opening import open_devices
 from tests.device_contract import DeviceContract
-from tests.expected import refused
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -48,7 +48,7 @@ def test_a_refusal_of_the_card_is_one_of_the_budget() -> None:
 
 
 def test_a_card_that_is_not_there() -> None:
-    with refused(ErrorCode.DEVICE_UNAVAILABLE, "no graphics card number 99"):
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="no graphics card number 99"):
         open_devices("cuda:99")
 
 

@@ -24,7 +24,7 @@ from engine.batch_files.opening import content_hash, open_source, stamp
 from engine.batch_files.result_file import Written, check_output, write_result
 from engine.batch_files.rows import Answer, failed
 from engine.common.errors import EngineError, ErrorCode
-from tests.expected import refused
+from tests.refusals import refused
 from tests.unit.remembered import Remembered
 
 _MANIFEST = JobManifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")

@@ -24,8 +24,8 @@ from engine.batch_files.result_file import write_result
 from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
-from tests.expected import refused
 from tests.made_documents import pdf
+from tests.refusals import refused
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=30)
 

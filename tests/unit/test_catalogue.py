@@ -17,8 +17,8 @@ from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.hub.contents import SEES
 from engine.common.errors import ErrorCode
 from engine.common.files import write_whole
-from tests.expected import refused
 from tests.hub_server import HubServer
+from tests.refusals import refused
 
 SHIPPED = catalogue_dir() / "catalogue.json"
 

@@ -19,7 +19,7 @@ from engine.checkpoint.headers import TensorEntry, read_header
 from engine.checkpoint.profile import kv_of_model, read_profile, stretched_context
 from engine.checkpoint.shards import check_filled, read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_gguf import write_gguf
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 

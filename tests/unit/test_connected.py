@@ -14,8 +14,8 @@ from engine.checkpoint.model_directories import add_model_folder, model_folders,
 from engine.checkpoint.moving import move
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
-from tests.expected import refused
 from tests.hub_server import HubServer
+from tests.refusals import refused
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 

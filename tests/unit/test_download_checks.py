@@ -31,7 +31,7 @@ from engine.checkpoint.downloads.parts import (
 from engine.checkpoint.downloads.records import PlannedFile
 from engine.checkpoint.downloads.transfer import Transfer
 from engine.common.errors import ErrorCode
-from tests.expected import refused
+from tests.refusals import refused
 
 PART = 100
 CONTENT = bytes(range(256)) + b"end of the file"

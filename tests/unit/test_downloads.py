@@ -26,9 +26,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir
 from engine.verbs.models import hub as pull
 from engine.verbs.models.library import ProgressLine
-from tests.expected import refused
 from tests.hub_server import Fault, HubServer, Repo
 from tests.quick_downloads import make_quick
+from tests.refusals import refused
 
 PART = 64 * 1024
 FILES = {

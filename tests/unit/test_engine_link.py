@@ -18,7 +18,7 @@ from engine.protocol import Ask, Began, Failed, Finished, Token
 from engine.serving import engine_process
 from engine.serving.engine_process import EngineProcess
 from engine.serving.link import BrokerLink, EngineLink
-from tests.expected import until
+from tests.refusals import until
 from tests.scripted_broker import ScriptedBroker
 
 ASK = Ask(

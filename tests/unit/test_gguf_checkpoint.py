@@ -18,7 +18,7 @@ from engine.checkpoint.shards import read_tensors
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from tests.combinations import some
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_gguf import EXPERTS, HIDDEN, KEYS, TENSORS, WIDTH, write_mixtral
 
 FILES = Path(__file__).parents[1] / "data" / "gguf"

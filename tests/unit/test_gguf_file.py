@@ -14,7 +14,7 @@ from engine.checkpoint.gguf import gguf_at
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats.ggml import GGML
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_gguf import write_gguf
 
 DAMAGED, UNSUPPORTED = ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED

@@ -11,7 +11,7 @@ from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.machine import card_choices, find_card, machine_names, machines_dir, read_machine
 from engine.hardware.profiles import emulated_cards, profile_names, read_profile, timed_profiles, with_emulated
-from tests.expected import refused
+from tests.refusals import refused
 
 
 def test_the_shipped_profiles_are_sound() -> None:

@@ -28,8 +28,8 @@ from engine.checkpoint.hub.http import HubError, HubReason, forget_token, save_t
 from engine.checkpoint.synthetic import SHAPES, config_of, make_synthetic, tensors_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
-from tests.expected import refused
 from tests.hub_server import Fault, HubServer
+from tests.refusals import refused
 from tests.tiny_gguf import write_gguf, write_model
 from tests.unit.test_gguf_checkpoint import EXPERTS, HIDDEN, KEYS, TENSORS
 

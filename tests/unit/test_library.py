@@ -9,7 +9,7 @@ from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.ownership import remove
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import models_dir
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 

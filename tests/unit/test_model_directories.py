@@ -29,7 +29,7 @@ from engine.checkpoint.names import check_new_name, folder_name, name_of
 from engine.checkpoint.packed import write_safetensors
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_checkpoint import CONFIG, write_tiny_checkpoint
 from tests.tiny_gguf import write_mixtral
 

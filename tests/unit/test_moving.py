@@ -31,7 +31,7 @@ from engine.checkpoint.shards import fingerprint
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir, models_dir
 from tests.combinations import DAY
-from tests.expected import refused
+from tests.refusals import refused
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.tiny_gguf import write_mixtral
 

@@ -21,7 +21,7 @@ from engine.planner.plan import Limits, Plan, _memory, make_plan
 from engine.planner.plan_parts import BATCH, WORKLOADS, Workload, total_held
 from engine.planner.plan_search import Question, choose_precision, in_order, runs_here, search
 from engine.planner.plan_words import Change, picture_words, what_if
-from tests.expected import refused
+from tests.refusals import refused
 
 _GIB = 2**30
 QWEN, DEEPSEEK, MIXTRAL = read_model("qwen3-30b-a3b"), read_model("deepseek-v3"), read_model("mixtral-8x7b")
@@ -133,7 +133,7 @@ def test_a_batch_is_planned_with_its_sizes() -> None:
 
 def test_a_model_that_fits_nowhere_names_the_memory_it_needs() -> None:
     tiny = BARE.with_memory(ram_bytes=3 * _GIB)
-    with refused(ErrorCode.NOT_ENOUGH_MEMORY, "GB of RAM"):
+    with refused(ErrorCode.NOT_ENOUGH_MEMORY, match="GB of RAM"):
         make_plan(tiny, DEEPSEEK)
     least = least_ram(sizes_of(engine_costs(BARE, QWEN, "bf16"), Limits(), ["bf16"]))
     with refused(ErrorCode.NOT_ENOUGH_MEMORY, "at bf16 with its experts and layers read from disk"):

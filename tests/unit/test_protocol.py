@@ -32,7 +32,7 @@ from engine.protocol import (
     request_id_of,
 )
 from engine.remote.endpoint import Endpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SAMPLING = st.builds(

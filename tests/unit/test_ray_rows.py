@@ -20,8 +20,8 @@ from engine.protocol import ClusterJob, ClusterNode, NodeDoes
 from engine.remote import ray_rows as ray_job
 from engine.remote.ray_rows import MOST_FAILURES, RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
-from tests.expected import refused
 from tests.made_up_ray import MadeUpRay
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def test_nodes_on_one_machine_share_it() -> None:
 def test_a_cluster_that_cannot_be_reached_is_one_sentence() -> None:
     cluster = MadeUpRay(["a"])
     cluster.unreachable = "No Ray cluster answers at 10.0.0.5:6379: check the address."
-    with refused(ErrorCode.DEVICE_UNAVAILABLE, "No Ray cluster answers"):
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="No Ray cluster answers"):
         opened(cluster).open(never)
 
 

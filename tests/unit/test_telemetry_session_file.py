@@ -20,7 +20,7 @@ from engine.telemetry.lanes import GPU
 from engine.telemetry.records import SPAN, Records, no_spans, no_steps
 from engine.telemetry.session_file import MAGIC, SUFFIX, SessionWriter, list_sessions, read_session
 from engine.telemetry.trace_export import trace_events, write_spans, write_steps, write_trace
-from tests.expected import refused
+from tests.refusals import refused
 from tests.unit.recorded import span, spans, steps
 from tests.unit.trace_format import check_trace
 

@@ -24,7 +24,7 @@ from engine.tuning.saved_results import (
     read_result,
     results_of,
 )
-from tests.expected import refused
+from tests.refusals import refused
 from tests.unit.made_up_tuning import (
     MACHINE,
     MadeUpEngine,

@@ -21,7 +21,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.untrusted import check_untrusted, open_untrusted, parse_json, read_untrusted
 from engine.experts.replay import read_trace
 from engine.tuning.saved_results import model_mark
-from tests.expected import refused
+from tests.refusals import refused
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
 posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes and devices in the file system")
@@ -260,7 +260,7 @@ def test_a_row_nested_beyond_use_is_a_problem(tmp_path: Path, depth: int) -> Non
 @pytest.mark.parametrize("depth", [101, 5_000, 200_000])
 def test_a_schema_nested_beyond_use_is_refused(depth: int) -> None:
     schema = '{"type":"array","items":' * depth + "{}" + "}" * depth
-    with refused(ErrorCode.INVALID_REQUEST, r"nested|more than"):
+    with refused(ErrorCode.INVALID_REQUEST, match=r"nested|more than"):
         grammar_of(Constraint(schema=schema))
 
 
@@ -272,7 +272,7 @@ def test_a_schema_as_deep_as_allowed_can_be_followed() -> None:
     "schema", ['{"enum":["' + "a" * 300_000 + '"]}', "{" + ",".join(f'"{n}":{{}}' for n in range(4_000)) + "}"]
 )
 def test_a_schema_of_a_size_that_takes_minutes_is_refused(schema: str) -> None:
-    with refused(ErrorCode.INVALID_REQUEST, "more than"):
+    with refused(ErrorCode.INVALID_REQUEST, match="more than"):
         grammar_of(Constraint(schema=schema))
 
 

@@ -1,4 +1,4 @@
-"""What tests expect: errors that users meet, and what comes in its own time."""
+"""What tests wait for: refusals by code and facts, so that messages can be reworded, and what comes in its own time."""
 
 import time
 from collections.abc import Callable
@@ -9,9 +9,11 @@ import pytest
 from engine.common.errors import EngineError, ErrorCode
 
 
-def refused(code: ErrorCode, match: str | None = None, kind: type[EngineError] = EngineError) -> Any:
-    """What is inside raises an error of this code, whose sentence has `match`, as `pytest.raises` reads it."""
-    return pytest.raises(kind, match=match, check=lambda error: error.code is code)
+def refused(code: ErrorCode, *facts: str, match: str | None = None, kind: type[EngineError] = EngineError) -> Any:
+    """The block raises an error of this code whose message has these facts: a number, a path, an option."""
+    return pytest.raises(
+        kind, match=match, check=lambda error: error.code is code and all(fact in error.message for fact in facts)
+    )
 
 
 def until(holds: Callable[[], Any], patience_s: float = 60.0, look_s: float = 0.005) -> None:
