@@ -1,4 +1,4 @@
-"""Experts on two processors at once: against the plain definition, in groups, under stress, whatever is where and fails."""
+"""Experts on two processors at once: as defined, in groups, under stress, whatever is where and whatever fails."""
 
 import random
 from collections.abc import Callable, Iterator
