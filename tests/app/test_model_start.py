@@ -73,22 +73,6 @@ def test_a_choice_made_meanwhile_is_the_one_that_counts(
     assert client.model.name == str(second)
 
 
-def test_a_missing_starter_is_no_problem_but_an_offer(start: tuple[ModelStart, EngineClient], qtbot: QtBot) -> None:
-    service, _ = start
-    with qtbot.assertNotEmitted(service.problem), qtbot.waitSignal(service.starter_missing):
-        service.begin()
-
-
-def test_a_missing_model_is_told_in_a_sentence(
-    start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot
-) -> None:
-    service, _ = start
-    settings.default_model = "elsewhere"
-    with qtbot.waitSignal(service.problem) as told:
-        service.begin()
-    assert "elsewhere" in told.args[0]
-
-
 def test_a_model_that_cannot_be_loaded_after_a_restart_is_told(
     qapp: QApplication, settings: Settings, qtbot: QtBot
 ) -> None:

@@ -110,19 +110,6 @@ def test_a_model_is_found_judged_downloaded_over_two_windows_and_listed(
     qtbot.waitUntil(lambda: second.page.downloads.isHidden(), timeout=PATIENCE_MS)
 
 
-def test_without_a_network_the_page_says_so_once_and_the_rest_works(hub: HubServer, opened: Open, qtbot: QtBot) -> None:
-    hub.close()
-    one = opened()
-    search = one.page.search
-    with qtbot.waitSignal(one.hub.found, timeout=PATIENCE_MS):
-        search.field.setText("tiny")
-        search.button.click()
-    assert search.hint.text()
-    assert search.trouble.isHidden()
-    assert search.right.isHidden()
-    qtbot.waitUntil(lambda: one.library.was_listed and bool(one.hub.recommendations), timeout=PATIENCE_MS)
-
-
 def test_a_repository_that_does_not_exist_is_a_sentence(hub: HubServer, opened: Open, qtbot: QtBot) -> None:
     one = opened()
     one.page.search.field.setText("org/nothing")
