@@ -56,8 +56,8 @@ def shared(qapp: QApplication) -> Iterator[EngineClient]:
 
 
 @pytest.fixture
-def running(shared: EngineClient) -> tuple[EngineClient, Watch]:
-    """That of other tests of this file."""
+def kept(shared: EngineClient) -> tuple[EngineClient, Watch]:
+    """One that other tests use too, and that none may end."""
     return shared, Watch(shared)
 
 
@@ -84,8 +84,8 @@ def test_an_answer_streams_and_ends(make: Make, qtbot: QtBot) -> None:
     assert client.model is None
 
 
-def test_reasoning_arrives_apart_from_the_text(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    _client, watch = running
+def test_reasoning_arrives_apart_from_the_text(kept: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    _client, watch = kept
     thoughts = list[str]()
     answer = watch.ask("think 3")
     answer.token.connect(lambda token: thoughts.append(token.reasoning))
@@ -113,8 +113,8 @@ def test_a_request_without_an_engine_fails_once_somebody_can_listen(make: Make, 
     assert client.state == EngineState.STOPPED
 
 
-def test_cancel_stops_the_running_and_the_waiting(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    _, watch = running
+def test_cancel_stops_the_running_and_the_waiting(kept: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    _, watch = kept
     first, second = watch.ask("count 100000"), watch.ask("count 100000")
     qtbot.waitUntil(lambda: first.id in watch.text, timeout=WAIT_MS)
     second.cancel()
@@ -130,8 +130,8 @@ def test_cancel_stops_the_running_and_the_waiting(running: tuple[EngineClient, W
     assert watch.end_of(third).finish_reason == "stop"
 
 
-def test_stop_while_loading(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    client, watch = running
+def test_stop_while_loading(kept: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    client, watch = kept
     load = watch.load("slow")
     qtbot.waitUntil(lambda: bool(watch.progress), timeout=WAIT_MS)
     load.cancel()
@@ -141,8 +141,8 @@ def test_stop_while_loading(running: tuple[EngineClient, Watch], qtbot: QtBot) -
     assert client.model is None
 
 
-def test_a_load_that_fails_leaves_no_model(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    client, watch = running
+def test_a_load_that_fails_leaves_no_model(kept: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    client, watch = kept
     good, bad = watch.load("good"), watch.load("missing")
     qtbot.waitUntil(lambda: watch.ended(good, bad), timeout=WAIT_MS)
     assert watch.end_of(bad) == Failed(bad.id, ErrorCode.MODEL_NOT_FOUND, "There is no model 'missing'.")
@@ -176,9 +176,9 @@ def test_what_the_engine_raises_ends_the_request_and_quotes_nothing_and_stray_pr
 
 
 def test_a_flood_arrives_whole_and_the_event_loop_turns_meanwhile(
-    running: tuple[EngineClient, Watch], qtbot: QtBot
+    kept: tuple[EngineClient, Watch], qtbot: QtBot
 ) -> None:
-    _, watch = running
+    _, watch = kept
     request = watch.ask("flood 20000")
     turns = 0
     while not watch.ended(request):
@@ -198,9 +198,9 @@ def test_events_of_unknown_requests_are_dropped(make: Make, qtbot: QtBot) -> Non
 
 
 def test_each_request_hears_only_of_itself_and_is_gone_when_it_has_ended(
-    running: tuple[EngineClient, Watch], qtbot: QtBot
+    kept: tuple[EngineClient, Watch], qtbot: QtBot
 ) -> None:
-    client, watch = running
+    client, watch = kept
     first, second = watch.ask("count 2"), watch.ask("count 3")
     assert client.answering == (first, second)
     heard: list[str] = []
@@ -216,8 +216,8 @@ def test_each_request_hears_only_of_itself_and_is_gone_when_it_has_ended(
     assert client.answering == ()
 
 
-def test_the_client_knows_of_an_end_before_whoever_asked(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    client, watch = running
+def test_the_client_knows_of_an_end_before_whoever_asked(kept: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    client, watch = kept
     seen: list[object] = []
     load = watch.load("anything")
     load.finished.connect(lambda _event: seen.append((client.model is not None, client.state, client.loading)))
@@ -230,8 +230,8 @@ def test_the_client_knows_of_an_end_before_whoever_asked(running: tuple[EngineCl
     assert rates == [watch.end_of(answer)]
 
 
-def test_how_far_a_load_is_belongs_to_the_engine(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    client, watch = running
+def test_how_far_a_load_is_belongs_to_the_engine(kept: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    client, watch = kept
     told: list[float | None] = []
     client.loading_changed.connect(lambda: told.append(client.loading))
     load = watch.load("slow")
