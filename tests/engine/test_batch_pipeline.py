@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedules import PartsTimer
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
@@ -199,7 +200,7 @@ def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     batch = executor._batch
     assert isinstance(batch, ContinuousBatch)
     pipeline = batch._model._pipeline
-    record = next(iter(pipeline.experts.sites.values())).experts.cache.layout.nbytes
+    record = next(iter(pipeline.experts.cards[0].experts.sites.values())).experts.cache.layout.nbytes
     copies: list[CopyRecord] = []
     stop = card.copy_log.listen(copies.append)
     sweeps = 0
@@ -219,13 +220,13 @@ def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     executor.close()
     weights = sum(copy.nbytes == record and copy.direction == "h2d" for copy in copies)
     assert {copy.direction for copy in copies} == {"h2d", "d2h"}
-    return weights, sweeps, pipeline, len(pipeline.experts.sites)
+    return weights, sweeps, pipeline, len(pipeline.experts.cards[0].experts.sites)
 
 
 def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wanted: dict[int, tuple[int, ...]]) -> None:
     answers: dict[int, tuple[int, ...]] = {}
-    executor = BatchExecutor(on_card, _policy(CGOPIPE, rows=3))
-    timer = executor.time_parts()
+    timer = PartsTimer()
+    executor = BatchExecutor(on_card, _policy(timer.schedule, rows=3))
     try:
         executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
     finally:
