@@ -13,9 +13,9 @@ from engine.planner.placement import NotEnoughRamError
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.pages import PagePool
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
@@ -139,7 +139,7 @@ def test_what_lies_behind_a_window_is_compressed_in_pages_of_cards(tmp_path: Pat
     again, found = [*A, *wanted[-1], 7, 8, 9], dict[int, tuple[object, ...]]()
     for cards in (0, 1, 2):
         with on_devices.opened(folder, cards, **({"cache_slots": 3} if cards else {})) as loaded:
-            loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path / f"kept {cards}"))
+            loaded.kept = kept = PrefixCache(ROOT, 2**26, files_in(tmp_path / f"kept {cards}"))
             with on_devices.chatting(loaded) as chats:
                 assert [on_devices.answer(chats, prompt).token_ids for prompt in prompts] == wanted
                 assert chats.together(prompts, 8) == wanted

@@ -24,7 +24,7 @@ from engine.jobs.rows import Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, MicroBatch, NativeRows, Recording
-from engine.runtime.batch.packed_attention import PagedStates, paged
+from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, ScheduleChoice, why_not_packed
@@ -36,11 +36,17 @@ from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixer
 from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.library_attention import attending_by, configs_of
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.pages import PageSizes
-from engine.runtime.kv.reuse import exact_tokens, long_rope_boundary
-from engine.runtime.kv.window_masks import configs_of
+from engine.runtime.kv.reuse import (
+    exact_tokens,
+    kinds_by_length,
+    long_rope_boundary,
+    restart_angles,
+    together_tokens,
+)
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
@@ -121,6 +127,8 @@ class PackedModel:
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._may_have_pages = has_pages(loaded) and policy.on_device == (loaded.devices is not None)
         self._configs = configs_of(loaded.model)
+        self._follows_length = "dynamic" in kinds_by_length(loaded.model)
+        self.together_tokens = together_tokens(loaded.model)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
@@ -415,6 +423,8 @@ class PackedModel:
             logits = few()
             self._record(work, since_ns)
             return logits
+        if self._follows_length:
+            restart_angles(self._loaded.model)  # one that was computed alone may have been longer
         sees = any(each.picture is not None for each in work)
         # Pipelines hand hidden states from layer to layer as they are.
         chosen = HYBRID if sees else self._schedule(tokens, len(work), reads)
@@ -699,7 +709,7 @@ class PackedModel:
                 yield
                 return
             self._states.pieces = pieces
-            with paged(self._states, self._configs):
+            with attending_by(self._states, self._configs):
                 yield
 
 

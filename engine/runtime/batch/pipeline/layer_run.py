@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.experts.dispatch import interrupted_by_experts
-from engine.runtime.batch.layers import replaced
+from engine.families.library import replaced
 from engine.runtime.batch.packed_attention import PagedStates
 
 
