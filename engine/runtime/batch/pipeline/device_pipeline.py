@@ -26,7 +26,7 @@ from engine.kernels.native.paged_attention import Pieces
 from engine.planner.schedules import Schedule
 from engine.runtime.batch.layers import DecoderLayers, MicroBatch
 from engine.runtime.batch.packed_attention import PagedStates
-from engine.runtime.batch.pipeline.device_attention import SharedAttention, SharedCache, StayingPages
+from engine.runtime.batch.pipeline.device_attention import CacheAhead, SharedAttention, StayingPages
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts, SharedLayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, with_matrices
 from engine.runtime.batch.pipeline.paged import PlacedRows, work_of
@@ -176,15 +176,15 @@ class DevicePipeline:
         back = self.device.h2d_stream if behind else self.device.small_copy_stream
         return with_room(partial(self._attention.begin, call, pieces, number, back, index), self.experts.give_back)
 
-    def fetch_cache(self, index: int, pieces: Pieces) -> SharedCache:
+    def fetch_cache(self, index: int, pieces: Pieces) -> list[CacheAhead]:
         module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
         return self._fetched(module, pieces, index)
 
-    def _fetched(self, module: Any, pieces: Pieces, index: int) -> SharedCache:
+    def _fetched(self, module: Any, pieces: Pieces, index: int) -> list[CacheAhead]:
         layer, terms = self._states.layer_of(module)[0], self._states.terms_of(module)
         return self._device_attention.fetch(layer, terms, pieces, index)
 
-    def attend_there(self, index: int, call: AttentionCall, cache: SharedCache) -> torch.Tensor:
+    def attend_there(self, index: int, call: AttentionCall, cache: Sequence[CacheAhead]) -> torch.Tensor:
         return self._device_attention.attend(call, cache, self._states.terms_of(call.module), index)
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class _Layer:
         self.runs: dict[int, LayerRun] = {}
         self.marks: list[tuple[Any, Any]] = []
         self.attended: dict[int, AttendedAhead] = {}
-        self.caches: dict[int, SharedCache] = {}
+        self.caches: dict[int, list[CacheAhead]] = {}
 
     @property
     def count(self) -> int:
