@@ -27,7 +27,7 @@ from engine.planner.engine_memory import (
     ram_usable,
     written_bytes,
 )
-from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload, share_on_disk, with_all_visits
+from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload, with_all_visits
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
 from engine.planner.policy_search import PAGE, PerformanceModel, block_times, fewest_batches
 from engine.planner.schedules import SCHEDULES
@@ -180,7 +180,7 @@ def given_outcome(question: Question, given: BatchPlan) -> tuple[Outcome | None,
         work,
         policy,
         chunk=rule.chunk,
-        disk_share=share_on_disk(costs.machine, costs.model, costs.precision, kv_bytes=in_ram, rule=rule),
+        disk_share=performance.disk_share(policy),
         vram_bytes=rule.card - room + on_card,
     )
     return replace(found, cards=cards), ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.planner import schedules
 from engine.planner.costs import Costs
-from engine.planner.plan_parts import CHUNKS_TOGETHER, Workload, card_memory, share_on_disk, usual_rule, with_all_visits
+from engine.planner.plan_parts import CHUNKS_TOGETHER, Workload, card_memory, usual_rule, with_all_visits
 from engine.planner.policy_search import PAGE, PerformanceModel, best_of, block_times, fewest_batches, policies
 from engine.planner.schedules import Schedule
 from engine.planner.simulator.request import Outcome, utilisation
@@ -43,17 +43,15 @@ class BatchSystem:
 def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
     """The outcome of a workload under one schedule, for each policy that fits and is worth trying."""
     costs, work = setting.costs, setting.workload
-    machine, model = costs.machine, costs.model
-    if machine.gpu is None:
+    if costs.machine.gpu is None:
         return
-    rule = setting.rule or usual_rule(machine)
+    rule = setting.rule or usual_rule(costs.machine)
     if name == KLOTSKI:
-        rule = with_all_visits(rule, model)
+        rule = with_all_visits(rule, costs.model)
     performance = PerformanceModel(costs, work, rule)
     for policy in policies_to_try(name, performance, setting):
         kv = performance.kv_bytes() * policy.sequences
-        in_ram = kv * (1 - policy.cached)
-        if in_ram > rule.ram:
+        if kv * (1 - policy.cached) > rule.ram:
             continue
         on_card = performance.working_bytes(policy) + kv * policy.cached
         yield run_batch(
@@ -63,7 +61,7 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
             work,
             policy,
             chunk=rule.chunk,
-            disk_share=share_on_disk(machine, model, costs.precision, kv_bytes=in_ram, rule=rule),
+            disk_share=performance.disk_share(policy),
             vram_bytes=rule.card - performance.card_room(policy.resident) + on_card,
             record=record,
         )
