@@ -275,9 +275,9 @@ def _ram_beside_disk(rows: JobRows, loaded: LoadedModel, shape: ModelShape) -> i
 _WATCHED = {
     Cost.H2D: "Copies to the graphics card take {} times as long as",
     Cost.CARD_LAYER: "Layers take {} times as long on the graphics card as",
-    Cost.CARD_ATTENTION: "Attention takes {:.2g} times as long on the graphics card as",
+    Cost.CARD_ATTENTION: "Attention takes {} times as long on the graphics card as",
     Cost.CARD_EXPERT: "Experts take {} times as long on the graphics card as",
-    Cost.CPU_ATTENTION: "Attention takes {:.2g} times as long on the processor as",
+    Cost.CPU_ATTENTION: "Attention takes {} times as long on the processor as",
     Cost.CPU_PROMPT_EXPERT: "Experts take {} times as long on the processor as",
     Cost.DISK: "Reads from disk take {} times as long as",
     Cost.DISTINCT: "Rows use {} times as many experts as",
