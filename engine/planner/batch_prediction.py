@@ -170,7 +170,8 @@ def predict_on_cpu(
     context = job.prompt_tokens + (job.generated_tokens + 1) / 2
     decoding = _sweep(costs, together, context, 0.0, together, disk_share)
     sweeps = max(0.0, job.generated_tokens - 1) * job.rows / together
-    reads = (job.rows * own + job.prompt_tokens - own) / piece
+    begun = min(float(job.rows), max(1.0, sweep_tokens / job.prompt_tokens))  # with none read that they could share
+    reads = (job.rows * own + begun * (job.prompt_tokens - own)) / piece
     whole = {name: reads * reading[name] + sweeps * decoding[name] for name in reading}
     rate = job.rows * job.generated_tokens / sum(whole.values())
     limit = max(whole, key=lambda name: whole[name])

@@ -145,10 +145,15 @@ class PerformanceModel:
             return 0
         return int(room / (self.kv_bytes() * share)) if share > 0 else 1 << 20
 
+    def held_bytes(self, policy: OffloadPolicy) -> tuple[float, float]:
+        """(bytes on the card beside weights, bytes of keys and values in RAM)."""
+        kv = self.kv_bytes() * policy.sequences
+        return self.working_bytes(policy) + kv * policy.cached, kv * (1.0 - policy.cached)
+
     def disk_share(self, policy: OffloadPolicy) -> float:
         """Share of the experts' bytes that has no room in RAM beside keys and values."""
-        kv = self.kv_bytes() * policy.sequences * (1.0 - policy.cached)
-        return share_on_disk(self.costs.machine, self.model, self.costs.precision, kv_bytes=kv, rule=self.rule)
+        machine, precision, (_, kv) = self.costs.machine, self.costs.precision, self.held_bytes(policy)
+        return share_on_disk(machine, self.model, precision, kv_bytes=kv, rule=self.rule)
 
     def layer_seconds(self, policy: OffloadPolicy) -> tuple[float, str]:
         """Eqs. 12-14, and the disk: (T, the name of its largest term)."""

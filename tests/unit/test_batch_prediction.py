@@ -170,7 +170,7 @@ def test_what_all_prompts_begin_with_is_read_once(question: ForecastQuestion) ->
     assert told is not None
     assert told.plan.job.shared_tokens > 300
     assert told.plan.job.own_tokens == pytest.approx(plain.plan.job.own_tokens, abs=2)
-    assert told.plan.tokens_per_s > 0.7 * plain.plan.tokens_per_s
+    assert told.plan.tokens_per_s > 0.5 * plain.plan.tokens_per_s
     apart = replace(told.plan.job, shared_tokens=0)
     costs = engine_costs(read_machine("gcp-l4"), read_model(MODEL), "bf16")
     shared, read = (predict_on_cpu(costs, job, 40, sweep_tokens=1024) for job in (told.plan.job, apart))

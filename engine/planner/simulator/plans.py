@@ -42,29 +42,39 @@ class BatchSystem:
 
 def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
     """The outcome of a workload under one schedule, for each policy that fits and is worth trying."""
-    costs, work = setting.costs, setting.workload
-    if costs.machine.gpu is None:
+    if setting.costs.machine.gpu is None:
         return
-    rule = setting.rule or usual_rule(costs.machine)
-    if name == KLOTSKI:
-        rule = with_all_visits(rule, costs.model)
-    performance = PerformanceModel(costs, work, rule)
+    performance = performance_of(name, setting)
     for policy in policies_to_try(name, performance, setting):
-        kv = performance.kv_bytes() * policy.sequences
-        if kv * (1 - policy.cached) > rule.ram:
-            continue
-        on_card = performance.working_bytes(policy) + kv * policy.cached
-        yield run_batch(
-            name,
-            system_of(name, policy, own=rule.record is not None),
-            costs,
-            work,
-            policy,
-            chunk=rule.chunk,
-            disk_share=performance.disk_share(policy),
-            vram_bytes=rule.card - performance.card_room(policy.resident) + on_card,
-            record=record,
-        )
+        if performance.held_bytes(policy)[1] <= performance.rule.ram:
+            system = system_of(name, policy, own=performance.rule.record is not None)
+            yield run_planned(name, system, performance, policy, record=record)
+
+
+def performance_of(name: str, setting: Setting) -> PerformanceModel:
+    """Of a policy, with the memory that its schedule leaves."""
+    rule = setting.rule or usual_rule(setting.costs.machine)
+    if name == KLOTSKI:
+        rule = with_all_visits(rule, setting.costs.model)
+    return PerformanceModel(setting.costs, setting.workload, rule)
+
+
+def run_planned(
+    name: str, system: BatchSystem, performance: PerformanceModel, policy: OffloadPolicy, *, record: bool = False
+) -> Outcome:
+    """`run_batch` with this memory."""
+    rule = performance.rule
+    return run_batch(
+        name,
+        system,
+        performance.costs,
+        performance.workload,
+        policy,
+        chunk=rule.chunk,
+        disk_share=performance.disk_share(policy),
+        vram_bytes=rule.card - performance.card_room(policy.resident) + performance.held_bytes(policy)[0],
+        record=record,
+    )
 
 
 def system_of(name: str, policy: OffloadPolicy, *, own: bool = False) -> BatchSystem:
