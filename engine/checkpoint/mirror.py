@@ -61,7 +61,6 @@ def use_mirror(address: str) -> str:
 
 
 def packages_mirror() -> str:
-    """The mirror that `use_packages_mirror` keeps; empty for none."""
     return os.environ.get(PACKAGES_VARIABLE, "").rstrip("/") or _chosen("packages")
 
 

@@ -426,7 +426,6 @@ def _found(hub: str, item: Mapping[str, Any]) -> Found:
 
 
 def _problem(tags: set[str], task: str) -> str:
-    """Why nothing of a repository with these tags can run."""
     for tag, why in _NO_MODEL.items():
         if tag in tags and (tag not in ("onnx", "openvino", "pytorch") or not tags.intersection(_RUNS)):
             return f"Nothing here can run: {why}."

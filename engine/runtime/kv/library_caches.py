@@ -69,7 +69,6 @@ class LibraryCaches:
         return self._held[piece.next_state]
 
     def keep(self, piece: Piece, cache: Any) -> None:
-        """After the forward."""
         self._held[piece.next_state] = cache
 
     def together(self, pieces: Sequence[Piece]) -> Any:
@@ -109,7 +108,6 @@ class LibraryCaches:
             self.clear_state(state)
 
     def close(self) -> None:
-        """Frees all of them."""
         self._held.clear()
 
     def copy_page(self, source: int, target: int) -> None:

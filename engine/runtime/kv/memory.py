@@ -80,7 +80,6 @@ def _of_decoder(cache: Any) -> Any:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes held by every tensor of a cache, whatever its layers call them."""
     return sum(tensor.nbytes for tensor in cache_tensors(cache))
 
 

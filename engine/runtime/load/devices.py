@@ -29,8 +29,6 @@ from engine.runtime.kv.paged_cache import PagedCaches
 
 
 class CardLoss(Enum):
-    """Why a model cannot go on with its devices."""
-
     CARD = auto()
     MEMORY = auto()
 
