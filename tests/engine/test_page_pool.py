@@ -543,6 +543,21 @@ def _refusing(state_weight: int, sizes: PageSizes) -> tuple[PagePool, PagedRow]:
     return pool, row
 
 
+def test_pages_of_windows_that_hold_nothing_make_room_for_pages_of_tokens() -> None:
+    pool, kind = PagePool(64, sizes=PageSizes(1, 1, 1, PAGE_TOKENS)), PageKind(window=PAGE_TOKENS)
+    pool.room = room = _Room()
+    assert pool.reserve(16)
+    windows = [pool.take_window(kind) for _ in range(8)]
+    pages = [pool.take(kind) for _ in range(4)]
+    assert (room.pages, room.windows) == (4, 8)
+    for window in windows[2:]:
+        pool.release_window(window)
+    assert room.windows == 8
+    pages.append(pool.take(kind))
+    assert (room.pages, room.windows) == (5, 2)
+    assert pages == [0, 1, 2, 3, 4]
+
+
 def test_what_a_card_refuses_is_not_counted() -> None:
     caches: Any = SimpleNamespace(clear_state=lambda _state: None, copy_state=lambda _source, _target: None)
     pool, row = _refusing(0, PageSizes(1, 1, 1, 40))

@@ -24,7 +24,6 @@ from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
-from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
@@ -391,10 +390,6 @@ class ContinuousBatch:
     def held_bytes(self) -> int:
         """Bytes of what rows hold now, or have left to be shared."""
         return self._model.held_bytes(self.pool.filled)
-
-    def time_parts(self) -> PartsTimer | None:
-        """See `BatchExecutor.time_parts`."""
-        return self._model.time_parts()
 
     def close(self) -> None:
         """Drops all rows."""

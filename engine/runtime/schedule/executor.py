@@ -13,7 +13,6 @@ from engine.common.errors import RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, never
 from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.decode.paged_steps import attends_there, has_pages
 from engine.runtime.kv.library_caches import LibraryCaches
@@ -131,10 +130,6 @@ class BatchExecutor:
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep through the weights now, and the tokens generated for them."""
         return self._batch.under_way if self._batch is not None else (0, 0)
-
-    def time_parts(self) -> PartsTimer | None:
-        """From now on sweeps run without overlap and their parts are timed; None if they follow no schedule."""
-        return self._batch.time_parts() if self._batch is not None else None
 
     def forget_prefixes(self) -> None:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""
