@@ -42,6 +42,7 @@ from engine.kernels.interface import LayerRecords, activation_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,
+    GroupedLinear,
     LatentHeads,
     MixedRows,
     QuantisedLinear,
@@ -49,6 +50,7 @@ from engine.kernels.native.linear import (
     formats_of_linears,
     large_linears,
     looks_rows_up,
+    multiplies_groups,
     scale_of_rows,
 )
 from engine.kernels.repack import Blocks, quantise_into
@@ -227,6 +229,8 @@ def bind_matrices_in_place(
         table, module = made[id(entry)], model.get_submodule(name.removesuffix(".weight"))
         if isinstance(module, torch.nn.Embedding):
             module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
+        elif multiplies_groups(module):
+            module.forward = GroupedLinear(module, table, kernels)
         else:
             is_head = module is model.get_output_embeddings()
             module.forward = QuantisedLinear(module, table, kernels, is_head=is_head)
@@ -240,9 +244,8 @@ def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[s
         entry = opened.weight_of(name)
         if entry is None or not _is_used(entry, types):
             continue
-        is_linear = (
-            type(module) is torch.nn.Linear and not is_router(name) and name.rpartition(".")[2] not in _USED_OTHERWISE
-        )
+        is_linear = type(module) is torch.nn.Linear or multiplies_groups(module)
+        is_linear = is_linear and not is_router(name) and name.rpartition(".")[2] not in _USED_OTHERWISE
         is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
         if is_plain or looks_rows_up(module):
             found[f"{name}.weight"] = entry
