@@ -324,11 +324,15 @@ def test_rows_and_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> N
     assert (torch.stack(rows) - found[start:]).norm() < 0.04 * wanted.norm()
 
 
-def test_rows_below_one_another_stay_in_blocks(tmp_path: Path) -> None:
-    file = rewritten(unpacked("granitehybrid", tmp_path)[0], kind="Q8_0")
+@pytest.mark.parametrize(
+    ("name", "where"), [("granitehybrid", "shared_mlp.input_linear"), ("deepseek4", "self_attn.o_a_proj")]
+)
+def test_rows_below_one_another_stay_in_blocks(name: str, where: str, tmp_path: Path) -> None:
+    """Gates before ups; and groups of rows, each for values of its own."""
+    file = rewritten(unpacked(name, tmp_path)[0], kind="Q8_0")
     with loaded(file, "auto") as ours, torch.no_grad():
-        shared = [layer.shared_mlp.input_linear for layer in ours.model.model.layers]
-        assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in shared)
+        linears = [layer.get_submodule(where) for layer in ours.model.model.layers]
+        assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in linears)
         step = StepModel(ours.model, 64)
         assert step._single is not None
         assert step._single._whole is not None
