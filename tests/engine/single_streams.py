@@ -1,7 +1,5 @@
 """Answers one after the other, with nobody beside: what every other way to answer is held to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,10 +17,10 @@ from engine.runtime.decode.beam_search import Beams
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.decode.step_model import StepModel, TokenStep
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.executor import batch_for
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
@@ -110,7 +108,7 @@ class PagedSequence:
         last = self.held % PAGE_TOKENS or PAGE_TOKENS
         return [*states, *(part[:-1] for part in rows), *(part[-1, :, :last] for part in rows)]
 
-    def become(self, other: PagedSequence) -> None:
+    def become(self, other: "PagedSequence") -> None:
         """Holds what another of such a model does."""
         self.held = other.held
         for mine, its in zip(self.parts(), other.parts(), strict=True):
@@ -120,9 +118,7 @@ class PagedSequence:
 class Alone:
     """One request at a time, each with all of what the ones before it have left."""
 
-    def __init__(
-        self, loaded: LoadedModel, *, kept: KeptPrefixes | None = None, speculates: bool | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, *, kept: PrefixCache | None = None, speculates: bool | None = None) -> None:
         if speculates is not None:
             loaded = replace(loaded, speculates=speculates)
         self._batch = batch_for(loaded, kept)

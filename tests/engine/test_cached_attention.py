@@ -1,7 +1,5 @@
 """Attention over caches, pages and prompts: the native kernels against torch, for every instruction set."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from engine.kernels.native.paged_attention import (
 )
 from engine.kernels.native.structs import AttentionStruct, LatentAttentionStruct, MatrixStruct, PagesStruct, PieceStruct
 from engine.kernels.reference import attend_in_torch
-from engine.runtime.fast_path.native_attention import speed_up_prompts
+from engine.runtime.kv.library_attention import speed_up_prompts
 from engine.runtime.kv.paged_cache import narrowed, widened
 from tests.engine.int8_ties import without_ties
 from tests.engine.native_isas import isas, kernels_of
@@ -159,7 +157,7 @@ class _Held:
         scales = places[2:] or [None, None]
         return PagesStruct(*places[:2], *scales, self.page_tokens, int(self.kv_type), window, kept)
 
-    def take(self, other: _Held, page: int, pages: torch.Tensor, tokens: int) -> None:
+    def take(self, other: "_Held", page: int, pages: torch.Tensor, tokens: int) -> None:
         """The first tokens of another's page, in these pages."""
         for mine, its in zip(self.parts, other.parts, strict=True):
             for token in range(tokens):

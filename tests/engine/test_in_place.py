@@ -1,8 +1,6 @@
 """Files are used as they lie, GGUF files and safetensors in the numbers that a model computes with: the same results,
 nothing converted, copied or written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import read_header
@@ -22,10 +21,12 @@ from engine.kernels.native import library
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,
+    GroupedLinear,
     LatentHeads,
     MixedRows,
     QuantisedLinear,
     TurnedLinear,
+    multiplies_groups,
     route_rows,
 )
 from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlockStruct
@@ -116,6 +117,20 @@ def test_rows_of_numbers_are_not_rounded(name: str, isa: Isa) -> None:
         layer = QuantisedLinear(module, blocks, kernels, is_head=True)
         for count in (1, 8, 9, 70):
             assert (layer(x[:count]) - wanted[:count]).norm() < 2e-6 * wanted[:count].norm()
+
+
+def test_groups_of_rows_are_multiplied_each_with_values_of_its_own() -> None:
+    """As in DeepSeek-V4's output of attention, which is computed where it lies."""
+    blocks = made_up_blocks(GGML["Q8_0"], 96, 8, 5)
+    module = DeepseekV4GroupedLinear(256, 96, 3).bfloat16()
+    module.weight.data = torch.from_numpy(blocks.kind.dequantise(blocks.raw.numpy())).bfloat16()
+    x = torch.randn(2, 9, 3, 256, generator=torch.Generator().manual_seed(7)).bfloat16()
+    assert multiplies_groups(module)
+    with kernels_of(_ISAS[-1], threads=2) as kernels, torch.no_grad():
+        wanted = module(x)
+        found = GroupedLinear(module, blocks, kernels)(x)
+    assert found.shape == wanted.shape
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
@@ -230,7 +245,7 @@ def test_a_file_without_the_kernels_that_read_it_says_so(tmp_path: Path, monkeyp
         assert "several times slower" in ours.info.device_note
 
 
-def _reference(file: Path, ids: torch.Tensor, routes: Routes) -> torch.Tensor:
+def _reference(file: Path, ids: torch.Tensor, routes: "Routes") -> torch.Tensor:
     """Logits [T, V] of a file's weights in fp32.  Where a router wavers, rounding may choose another expert for a
     token, and so change those that attend to it: there, and only if it was near, it chooses as in `routes`."""
     with loaded(file, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:
@@ -324,15 +339,11 @@ def test_rows_and_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> N
     assert (torch.stack(rows) - found[start:]).norm() < 0.04 * wanted.norm()
 
 
-@pytest.mark.parametrize(
-    ("name", "where"), [("granitehybrid", "shared_mlp.input_linear"), ("deepseek4", "self_attn.o_a_proj")]
-)
-def test_rows_below_one_another_stay_in_blocks(name: str, where: str, tmp_path: Path) -> None:
-    """Gates before ups; and groups of rows, each for values of its own."""
-    file = rewritten(unpacked(name, tmp_path)[0], kind="Q8_0")
+def test_rows_below_one_another_stay_in_blocks(tmp_path: Path) -> None:
+    file = rewritten(unpacked("granitehybrid", tmp_path)[0], kind="Q8_0")
     with loaded(file, "auto") as ours, torch.no_grad():
-        linears = [layer.get_submodule(where) for layer in ours.model.model.layers]
-        assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in linears)
+        shared = [layer.shared_mlp.input_linear for layer in ours.model.model.layers]
+        assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in shared)
         step = StepModel(ours.model, 64)
         assert step._single is not None
         assert step._single._whole is not None

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 from typing import Any
 
 import torch
 
+from engine.families.library import own_forward, take_over
 from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.gpu.norms import is_alike
 
-ANGLES_KERNEL = Kernel("angles.cu", "angles_kernel", 128)
-
-
-class AngleArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("positions", "frequencies", "cosines", "sines")),
-        *((name, ctypes.c_int) for name in ("pairs", "times", "step", "states")),
-        ("scale", ctypes.c_float),
-    )
+ANGLES_KERNEL = Kernel("angles.cu")
 
 
 class CudaAngles(OnCard):
@@ -63,12 +55,10 @@ class CudaAngles(OnCard):
         times: int,
         step: int,
     ) -> None:
-        arguments = AngleArguments(
-            positions=positions.data_ptr(), frequencies=frequencies.data_ptr(), cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(), pairs=len(frequencies), times=times, step=step, states=STATES[cosines.dtype],
-            scale=scale,
+        self.start(
+            ANGLES_KERNEL, (len(positions), 1, 1), positions=positions, frequencies=frequencies, cosines=cosines,
+            sines=sines, pairs=len(frequencies), times=times, step=step, states=cosines.dtype, scale=scale,
         )  # fmt: skip
-        self._card.launch(ANGLES_KERNEL, (len(positions), 1, 1), arguments)
 
 
 _log = logging.getLogger(__name__)
@@ -121,15 +111,13 @@ def speed_up_angles(module: Any, dtype: torch.dtype) -> bool:
         or not isinstance(getattr(module, "attention_scaling", None), int | float)
         or any(each in kind for each in _CHANGING)
         or list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]
-        or "forward" in module.__dict__
+        or own_forward(module) is not None
         or dtype not in STATES
     ):
         return False
     kernel = on_card(frequencies.device, CudaAngles)
     made = _made(module, kernel, frequencies, dtype) if kernel is not None else None
-    if made is not None:
-        module.forward = made
-    return made is not None
+    return made is not None and take_over([(module, made)]) > 0
 
 
 @torch.inference_mode()

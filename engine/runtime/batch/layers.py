@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.common import clock
 from engine.experts.dispatch import experts_forward
 from engine.experts.whole_layer import STANDS_IN
+from engine.families.library import own_forward, replaced
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import RowsLinear, attention_rows, route_rows
@@ -215,6 +216,20 @@ class Recording:
         return hidden.index_add(1, self.places.to(hidden.device), self.added[index].to(hidden)[None])
 
 
+@dataclass
+class MicroBatch:
+    """Rows that pass through a layer together.
+
+    Attributes:
+        wanted: positions of the tokens [T] whose logits are needed.
+    """
+
+    pieces: Pieces
+    recording: Recording
+    hidden: torch.Tensor
+    wanted: list[int]
+
+
 class DecoderLayers:
     """The layers of a causal language model.
 
@@ -249,21 +264,18 @@ class DecoderLayers:
         Args:
             given: what the model gets in their place, where pictures are among them.
         """
-        recording = Recording(torch.empty(0), [])
+        recording, last = Recording(torch.empty(0), []), len(self._layers) - 1
 
-        def stub(index: int) -> Callable[..., Any]:
-            def note(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                if index == 0:
-                    recording.hidden = hidden_states
-                recording.calls.append((args, kwargs))
-                if index == len(self._layers) - 1:
-                    raise _Enough
-                return self._returned(index, hidden_states)
-
-            return _standing_in(note)
+        def note(index: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if index == 0:
+                recording.hidden = hidden_states
+            recording.calls.append((args, kwargs))
+            if index == last:
+                raise _Enough
+            return self._returned(index, hidden_states)
 
         try:
-            with replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
+            with self._replaced(note):
                 self._forward(ids, positions, cache, given)
         except _Enough:
             return recording
@@ -287,19 +299,18 @@ class DecoderLayers:
         rows = hidden.shape[1]
         ids = torch.zeros(1, rows, dtype=torch.long, device=hidden.device)
 
-        def stub(index: int) -> Callable[..., Any]:
-            is_last = index == len(self._layers) - 1
+        def hand_on(index: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+            return self._returned(index, hidden if index == len(self._layers) - 1 else hidden_states)
 
-            def hand_on(hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
-                return self._returned(index, hidden if is_last else hidden_states)
-
-            return _standing_in(hand_on)
-
-        with replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
+        with self._replaced(hand_on):
             out = self._forward(ids, torch.zeros_like(ids))
         logits = out.logits[0]
         assert isinstance(logits, torch.Tensor)
         return logits
+
+    def _replaced(self, stub: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Has `stub` called in each layer's place, with its index first."""
+        return replaced((layer, _standing_in(partial(stub, index))) for index, layer in enumerate(self._layers))
 
     def _returned(self, index: int, hidden: torch.Tensor) -> Any:
         """What the model expects of a layer."""
@@ -461,7 +472,7 @@ def _nothing(hidden: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor
 
 
 def _state_mixers(layers: DecoderLayers) -> dict[int, StateMixer]:
-    steps = {index: layers[index].__dict__.get("forward") for index in range(len(layers))}
+    steps = {index: own_forward(layers[index]) for index in range(len(layers))}
     return {
         index: step.attention
         for index, step in steps.items()
@@ -483,7 +494,7 @@ def _through_mixer(mixer: StateMixer, hidden: torch.Tensor, held: PagesStruct, p
 
 def _latent_rows(layers: DecoderLayers, states: PagedStates, others: int) -> dict[int, LatentRows]:
     """Of a model whose layers, but so many others, all have latent attention that native steps compute."""
-    fast = [layers[index].__dict__.get("forward") for index in range(len(layers))]
+    fast = [own_forward(layers[index]) for index in range(len(layers))]
     found = {
         index: LatentRows(layers[index], step.attention, states)
         for index, step in enumerate(fast)
@@ -513,20 +524,3 @@ def _linears(part: Any, kernels: NativeKernels, apart: AbstractSet[Any] = frozen
         and RowsLinear.can(module)
         and module.in_features * module.out_features >= _FEWEST_WEIGHTS
     ]
-
-
-@contextmanager
-def replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Replaces these modules' `forward` inside the context and restores it afterwards, as chats may run in between."""
-    pairs = list(forwards)
-    own = [module.__dict__.get("forward") for module, _ in pairs]
-    try:
-        for module, forward in pairs:
-            module.forward = forward
-        yield
-    finally:
-        for (module, _), forward in zip(pairs, own, strict=True):
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward

@@ -28,6 +28,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_automatic, open_devices
 from engine.experts.container import UnusableContainerError, reopen
 from engine.experts.dispatch import verify
+from engine.families.library import own_forward
 from engine.families.replies.reader import may_think, template_text, thinking_choices
 from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
@@ -185,7 +186,7 @@ def build(
         parts.stream.follow(decoder_layers(model))
     left_to = left_to_cpu() if plan.devices else contextlib.nullcontext(list[str]())
     with left_to as left, waits, _first_forward(file):
-        kv = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
+        kv, read = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
     if waits_first:
         if plan.devices:
             parts.devices.expect_kv(kv, file.profile.layers)
@@ -195,7 +196,7 @@ def build(
     verify(model, plan.sites)
     charge_model(model, plan.devices, plan.sites, plan.dense_sizes, parts.devices.experts.tokens)
     note = _joined(note, left_note(left))
-    return _hand_over(plan, tokenizer.result(), parts, captures, kv, prepared, note)
+    return _hand_over(plan, tokenizer.result(), parts, captures, kv, read, prepared, note)
 
 
 def _joined(*sentences: str) -> str:
@@ -226,6 +227,7 @@ def _hand_over(
     parts: LoadingParts,
     captures: Device | None,
     kv: KvCost,
+    read: Any,
     prepared: tuple[Path, ...],
     note: str,
 ) -> LoadedModel:
@@ -305,6 +307,7 @@ def _hand_over(
         prepared=prepared,
         kv_type=kv_type,
         kv_fixed_bytes=kv.fixed,
+        read=read,
         sight=seeing if isinstance(seeing, Sight) else None,
         blind=seeing if isinstance(seeing, Blind) else None,
     )
@@ -337,7 +340,7 @@ def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = N
         return None, ""
     cache, layers = library_cache(model), decoder_layers(model)
     whole = cache is not None and all(type(held) in (DynamicLayer, DynamicSlidingWindowLayer) for held in cache.layers)
-    fast = (layer.__dict__.get("forward") for layer in layers)
+    fast = (own_forward(layer) for layer in layers)
     if whole and layers and all(isinstance(path, SingleTokenLayer) and path.reads_narrow for path in fast):
         return wanted, ""
     if whole and captures is not None and attention_of(captures) is not None:
