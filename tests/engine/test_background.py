@@ -195,7 +195,6 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     assert other.outcomes == [BatchOutcome.FINISHED]
     whole.check(mixtral)
     assert not scheduler.background._lanes
-    assert scheduler._batch is not None
     pool = scheduler._batch.pool
     assert (pool.held, pool.reserve(pool.capacity)) == (0, True)
     assert not scheduler._batch.below
@@ -258,10 +257,17 @@ def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own(
     begins = tuple(random_prompt(50, seed=9))
     rows = [replace(each := row(n, 20, 6), ids=(*begins, *each.ids)) for n in range(3)]
     job = Job(scheduler, rows, replace(POLICY, kv_type=KvType.FP16))
-    lanes = list[ContinuousBatch]()
-    serve(scheduler, [job], lambda: lanes.extend(scheduler._beside()) is not None)
+    lanes, held = list[ContinuousBatch](), list[int]()
+
+    def look() -> bool:
+        lanes.extend(scheduler._beside())
+        held.append(scheduler.kv_bytes)
+        return False
+
+    serve(scheduler, [job], look)
     assert scheduler._batch is not None
     assert bool(lanes) == has_pages
+    assert max(held) > 0  # what the window shows as context
     assert job.outcomes == [BatchOutcome.FINISHED]
     assert scheduler._batch.pool.in_use == 0
     for each in job.rows:
@@ -324,7 +330,6 @@ def test_a_model_that_is_freed_ends_jobs_in_a_sentence(mixtral: LoadedModel) -> 
     scheduler.close()
     job.thread.join(PATIENCE_S)
     (end,) = job.outcomes
-    assert isinstance(end, EngineError)
     assert "resume" in end.message
     late = Job(scheduler, [row(0, 5, 5)])
     late.thread.join(PATIENCE_S)
