@@ -23,6 +23,13 @@ BLOCK_INDEX = "MiniMaxM3VLSparseCacheLayer"
 """The class of cache layers with keys that blocks of tokens are chosen by."""
 COMPRESSING = ("DeepseekV4HCACache", "DeepseekV4CSACache")
 """The classes of those with a sliding window, and sums of what lies before it."""
+WITH_PICTURES = (
+    "Kimi_K25ForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+"""Classes of models whose text goes through a decoder of another class and a head, as it does without pictures."""
 _GATE, _USUAL_GATE = "_apply_gate", "_default_apply_gate"
 _RENAMES = "transformers.utils.deprecation"
 """The module with the wrapper that takes an argument by its former name, too."""

@@ -19,7 +19,8 @@ from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.footprint import SHORT_TOKENS
 from engine.experts.card_tokens import CardTokens
 from engine.families import fast_path_of
-from engine.families.library import own_forward
+from engine.families.family import FastPath
+from engine.families.library import WITH_PICTURES, own_forward
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
@@ -83,7 +84,7 @@ class StepModel:
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._wants_positions = "position_ids" in parameters
         self._positions = self._lay_out(context_tokens)
-        self._single = TokenStep.of(model, has_card=has_card)
+        self._native = TokenStep.of(model, has_card=has_card)
         self._last_layer = _last_layer(model)
         trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", context_tokens)
         self._angles_grow = "dynamic" in kinds_by_length(model) and context_tokens > trained
@@ -112,7 +113,7 @@ class StepModel:
 
     def rows_of(self, sequences: int) -> TokenStep | None:
         """What computes a token of so many sequences in one native call, if that is possible."""
-        return self._single if self._single is not None and self._single.takes_rows(sequences) else None
+        return self._native if self._native is not None and self._native.takes_rows(sequences) else None
 
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
@@ -135,14 +136,6 @@ class StepModel:
         if end > self._positions.shape[1]:
             self._positions = self._lay_out(2 * end)
         positions = self._positions[:, start:end]
-        if self._single is not None and cache is not None and tokens.numel() == 1:
-            card = self._single.card
-            if card is not None and not card.takes_next:
-                with card.dispatched():
-                    return self.at(positions, tokens, cache)
-            logits = self._single.step(tokens, positions, start, cache)
-            if logits is not None:
-                return logits, cache
         if tokens.shape[0] > 1:
             # One row per sequence, as `generate` passes them: some families keep them beside the cache.
             positions = positions.expand(tokens.shape[0], -1)
@@ -197,10 +190,17 @@ def _last_layer(model: Any) -> SingleTokenLayer | None:
     return layer if is_attention else None
 
 
-def _embedding(model: Any) -> Any:
-    path = fast_path_of(model, "model")
-    assert path is not None
-    return getattr(model.model, path.embedding)
+def _text_parts(model: Any) -> tuple[Any, Any, FastPath] | None:
+    """What has the embedding, the layers and the last norm of a model of a known kind, its head, and their names.
+
+    Of one that sees pictures too, what computes text.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for known in (model, decoder):
+        if (path := fast_path_of(known, "model")) is not None:
+            return known.model, known.lm_head, path
+    path = fast_path_of(decoder.layers[0], "layer") if type(model).__name__ in WITH_PICTURES else None
+    return None if path is None else (decoder, model.lm_head, path)
 
 
 def _last_norm(model: Any) -> Any:
@@ -210,16 +210,17 @@ def _last_norm(model: Any) -> Any:
 
 
 class TokenStep:
-    """Steps of single tokens, of a few that are tried together, or of a few sequences, through one model."""
+    """Steps of a token, of a few that are tried together, or of a few sequences, through one model."""
 
     def __init__(self, model: Any, *, has_card: bool) -> None:
         self._has_card = has_card
-        inner, path = model.model, fast_path_of(model, "model")
-        assert path is not None
-        self._embed, self._norm, self._head = _embedding(model), _last_norm(model), model.lm_head
+        parts = _text_parts(model)
+        assert parts is not None
+        inner, self._head, path = parts
+        self._embed, self._norm = getattr(inner, path.embedding), getattr(inner, path.last_norm)
         self._multiple: float = inner.embedding_multiplier if path.has_multiples else 1.0
-        self._divisor: float = model.config.logits_scaling if path.has_multiples else 1.0
-        self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self._divisor: float = inner.config.logits_scaling if path.has_multiples else 1.0
+        self._cap: float | None = getattr(inner.config, "final_logit_softcapping", None)
         self._layers: list[SingleTokenLayer] = [own_forward(layer) for layer in inner.layers]
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         rotary = getattr(inner, "rotary_emb", getattr(inner, "pos_emb", None))
@@ -231,12 +232,11 @@ class TokenStep:
     @classmethod
     def of(cls, model: Any, *, has_card: bool = False) -> TokenStep | None:
         """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
-        if fast_path_of(model, "model") is None or _embedding(model).weight.dtype != torch.bfloat16:
+        parts = _text_parts(model)
+        if parts is None or getattr(parts[0], parts[2].embedding).weight.dtype != torch.bfloat16:
             return None
-        layers = model.model.layers
-        if not all(isinstance(own_forward(layer), SingleTokenLayer) for layer in layers):
-            return None
-        return cls(model, has_card=has_card)
+        is_known = all(isinstance(own_forward(layer), SingleTokenLayer) for layer in parts[0].layers)
+        return cls(model, has_card=has_card) if is_known else None
 
     @property
     def card(self) -> CardTokens | None:
@@ -244,33 +244,10 @@ class TokenStep:
         blocks = (layer.sparse for layer in self._layers if layer.sparse is not None)
         return next((block.tokens for block in blocks if block.tokens is not None), None)
 
-    def step(self, tokens: torch.Tensor, position_ids: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
-        """Appends a token [1, 1] at position `start`, which is also in `position_ids` [1, 1].
-
-        Returns:
-            Logits [1, V]; `None`, and nothing was done, if the library has to compute this step: the cache is not one
-            of pages, or a hook is registered on a layer.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`.
-        """
-        for hooks in self._hooks:
-            if hooks:
-                return None
-        rows = self._embed(tokens)
-        angles = self._angles.at(start, rows, position_ids)
-        hidden = self._begun(rows)
-        card = self.card
-        if card is None:
-            return self._through_layers(hidden, angles, position_ids, cache)
-        with card.token():
-            return self._through_layers(hidden, angles, position_ids, cache)
-
     def takes_rows(self, tokens: int) -> bool:
         """Whether `rows` computes so many now; one may have an MLP that the library computes."""
         return (
-            tokens <= MOST_ROWS
-            and self._angles.is_fixed
+            tokens <= (MOST_ROWS if self._angles.is_fixed else 1)
             and not any(self._hooks)
             and (self._has_card or tokens == 1 or all(layer.is_native for layer in self._layers))
             and (not self._has_streams or self._computes_streams)
@@ -296,7 +273,7 @@ class TokenStep:
         """
         embedded = self._embed(torch.tensor([ids]))
         hidden = self._begun(embedded)
-        angles = self._angles.at_each(positions, hidden if self._has_streams else embedded)
+        angles = self._angles.at(positions, hidden if self._has_streams else embedded)
         if self._has_streams:
             STEP_IDS[: len(ids)] = torch.tensor(ids)
         with self._by_card(len(ids)):
@@ -324,25 +301,3 @@ class TokenStep:
         """What the model makes of its head's."""
         logits = logits if self._divisor == 1 else logits / self._divisor
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
-
-    def _through_layers(
-        self, hidden: torch.Tensor, angles: dict[str, Any], position_ids: torch.Tensor, cache: Cache
-    ) -> torch.Tensor | None:
-        first = True
-        for layer in self._layers:
-            its = angles[layer.attention.type]
-            out = layer.step(hidden, cache, its)
-            if out is None:
-                if first:
-                    return None
-                # A layer with a cache of another kind; a single token has nothing hidden from it.
-                out = layer.in_library(
-                    hidden,
-                    attention_mask=None,
-                    position_ids=position_ids,
-                    cache=cache,
-                    use_cache=True,
-                    position_embeddings=its,
-                )
-            hidden, first = out, False
-        return self._ended(product(self._head, one_by_one(self._norm, hidden))[0])

@@ -32,7 +32,6 @@ class GroupedAttention(NativeAttention):
             self._struct.index = ctypes.addressof(self._index_struct)
         self.type = type_of(attention)
         self.address = ctypes.addressof(self._struct)
-        self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
         self.rotated: int = self._struct.rotated
         self._angles = self.rotated // (2 if path.angles == "once" else 1)

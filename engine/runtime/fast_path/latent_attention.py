@@ -47,7 +47,6 @@ class LatentAttention(NativeAttention):
             self._struct.index = ctypes.addressof(self._index_struct)
         self.address = ctypes.addressof(self._struct)
         self.type = type_of(layer.self_attn)
-        self._index: int = layer.self_attn.layer_idx
         is_rotated = self._struct.rotation != _NOT
         self.rotated: int = layer.self_attn.qk_rope_head_dim if is_rotated else 0
 

@@ -15,7 +15,6 @@ from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.fast_path.angles import Angles
 from engine.runtime.fast_path.norms import mixer_of
-from engine.runtime.kv.paged_cache import PagedCacheLayer
 
 
 class NoAttention:
@@ -36,10 +35,6 @@ class NoAttention:
         """Whether this decoder layer is one."""
         path = fast_path_of(layer, "layer")
         return path is not None and path.of_one_part and mixer_of(layer) is None
-
-    def step(self, hidden_states: torch.Tensor, _cache: Any, _positions: Any) -> torch.Tensor:
-        """What it is given."""
-        return hidden_states
 
     def rows(self, hidden_states: torch.Tensor, *_where: Any) -> torch.Tensor:
         """What it is given."""
@@ -62,7 +57,6 @@ class NativeAttention(ABC):
     type: str
     rotated: int
     address: int
-    _index: int
     _index_struct: ctypes.Structure | None = None
 
     def __init__(self, kernels: NativeKernels, call: Callable[..., int]) -> None:
@@ -77,23 +71,13 @@ class NativeAttention(ABC):
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
         """The angles of so many tokens; `None` if these are others."""
 
-    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """float32 [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
-
-        Args:
-            cache: the pages of a sequence.
+    def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:
+        """float32 [1, q, hidden], contiguous, of the next tokens of several sequences, with attention's result added;
+        keys and values go into pages.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        tokens, held = hidden_states.shape[1], cache.layers[self._index]
-        if not isinstance(held, PagedCacheLayer) or self.angles_of(positions, tokens) is None:
-            return None
-        pieces = held.take(tokens)
-        return None if pieces is None else self.rows(hidden_states, held.struct, pieces, positions)
-
-    def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:
-        """The same of the next tokens of several sequences, whose keys and values go into pages."""
         angles = self.angles_of(positions, pieces.tokens)
         assert angles is not None
         where = (ctypes.addressof(held), pieces.address_for(held), len(pieces.pieces))
