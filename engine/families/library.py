@@ -89,15 +89,15 @@ def take_over(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> int:
 @contextmanager
 def replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     """Has these compute modules within the context, in place of whatever does before and after it."""
-    pairs = list(forwards)
-    before = [own_forward(module) for module, _ in pairs]
+    pairs = [(module.__dict__, forward) for module, forward in forwards]
+    before = [names.get("forward") for names, _ in pairs]
     try:
-        for module, forward in pairs:
-            module.forward = forward
+        for names, forward in pairs:
+            names["forward"] = forward
         yield
     finally:
-        for (module, _), own in zip(reversed(pairs), reversed(before), strict=True):
+        for (names, _), own in zip(reversed(pairs), reversed(before), strict=True):
             if own is not None:
-                module.forward = own
+                names["forward"] = own
             else:
-                module.__dict__.pop("forward", None)
+                names.pop("forward", None)

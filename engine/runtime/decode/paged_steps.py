@@ -22,11 +22,8 @@ from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layer
 from engine.runtime.decode.tabled_attention import attention_over_pages
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
-from engine.runtime.fast_path.compressed_attention import CompressedAttention
+from engine.runtime.fast_path.attention import CompressedAttention, GroupedAttention, LatentAttention, NoAttention
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
-from engine.runtime.fast_path.grouped_attention import GroupedAttention
-from engine.runtime.fast_path.latent_attention import LatentAttention
-from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, may_hold

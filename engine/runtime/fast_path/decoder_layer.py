@@ -1,8 +1,8 @@
-"""Decoder layers of the common families, a few tokens at a time, in two native calls each.
+"""Decoder layers of the common families, a few tokens over pages at a time, in two native calls each.
 
-The library's own modules stay what they are and compute everything else: prompts, beams, other caches, other types.
-Only the step of a single token, or of a few that are tried together, through layers whose mathematics the kernels know
-takes the fast path, and the parity tests hold it to the library's result.
+The library's own modules stay what they are and compute everything else: prompts, other caches, other types.  Only
+steps of a few tokens through layers whose mathematics the kernels know take the fast path, and the parity tests hold it
+to the library's result.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from engine.families.library import own_forward, replaced, take_over
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
-from engine.runtime.fast_path.compressed_attention import CompressedAttention
-from engine.runtime.fast_path.grouped_attention import GroupedAttention
-from engine.runtime.fast_path.latent_attention import LatentAttention
-from engine.runtime.fast_path.native_attention import NoAttention
+from engine.runtime.fast_path.attention import CompressedAttention, GroupedAttention, LatentAttention, NoAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp, keep_in_floats, mixer_of, multiple_of
 from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.runtime.fast_path.state_mixer import StateMixer
