@@ -31,11 +31,11 @@ from engine.kernels.native.paged_attention import (
     StatePages,
 )
 from engine.runtime.batch.pipeline.paged import PlacedRows
-from engine.runtime.kept.state import PagedState, StateLayout
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
 from engine.runtime.kv.tabled import RowPlaces
 from engine.runtime.load.devices import ModelDevices, PageRoom
+from engine.runtime.prefix_cache.blocks import PagedState
 from engine.runtime.schedule.row import PagedRow
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
@@ -543,6 +543,21 @@ def _refusing(state_weight: int, sizes: PageSizes) -> tuple[PagePool, PagedRow]:
     return pool, row
 
 
+def test_pages_of_windows_that_hold_nothing_make_room_for_pages_of_tokens() -> None:
+    pool, kind = PagePool(64, sizes=PageSizes(1, 1, 1, PAGE_TOKENS)), PageKind(window=PAGE_TOKENS)
+    pool.room = room = _Room()
+    assert pool.reserve(16)
+    windows = [pool.take_window(kind) for _ in range(8)]
+    pages = [pool.take(kind) for _ in range(4)]
+    assert (room.pages, room.windows) == (4, 8)
+    for window in windows[2:]:
+        pool.release_window(window)
+    assert room.windows == 8
+    pages.append(pool.take(kind))
+    assert (room.pages, room.windows) == (5, 2)
+    assert pages == [0, 1, 2, 3, 4]
+
+
 def test_what_a_card_refuses_is_not_counted() -> None:
     caches: Any = SimpleNamespace(clear_state=lambda _state: None, copy_state=lambda _source, _target: None)
     pool, row = _refusing(0, PageSizes(1, 1, 1, 40))
@@ -601,7 +616,7 @@ def test_what_a_card_holds_is_kept_from_where_it_lies_now() -> None:
     caches, pages = PagedCaches(layers, [0, 0]), torch.tensor([0, 1], dtype=torch.int32)
     caches.resize(2, 0, 2)
     state = PagedState(caches, pages, 40, 1)
-    layout = StateLayout.of(state)
+    layout = state.layout
     caches.resize(3, 0, 3)
     made.states[1] = 5
     data = torch.empty(layout.nbytes, dtype=torch.uint8)

@@ -369,13 +369,14 @@ class PagedCaches:
         """So many of each from now on; the first ones hold what they held.  Without windows' pages of their own all
         layers of tokens have the others."""
         try:
-            for full, in_windows in zip(self.in_full, self.in_windows, strict=True):
+            for in_windows in self.in_windows:  # first: they make room for pages of tokens
+                if in_windows is not None and not isinstance(in_windows, StatePages):
+                    in_windows.resize(windows)
+            for full in self.in_full:
                 if isinstance(full, StatePages):
                     self.state_generation += full.resize(states)
                 elif full is not None:
                     full.resize(pages)
-                if in_windows is not None and not isinstance(in_windows, StatePages):
-                    in_windows.resize(windows)
         finally:  # also where the memory for some of them was refused
             self.generation += 1
             self._point()
@@ -512,9 +513,8 @@ def _discard(layers: Sequence[LayerPages | None], pages: Sequence[int]) -> None:
             paged.discard(pages)
 
 
-def may_hold(model: Any) -> bool:
-    """Whether pages may hold what a model's own cache does: nothing is computed to find that out."""
-    cache: Any = library_cache(model)
+def may_hold(cache: Any) -> bool:
+    """Whether pages may hold what a library's cache does, which need not have read anything."""
     return type(cache) is DynamicCache and all(
         type(each) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
         or (type(each) is StateLayer and each.number_of_states == 1)

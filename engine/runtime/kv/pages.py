@@ -47,6 +47,7 @@ class PageKind(NamedTuple):
         exact: of a longer context what a token gives depends on which others are computed with it: nobody shares it,
             a prompt is read in one go and an answer token by token.
         again: a longer context is computed again from its beginning, as all of its tokens are rotated differently.
+        together: a longer context is computed in steps of its own, as others would be rotated differently beside it.
     """
 
     root: Prefix = NO_PREFIX
@@ -58,6 +59,7 @@ class PageKind(NamedTuple):
     at_once: int = 1
     exact: int = sys.maxsize
     again: int = sys.maxsize
+    together: int = sys.maxsize
 
     def most_windows(self, *, reads: bool = True) -> int:
         """Pages of a window, at most, that a row holds while it reads its prompt, or while it is answered."""
@@ -300,18 +302,25 @@ class PagePool:
         """
         if self.room is None:
             return False
-        idle = 0 if forgets else sum(len(kind.idle) * kind.weight for kind in self._kinds)
-        self.give_back(self.spare - idle)  # what holds nothing goes first
-        there = self._there(self.room)
-        used = {kind: max(kind.touched, default=-1) + 1 for kind in self._kinds}
-        least = {kind: count if 2 * count < there[kind] or not if_many else there[kind] for kind, count in used.items()}
-        if all(least[kind] >= there[kind] for kind in self._kinds):
+        least = self._least(self.room, if_many=if_many, forgets=forgets)
+        if least == self._there(self.room):
             return False
         try:
-            self._resize(self.room, {kind: min(there[kind], count) for kind, count in least.items()})
+            self._resize(self.room, least)
         except EngineError:  # to be moved they need some first
             return False
         return True
+
+    def _least(self, room: Room, *, if_many: bool, forgets: bool = False) -> dict[_Places, int]:
+        """See `fit`: how many of each are to have memory."""
+        idle = 0 if forgets else sum(len(kind.idle) * kind.weight for kind in self._kinds)
+        self.give_back(self.spare - idle)  # what holds nothing goes first
+        there = self._there(room)
+        used = {kind: max(kind.touched, default=-1) + 1 for kind in self._kinds}
+        return {
+            kind: count if count < there[kind] and (2 * count < there[kind] or not if_many) else there[kind]
+            for kind, count in used.items()
+        }
 
     def _there(self, room: Room) -> dict[_Places, int]:
         return {self._states: room.states, self._windows: room.windows, self._pages: room.pages}
@@ -347,8 +356,10 @@ class PagePool:
             places.free.sort(reverse=True)  # others before it may have memory, given up by the prefix cache
         if (wanted := places.free[-1] + 1) <= there[places]:
             return
+        # Windows' pages that hold nothing make room before experts do.
+        windows = {self._windows: self._least(room, if_many=True)[self._windows]}
         try:
-            self._resize(room, {**there, places: wanted})
+            self._resize(room, {**there, **windows, places: wanted})
         except EngineError:
             if not places.idle:
                 raise

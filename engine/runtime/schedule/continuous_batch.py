@@ -24,17 +24,16 @@ from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
-from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one, wrong_with_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.left_pages import LeftPages, Partings
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
@@ -107,7 +106,7 @@ class ContinuousBatch:
         most_pages: int | None = None,
         *,
         above: ContinuousBatch | None = None,
-        kept: KeptPrefixes | None = None,
+        kept: PrefixCache | None = None,
         keeps: bool = False,
         exact: bool = False,
     ) -> None:
@@ -185,7 +184,7 @@ class ContinuousBatch:
     def _kind_of(self, model: PackedModel, window: int) -> PageKind:
         discards = (model.discard, model.discard_states, model.discard_windows)
         exact, again = model.exact_tokens
-        return PageKind(NO_PREFIX, 1, *discards, window, model.most_at_once, exact, again)
+        return PageKind(NO_PREFIX, 1, *discards, window, model.most_at_once, exact, again, model.together_tokens)
 
     def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
         """Takes a request, which is answered in `sweep`.
@@ -382,18 +381,15 @@ class ContinuousBatch:
         """Rows to piggyback on a sweep over `work`, unless they would wait too long for their token."""
         sent_away, self._has_dropped_piggybacked = self._has_dropped_piggybacked, False
         expected_s = self._token_s * sum(each.tokens for each in work)
-        if sent_away or not self._model.are_packed or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
+        is_packed = self._model.are_packed and not work[0].is_exact
+        if sent_away or not is_packed or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
             return []
-        return [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked()]
+        return [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked() if row.takes_company]
 
     @property
     def held_bytes(self) -> int:
         """Bytes of what rows hold now, or have left to be shared."""
         return self._model.held_bytes(self.pool.filled)
-
-    def time_parts(self) -> PartsTimer | None:
-        """See `BatchExecutor.time_parts`."""
-        return self._model.time_parts()
 
     def close(self) -> None:
         """Drops all rows."""
@@ -670,22 +666,24 @@ class ContinuousBatch:
             yield work
 
     def _sweeps(self, exact: PagedSteps, rows: list[PagedRow]) -> Iterator[list[Work]]:
-        """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
-        and answers that are too many for exact steps, in one that they share; then exact steps of the rest."""
+        """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own, as is any that
+        takes no company; other prompts, and answers that are too many for exact steps, in one that they share; then
+        exact steps of the rest."""
         waiting = self._waiting(rows)
         reading = [row for row in rows if row.is_reading and row not in waiting and self._finds_more(row)]
         writing = [row for row in rows if not row.is_reading]
         most, are_packed = exact.most_rows, self._model.are_packed
+        able = {row for row in rows if are_packed and row.takes_company}
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
-        for row in reading if not are_packed else [only] if only is not None else []:
-            if self._goes_on_now(row):
+        for row in reading:
+            if (row is only or row not in able) and self._goes_on_now(row):
                 most_read = exact.at_once(len(row.prompt) - row.held, row.undivided)
                 if tokens := self._up_to(row, most_read):
                     yield [Work(row, tokens, is_exact=True)]
-        shared = [row for row in reading if are_packed and row is not only and not row.request.repeats]
+        shared = [row for row in reading if row in able and row is not only and not row.request.repeats]
         if are_packed and (shared or len(writing) > most):
-            shared += [row for row in writing if not (row.request.repeats or row.beams)]
-            writing = [row for row in writing if row.request.repeats or row.beams]
+            shared += [row for row in writing if row in able and not (row.request.repeats or row.beams)]
+            writing = [row for row in writing if row not in shared]
         if work := self._packed([row for row in shared if row in self.rows]):
             yield work
         while writing := [row for row in writing if self._goes_on_now(row)]:
