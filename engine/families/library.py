@@ -24,10 +24,16 @@ BLOCK_INDEX = "MiniMaxM3VLSparseCacheLayer"
 COMPRESSING = ("DeepseekV4HCACache", "DeepseekV4CSACache")
 """The classes of those with a sliding window, and sums of what lies before it."""
 WITH_PICTURES = (
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Classes of models whose text goes through a decoder of another class and a head, as it does without pictures."""
 _GATE, _USUAL_GATE = "_apply_gate", "_default_apply_gate"

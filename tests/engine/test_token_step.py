@@ -1,12 +1,13 @@
 """A whole token's fast path against the library's model around the same weights."""
 
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from engine.common.config import EngineConfig
 from engine.common.errors import never_cancelled
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType, Piece, Pieces
@@ -14,10 +15,13 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.step_model import StepModel, TokenStep
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import open_model
+from tests.engine.seeing_models import seeing_checkpoint
 from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
+
+_load = partial(open_model, threads=2)
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
@@ -35,16 +39,11 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("granitemoeshared", {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 1.5}),
 ]
-SEEING: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in ("kimi_k25", "qwen3_vl_moe", "nemotron_h_omni")]
+SEEING = ("gemma3", "internvl", "kimi_k25", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 LARGER = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
 """Enough for a head of the kernels' own."""
 PROMPT, END = 250, 262
 """The angles of 256 positions are computed together: some of either side of that."""
-
-
-def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16") -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=2)
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
 def _steps(loaded: LoadedModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -65,15 +64,24 @@ def _steps(loaded: LoadedModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @pytest.mark.takes_turns(3)
-@pytest.mark.parametrize(("family", "options"), [*FAMILIES, *SEEING])
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
 def test_steps_are_the_librarys(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint(family, tmp_path, **options))
-    try:
-        ours, librarys = (torch.stack(each).float() for each in _steps(loaded))
-        far = (ours - librarys).norm(dim=-1) / librarys.norm(dim=-1)
-        assert float(far.median()) < 0.02, far
-    finally:
-        loaded.close()
+    with closing(_load(tiny_checkpoint(family, tmp_path, **options))) as loaded:
+        _compare_steps(loaded)
+
+
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize("family", SEEING)
+def test_steps_of_models_that_see_are_the_librarys(family: str, tmp_path: Path) -> None:
+    with closing(_load(seeing_checkpoint(family, tmp_path))) as loaded:
+        assert loaded.sight is not None
+        _compare_steps(loaded)
+
+
+def _compare_steps(loaded: LoadedModel) -> None:
+    ours, librarys = (torch.stack(each).float() for each in _steps(loaded))
+    far = (ours - librarys).norm(dim=-1) / librarys.norm(dim=-1)
+    assert float(far.median()) < 0.02, far
 
 
 @pytest.mark.parametrize(("precision", "kv_type"), [("bf16", None), ("int4", KvType.INT8)])
@@ -88,13 +96,10 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
     if kv_type is not None:  # of a window the library's pages hold no narrow values
         whole = {"gpt_oss": {"layer_types": ["full_attention"] * 2}, "mixtral": {"sliding_window": None}}
         options = {**options, **whole.get(family, {})}
-    loaded = _load(tiny_checkpoint(family, tmp_path, **LARGER, **options), precision)
-    try:
+    with closing(_load(tiny_checkpoint(family, tmp_path, **LARGER, **options), precision)) as loaded:
         torch.manual_seed(8)
         ids = torch.randint(3, loaded.model.config.vocab_size, (1, 30))
         reader, at_once, layers = StepModel(loaded.model, 30), TokenStep.of(loaded.model), TokenStep.of(loaded.model)
-        assert at_once is not None
-        assert layers is not None
         assert at_once._whole is not None
         layers._whole = None
         one, other = (PagedSequence(loaded.model, 30, kv_type) for _ in range(2))
@@ -109,8 +114,6 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
                 # Only the last norm differs: torch adds its squares in another order.
                 assert (got.float() - wanted.float()).norm() <= 0.004 * wanted.float().norm()
         assert all(map(torch.equal, one.parts(), other.parts()))
-    finally:
-        loaded.close()
 
 
 @pytest.mark.takes_turns(4)
@@ -156,7 +159,6 @@ def test_rows_over_pages_are_as_each_alone(
             assert packed.exact_steps() is None
             return
         reader, together = StepModel(loaded.model, 300), TokenStep.of(loaded.model)
-        assert together is not None
         assert together.takes_rows(3)
         lengths = [3, 40, 55] if is_window else [3, PROMPT, 90]
         ids = torch.randint(3, loaded.model.config.vocab_size, (3, 300))
@@ -203,7 +205,6 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
     try:
         packed.allocate(60, 0, 60)
         steps = packed.exact_steps()
-        assert steps is not None
         assert steps.is_native
         assert steps.most_rows == 8
         full, windows = (torch.randperm(60, dtype=torch.int32).view(6, 10) for _ in range(2))
@@ -230,8 +231,7 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
         packed.close()
         loaded.close()
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    library = _load(path, "fp32")
-    try:
+    with closing(_load(path, "fp32")) as library:
         for own, length, got in zip(ids, lengths, alone, strict=True):
             with torch.inference_mode():
                 wanted = library.model(input_ids=own[None]).logits[0, length:]
@@ -239,13 +239,10 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
             assert (
                 float(far.median()) < {"bf16": 0.05, "int8": 0.07, "int4": 0.4}[precision]
             )  # the library in bf16: 0.05
-    finally:
-        library.close()
 
 
 def test_whoever_listens_to_the_last_hidden_states_hears_them(tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path))
-    try:
+    with closing(_load(tiny_checkpoint("qwen3_moe", tmp_path))) as loaded:
         step, sequence = StepModel(loaded.model, 16), PagedSequence(loaded.model)
         heard: list[tuple[int, ...]] = []
         with torch.inference_mode():
@@ -257,14 +254,9 @@ def test_whoever_listens_to_the_last_hidden_states_hears_them(tmp_path: Path) ->
             handle.remove()
             sequence.rows(native, torch.tensor([7]))
         assert heard == [(1, 1)]
-    finally:
-        loaded.close()
 
 
 def test_models_without_native_layers_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    loaded = _load(tiny_checkpoint("mixtral", tmp_path))
-    try:
+    with closing(_load(tiny_checkpoint("mixtral", tmp_path))) as loaded:
         assert TokenStep.of(loaded.model) is None
-    finally:
-        loaded.close()
