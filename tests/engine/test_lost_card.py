@@ -95,7 +95,9 @@ def tokens(outcome: Outcome | None) -> list[int]:
     return list(outcome.token_ids)
 
 
-@pytest.mark.parametrize("call", [0, 4, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in (1, 2, 9))])
+@pytest.mark.parametrize(
+    "call", [0, 4, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in (1, 2, NEW_TOKENS - 1))]
+)
 @pytest.mark.parametrize("count", [1, 3])
 def test_answers_go_on_where_they_were(
     engine: Engine, card: Card, expected: Reference, call: int, count: int, caplog: pytest.LogCaptureFixture
