@@ -14,8 +14,8 @@ from engine.protocol import Called, Event, Finished, Generate, Progress, SampleB
 from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
+    from engine.runtime.decode.generation import Outcome
     from engine.runtime.engine import Engine
-    from engine.runtime.schedule.request import Outcome
 
 PROGRESS_S = 0.05
 """Least time between two reports of progress: a model has thousands of tensors."""
@@ -60,6 +60,8 @@ class ChatService:
         def on_end(outcome: Outcome) -> None:
             log.ends()
             self._open.discard(name)
+            if not isinstance(outcome, BaseException) and outcome.calls:
+                self._send(Called(name, outcome.calls))
             self._end(name, outcome)
 
         def tell(tokens: int, text: str, reasoning: str = "") -> None:
@@ -78,15 +80,15 @@ class ChatService:
                     sampling=asked.sampling,
                     tools=asked.tools,
                     chat=asked.chat,
+                    splits=True,
                     on_progress=on_progress,
                     on_text=lambda text, tokens: tell(tokens, text),
+                    on_reasoning=lambda text, tokens: tell(tokens, "", text),
                     on_reused=log.reuses,
                     cancelled=lambda: self._requests.is_cancelled(name),
                 ),
                 on_end,
                 lambda: self._begins(name),
-                on_reasoning=lambda text, tokens: tell(tokens, "", text),
-                on_calls=lambda calls: self._send(Called(name, calls)),
             )
         except Exception as error:
             on_end(error)

@@ -16,21 +16,25 @@ from engine.checkpoint.embedding import refuse_embedding
 from engine.checkpoint.library import note_use, reading, resolve
 from engine.checkpoint.profile import suggested_sampling
 from engine.common import clock
-from engine.common.chat import ChatMessage, Tool, ToolCall
+from engine.common.chat import ChatMessage, Tool
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.file_image import EARLY_READS, remember
-from engine.runtime.decode.generation import GenerationResult, TextCallback, ignore_text
+from engine.runtime.decode.generation import (
+    BatchRequest,
+    GenerationResult,
+    OnEnd,
+    Outcome,
+    TextCallback,
+    ignore_text,
+)
 from engine.runtime.decode.prompt import encode
-from engine.runtime.decode.sequence import SequenceError, of_one
-from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.failback import Failback
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
-from engine.runtime.schedule.request import BatchRequest, OnEnd, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.experts import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
@@ -338,58 +342,34 @@ class Engine:
     ) -> GenerationResult:
         """Answer the last of `messages`, and whatever else is asked meanwhile."""
         ended: list[Outcome] = []
-        calls: list[ToolCall] = []
         request = BatchRequest(
             0,
             tuple(messages),
             sampling=sampling,
             tools=tools,
+            splits=True,
             on_progress=on_progress,
             on_text=on_text,
+            on_reasoning=on_reasoning,
             cancelled=cancelled,
         )
-        self.begin(request, ended.append, on_reasoning=on_reasoning, on_calls=calls.extend)
+        self.begin(request, ended.append)
         self.scheduler.serve(lambda: bool(ended))
-        outcome = ended[0]
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return replace(outcome, calls=tuple(calls))
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return ended[0]
 
-    def begin(
-        self,
-        request: BatchRequest,
-        on_end: OnEnd,
-        on_begin: Callable[[], None] = lambda: None,
-        *,
-        on_reasoning: TextCallback = ignore_text,
-        on_calls: Callable[[tuple[ToolCall, ...]], object] = lambda _calls: None,
-    ) -> None:
-        """Takes a chat that the scheduler answers; its `on_text` is told of the answer without the reasoning.
-
-        Args:
-            on_end, on_begin: see `Scheduler.submit`.
-            on_reasoning: told what the model thinks before it answers.
-            on_calls: told which tools the answer calls, before its end.
-        """
-        scheduler, info = self.scheduler, self._ready().info
-        answer = SplitAnswer(info.family, request.on_text, on_reasoning, request.tools)
+    def begin(self, request: BatchRequest, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None) -> None:
+        """Takes a chat that the scheduler answers; see `Scheduler.submit`."""
+        how = _how(self._ready().info)
 
         def ended(outcome: Outcome) -> None:
-            try:
-                with of_one():
-                    answer.end()
-                    if answer.calls and not isinstance(outcome, BaseException):
-                        on_calls(tuple(answer.calls))
-            except SequenceError as error:
-                outcome = outcome if isinstance(outcome, BaseException) else error
-            if isinstance(outcome, BaseException):
-                on_end(outcome)
-            else:
-                on_end(replace(outcome, text=answer.text, reasoning=answer.reasoning))
-                note_use(self._place, _how(info), outcome.tokens_per_s, outcome.generated_tokens)
+            on_end(outcome)
+            if isinstance(outcome, GenerationResult):
+                note_use(self._place, how, outcome.tokens_per_s, outcome.generated_tokens)
             self._tell_of_card()
 
-        scheduler.submit(replace(request, on_prepared=answer.begin, on_text=answer.take), ended, on_begin)
+        self.scheduler.submit(request, ended, on_begin)
 
     @property
     def scheduler(self) -> Scheduler:

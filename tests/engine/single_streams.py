@@ -17,6 +17,7 @@ from engine.common.footprint import pages_for
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces, StatePages
 from engine.runtime.decode.beam_search import Beams
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.kept.prefixes import KeptPrefixes
@@ -163,7 +164,7 @@ class Alone:
     def answer(self, request: BatchRequest) -> GenerationResult:
         """Answers a request from its beginning to its end."""
         try:
-            asked = self._preparation.prepare(request, request.cancelled)
+            asked = self._preparation.prepare(Answer(request), request.cancelled)
         except RequestCancelled:
             return GenerationResult()
         ends = list[GenerationResult]()

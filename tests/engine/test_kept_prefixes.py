@@ -214,7 +214,7 @@ def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
         for n, prompt in enumerate(prompts)
     ]
     before = kept.ram_bytes
-    prepared = map(Preparation(quick).prepare, rows)
+    prepared = Preparation(quick).rows(rows, pytest.fail, never)
     lane.run(prepared, lambda answer: answers.update({answer.row: answer}), never, never)
     lane.free()
     scheduler.close()

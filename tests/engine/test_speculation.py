@@ -17,8 +17,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import ChanceLog, GenerationResult
-from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
+from engine.runtime.decode.generation import BatchRequest, ChanceLog, GenerationResult
+from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -147,10 +147,11 @@ class Eager(StepPrices):
 
 
 def _decoded(session: Any, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-    limits = AnswerLimits(NO_END, (), sampling.max_tokens, "length")
     scripted = session if isinstance(session, ScriptedSession) else session._session
     logits = scripted.logits(len(prompt))[None]
-    answer = AnswerSequence(prompt, sampling, limits, tiny_tokenizer())
+    answer = Answer(BatchRequest(0, sampling=sampling))
+    answer.prepared(list(prompt), tiny_tokenizer(), sampling.max_tokens, NO_END)
+    answer.begin(list(prompt))
     while answer.take(int(token := answer.choose(logits)))[1] is None:
         logits = session.step(token, int(token))
     return answer.ids

@@ -35,6 +35,7 @@ from engine.runtime.decode.encoder_decoder import decoder_start
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.decode.pieces import PromptPieces
+from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.library_caches import LibraryCaches
@@ -45,7 +46,6 @@ from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
-from engine.runtime.schedule.request import PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
 
@@ -258,9 +258,9 @@ class PackedModel:
         """Whether a row is to be computed as it would be another time; on a card none can be."""
         return row.request.repeats and self._loaded.devices is None and self._loaded.device.type == "cpu"
 
-    def answer_prefix(self, new: PreparedRow) -> list[int]:
+    def answer_prefix(self, new: Answer) -> list[int]:
         """The tokens that an answer continues."""
-        return [decoder_start(self._loaded.model)] if self._encodes else new.text
+        return [decoder_start(self._loaded.model)] if self._encodes else new.known_prompt
 
     def _slides(self) -> bool:
         """Whether layers with a window have pages of their own."""

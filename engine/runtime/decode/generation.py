@@ -81,8 +81,7 @@ class GenerationResult:
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
         stopped_by: the stop string that ended it, unless it was searched for with beams; empty if none did.
-        reasoning: what the model thought before it, if that was told apart; see `SplitAnswer`.
-        calls: of tools, which it ended in.
+        reasoning, calls: what the model thought before it, and calls of tools, if they were told apart.
         row: of the request; see `BatchRequest`.
         error: why there is none, or no more of it; `None` if it was answered.
     """
@@ -107,6 +106,11 @@ class GenerationResult:
     from_disk: int = 0
     row: int = 0
     error: EngineError | None = None
+
+
+Outcome = GenerationResult | BaseException
+"""What was answered, or why nothing was."""
+OnEnd = Callable[[Outcome], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +144,9 @@ class BatchRequest:
         end_ids: tokens that end the answer; `None` for the model's own.
         chances: takes how likely each token was, if anybody asks.
         chat: of which it is a turn: what is computed of it may be kept on disk, as that chat's; empty: only in RAM.
-        shown: control tokens that are part of the answer's text; for `messages` they are known.
+        splits: the answer to `messages` is told apart from the reasoning before it, and from calls of tools.
         on_progress: told how much of the prompt has been read.
-        on_prepared: told, before its prompt is read, whether that has opened the model's reasoning; not for `ids`.
-        on_text: told after each token of the answer.
+        on_text: told after each token of the answer; then without the reasoning, which `on_reasoning` is told.
         on_reused: told how many tokens of the prompt were brought from RAM and from disk, and how long that took; it
             may never be called.
         cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
@@ -162,10 +165,10 @@ class BatchRequest:
     end_ids: frozenset[int] | None = None
     chances: ChanceLog | None = None
     chat: str = ""
-    shown: tuple[int, ...] = ()
-    on_prepared: Callable[[bool], None] = lambda _thinks: None
+    splits: bool = False
     on_progress: ProgressCallback = ignore_progress
     on_text: TextCallback = ignore_text
+    on_reasoning: TextCallback = ignore_text
     on_reused: ReusedCallback = ignore_reused
     cancelled: CancelCheck = never_cancelled
 

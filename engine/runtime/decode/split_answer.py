@@ -1,4 +1,4 @@
-"""Reasoning and answer apart: what the prompt of a model has begun, which of its marks must be seen, and the split."""
+"""Reasoning and answer apart: what the prompt of a model has begun, and which of its marks must be seen."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.common.chat import Tool, ToolCall
 from engine.common.config import Thinking
-from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, form_of, reply_reader
+from engine.families.replies.reader import form_of
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
-from engine.runtime.decode.generation import TextCallback, TokenConstraint, ignore_text
+from engine.runtime.decode.generation import TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.load.tokenizer import token_id
 from engine.runtime.pictures import FIRST
@@ -71,68 +70,6 @@ class Replies:
     def _ids(self, texts: Sequence[str]) -> tuple[int, ...]:
         found = (token_id(self._tokenizer, text) for text in texts)
         return tuple(index for index in found if index is not None)
-
-
-class SplitAnswer:
-    """Tells an answer apart from the reasoning before it, while both arrive.
-
-    Args:
-        family: the `model_type` of who gives it.
-        on_text: takes the answer's text.
-        on_reasoning: takes the text of the reasoning.
-        tools: those that may be called.
-
-    Attributes:
-        text, reasoning, calls: all that came.
-    """
-
-    def __init__(
-        self,
-        family: str,
-        on_text: TextCallback = ignore_text,
-        on_reasoning: TextCallback = ignore_text,
-        tools: tuple[Tool, ...] = (),
-    ) -> None:
-        self._family, self._on_text, self._on_reasoning, self._tools = family, on_text, on_reasoning, tools
-        self.calls: list[ToolCall] = []
-        self._reader: ReplyReader | None = None
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._tokens = 0
-
-    def begin(self, thinks: bool) -> None:
-        """The prompt is known; `thinks` if it has opened the reasoning.  Whatever came before is forgotten."""
-        self._reader = reply_reader(self._family, self._tools, thinks=thinks, is_call=False)
-        self._texts, self._thoughts, self.calls = [], [], []
-
-    def take(self, text: str, tokens: int) -> None:
-        """See `TextCallback`: more of what the model writes."""
-        self._tokens = tokens
-        self._tell(self._reader.feed(text) if self._reader is not None else [Spoken(text)])
-
-    def end(self) -> None:
-        """Nothing comes any more: tells what was held back."""
-        if self._reader is not None and (parts := self._reader.end()):
-            self._tell(parts)
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self._thoughts)
-
-    def _tell(self, parts: Sequence[Part]) -> None:
-        thought = "".join(part.text for part in parts if isinstance(part, Thought))
-        text = "".join(part.text for part in parts if isinstance(part, Spoken))
-        self.calls += [part for part in parts if isinstance(part, ToolCall)]
-        if thought:
-            self._thoughts.append(thought)
-            self._on_reasoning(thought, self._tokens)
-        if text or not thought:
-            self._texts.append(text)
-            self._on_text(text, self._tokens)
 
 
 class AfterThought:

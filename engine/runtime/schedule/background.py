@@ -21,9 +21,10 @@ from engine.common.falls import passed_over
 from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
-from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation, PreparedRow
+from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
 _Result = TypeVar("_Result")
 _IDLE_S = 0.005
@@ -146,7 +147,7 @@ class Background:
         run.shared.lane.sources.append(run.source)
         self._runs.append(run)
 
-    def rows_of(self, run: _Run, requests: Iterator[BatchRequest]) -> Iterator[PreparedRow]:
+    def rows_of(self, run: _Run, requests: Iterator[BatchRequest]) -> Iterator[Sequence]:
         """A job's rows; what breaks while they are read breaks this job alone."""
         try:
             yield from self._preparation.rows(requests, run.answered, run.cancelled)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,9 +26,10 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
-from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one, wrong_with_one
+from engine.runtime.decode.sequence import Sequence, SequenceError, of_one, wrong_with_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kept.prefixes import KeptPrefixes
@@ -36,7 +37,7 @@ from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
 from engine.runtime.schedule.left_pages import LeftPages, Partings
-from engine.runtime.schedule.request import AnswerCallback, PreparedRow
+from engine.runtime.schedule.request import AnswerCallback
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
@@ -66,15 +67,15 @@ class RowSource:
         is_dry: whether it had no more when it was last asked.
     """
 
-    prepared: Iterator[PreparedRow | None]
+    prepared: Iterator[Sequence | None]
     on_row: AnswerCallback
     rests: bool = False
     rows: list[PagedRow] = field(default_factory=list)
-    next: PreparedRow | None = None
+    next: Sequence | None = None
     """For which there has been no room."""
     is_dry: bool = False
 
-    def take(self) -> PreparedRow | None:
+    def take(self) -> Sequence | None:
         """The row to begin next, if there is one now."""
         new, self.next = self.next or next(self.prepared, None), None
         self.is_dry = new is None
@@ -158,7 +159,7 @@ class ContinuousBatch:
         """How much of the pages' memory was given up since a sweep had enough."""
         self.rows: list[PagedRow] = []
         self._source_of: dict[PagedRow, RowSource] = {}
-        self._new: deque[PreparedRow] = deque()
+        self._new: deque[Sequence] = deque()
         self._arrived = _arriving(self._new)
         self._aside: deque[PagedRow] = deque()
         """Rows that gave up their pages for older ones, the oldest first."""
@@ -175,7 +176,7 @@ class ContinuousBatch:
         """Rows that something was wrong with."""
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
-        self.piggybacked: Callable[[], Sequence[PagedRow]] = _nobody
+        self.piggybacked: Callable[[], list[PagedRow]] = list
         """Asked when a sweep begins: rows of others, in the same pages, that may take part in it with a token each."""
         self._has_dropped_piggybacked = False
         self._token_s = 0.0
@@ -187,24 +188,20 @@ class ContinuousBatch:
         exact, again = model.exact_tokens
         return PageKind(NO_PREFIX, 1, *discards, window, model.most_at_once, exact, again)
 
-    def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
-        """Takes a request, which is answered in `sweep`.
-
-        Args:
-            begun: its answer, if some of it is there: what was read for it is read again.
-        """
+    def submit(self, new: Sequence, on_row: AnswerCallback) -> None:
+        """Takes a request, which is answered in `sweep`; if some of its answer is there, what it had is read again."""
         self._asks(self._arrived, on_row)
-        if begun is None:
+        if not new.ids:
             self._new.append(new)
             return
-        row = self.row_of(new, begun)
+        row = self.row_of(new)
         row.step_aside()
         self._own.rows.append(row)
         self._source_of[row] = self._own
         self._aside.append(row)
 
     def run(
-        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+        self, prepared: Iterator[Sequence], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
         """Answers the rows of one source until there are no more; see `BatchExecutor.run`."""
         self._asks(prepared, on_row)
@@ -223,7 +220,7 @@ class ContinuousBatch:
             self.close()
         return outcome
 
-    def _asks(self, prepared: Iterator[PreparedRow | None], on_row: AnswerCallback) -> None:
+    def _asks(self, prepared: Iterator[Sequence | None], on_row: AnswerCallback) -> None:
         self._own.prepared, self._own.on_row = prepared, on_row
         if self._own not in self.sources:
             self.sources.append(self._own)
@@ -302,7 +299,7 @@ class ContinuousBatch:
         is_single = len(self.rows) == 1 and work[0].is_exact
         request = row.recorded if is_single else self._of_all
         if not request:
-            RECORDER.begin_request(seconds_ns(row.begun_s) if is_single else None)
+            RECORDER.begin_request(seconds_ns(row.sequence.begun_s) if is_single else None)
             request = RECORDER.request
             if is_single:
                 RECORDER.phase(lanes.PROMPT, 0)
@@ -331,11 +328,6 @@ class ContinuousBatch:
             self._sweep, self._places = self._model.sweep(self._work), self._model.places_of_states
             self.turns += 1
         return True
-
-    @property
-    def in_progress(self) -> list[PagedRow]:
-        """Rows that have begun, those included that gave up their pages."""
-        return [*self.rows, *self._aside]
 
     @property
     def under_way(self) -> tuple[int, int]:
@@ -464,7 +456,7 @@ class ContinuousBatch:
         memory.  Whether there was anything to be done."""
         work, self._work = self._work, []
         if any(each.is_piggybacked for each in work):
-            self.piggybacked = _nobody
+            self.piggybacked = list
         elif work and (
             self._gives_pages(1)
             or self._model.lighten(is_exact=work[0].is_exact)
@@ -530,7 +522,7 @@ class ContinuousBatch:
                 own.next = None
             else:
                 self._new.remove(new)
-            own.on_row(new.ended())
+            own.on_row(new.result())
         for row in [*self.rows, *self._aside]:
             with self._work_for(row):
                 if row.beams is None and row.request.cancelled():
@@ -577,7 +569,7 @@ class ContinuousBatch:
             else:  # whoever has waited longest is next
                 self.sources.append(self.sources.pop(self.sources.index(source)))
 
-    def _admit_new(self, new: PreparedRow, source: RowSource) -> bool:
+    def _admit_new(self, new: Sequence, source: RowSource) -> bool:
         """Whether there was room for a row, or it has ended before it began."""
         self._left.drop_written()
         try:
@@ -585,14 +577,14 @@ class ContinuousBatch:
                 is_cancelled = new.request.cancelled()
                 row = self.row_of(new)
         except SequenceError as error:
-            source.on_row(new.ended(error))
+            source.on_row(new.result(error=error))
             return True
         if is_cancelled:
-            source.on_row(new.ended())
+            source.on_row(new.result())
             return True
-        needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
+        needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.max_tokens)
         if self.pool.needs(needs, self._kind) > self.pool.capacity:
-            source.on_row(new.ended(_too_long(new, self.pool.most_tokens(self._kind))))
+            source.on_row(new.result(error=_too_long(new, self.pool.most_tokens(self._kind))))
             return True
         if not self._reserve(row):
             source.next = new
@@ -603,26 +595,18 @@ class ContinuousBatch:
         self.most_rows = max(self.most_rows, len(self.rows))
         return True
 
-    def row_of(self, new: PreparedRow, begun: AnswerSequence | None = None) -> PagedRow:
-        """A row that has no place yet.
-
-        Args:
-            begun: its answer, if some of it is there.
-        """
-        most_tokens = new.limits.max_tokens
-        sequence = begun or new.begin(self._model.answer_prefix(new), self._model.logits_place)
-        row = PagedRow(
-            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
-            layout=new.layout,
-        )
+    def row_of(self, new: Sequence) -> PagedRow:
+        """A row that has no place yet."""
         text, exact = self._model.answer_prefix(new), self.exact
+        new.begin(text, self._model.logits_place)
+        row = PagedRow(new, self.pool, self._kind, self._policy.ahead)
         if new.request.sampling.beams > 1:
-            row.search = partial(new.search, prefix=text)
+            row.search = partial(decode_beams, asked=new, prefix=text)
         elif exact is not None and exact.guesses:
             if new.layout is None:  # it knows no positions of pictures
                 row.drafter = exact.drafter()
             drafters = [row.drafter] if row.drafter is not None else []
-            row.speculation = Speculation(self._prices, text, most_tokens, drafters)
+            row.speculation = Speculation(self._prices, text, new.max_tokens, drafters)
         return row
 
     def _reserve(self, row: PagedRow) -> bool:
@@ -717,7 +701,7 @@ class ContinuousBatch:
             work.append(Work(row, row.width + tried, is_exact=True, guess=guess))
         return work
 
-    def _packed(self, rows: Sequence[PagedRow]) -> list[Work]:
+    def _packed(self, rows: list[PagedRow]) -> list[Work]:
         work, left = list[Work](), self._sweep_tokens
         being_read, waiting = set[bytes](), self._waiting(rows)
         for row in rows:
@@ -733,7 +717,7 @@ class ContinuousBatch:
             left -= tokens
         return work
 
-    def _waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
+    def _waiting(self, rows: list[PagedRow]) -> set[PagedRow]:
         """Those of some rows that wait for what others are reading of what both begin with, before they read
         themselves."""
         readers, waiting = list[PagedRow](), set[PagedRow]()
@@ -863,12 +847,12 @@ class ContinuousBatch:
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
             with self._work_for(row):
-                token = _choose(row, logits[place])
+                token = int(row.sequence.choose(logits[place : place + 1]))
                 text, row.over = row.sequence.take(token)
-                row.request.on_text(text, len(row.sequence.ids))
+                row.sequence.tell(text, len(row.sequence.ids))
                 if row.over is None and self._is_exact and row.request.cancelled():
                     text, row.over = row.sequence.end("cancelled")
-                    row.request.on_text(text, len(row.sequence.ids))
+                    row.sequence.tell(text, len(row.sequence.ids))
             if row.over is not None or row.error is not None or place == len(tried) or tried[place] != token:
                 return place + 1
         return logits.shape[0]
@@ -907,34 +891,25 @@ class ContinuousBatch:
         return able
 
 
-def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:
+def _arriving(new: deque[Sequence]) -> Iterator[Sequence | None]:
     while True:
         yield new.popleft() if new else None
 
 
-def _is_cancelled(new: PreparedRow) -> bool:
+def _is_cancelled(new: Sequence) -> bool:
     """Whether nobody wants the answer to a request that still waits; what goes wrong is told once it is admitted."""
     with suppress(SequenceError):
         return new.request.cancelled()
     return False
 
 
-def _nobody() -> Sequence[PagedRow]:
-    return ()
-
-
-def _choose(row: PagedRow, logits: torch.Tensor) -> int:
-    """The next token of a row, from logits [V]."""
-    return int(row.sequence.choose(logits[None]))
-
-
 def _is_memory(error: BaseException) -> bool:
     return is_out_of_memory(error) or (isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY)
 
 
-def _too_long(new: PreparedRow, tokens: int) -> EngineError:
+def _too_long(new: Sequence, tokens: int) -> EngineError:
     return EngineError(
         ErrorCode.PROMPT_TOO_LONG,
-        f"The row needs room for {len(new.prompt) + new.limits.max_tokens:,} tokens, but the batch has memory for "
+        f"The row needs room for {len(new.prompt) + new.max_tokens:,} tokens, but the batch has memory for "
         f"{tokens:,}: shorten it, lower the token limit or allow more memory with --ram.",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,15 +16,13 @@ from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import Decoded, GenerationResult
-from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import into_pages, page_from_block, state_into_pages
 from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
-from engine.runtime.pictures import Layout
-from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
     from engine.runtime.decode.head_drafter import HeadDrafter
@@ -44,34 +42,27 @@ class PagedRow:
     It reserves the pages of its prompt and of the answer's next tokens, and takes them as tokens arrive.
 
     Args:
-        prompt: its tokens, at least one.
-        most_tokens: of the answer.
         ahead: tokens of the answer whose pages are reserved at a time; `None` for all of them at once.
-        begun_s: when it was asked for.
-        layout: where pictures lie in the prompt, if there are any.
+
+    Attributes:
+        prompt: what it has to read: the sequence's, and once it has stepped aside the answer so far.
     """
 
     def __init__(
         self,
-        request: BatchRequest,
-        prompt: list[int],
-        sequence: AnswerSequence,
-        most_tokens: int,
+        sequence: Sequence,
         pool: PagePool,
-        ahead: int | None = None,
-        begun_s: float = 0.0,
         kind: PageKind = PageKind(),  # noqa: B008 - it cannot be changed
-        layout: Layout | None = None,
+        ahead: int | None = None,
     ) -> None:
-        self.layout = layout
-        self.begun_s = begun_s
-        self.request, self.prompt, self.sequence = request, prompt, sequence
-        self._prompt_tokens = len(prompt)
+        self.sequence, self.request, self.layout = sequence, sequence.request, sequence.layout
+        self.prompt, most_tokens = sequence.prompt, sequence.max_tokens
+        self._prompt_tokens = len(self.prompt)
         self._pool, self._kind = pool, kind
         self.is_of_job = ahead is None  # these have room for all of their answers
         self._ahead = most_tokens if ahead is None else min(ahead, most_tokens)
         # The last token of an answer is never fed back.
-        self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
+        self._table = torch.zeros(pages_for(len(self.prompt) + most_tokens), dtype=torch.int32)
         self._pages: list[int] = []
         self._windows: dict[int, int] = {}
         """The pages of its window by their place among its pages, if layers with one have pages of their own."""
@@ -174,7 +165,7 @@ class PagedRow:
             self._least_of_beams = self.beams.beside
         self.close()
         self._once_read = max(self._once_read, self.held)
-        self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
+        self.prompt = self.sequence.prompt + self.sequence.ids
         self.held = self._published = self.steady = 0
         self._has_copied, self.left = False, []
         self._begin()
@@ -285,7 +276,7 @@ class PagedRow:
     @property
     def read(self) -> list[int]:
         """The tokens that are in its pages."""
-        return (self.prompt[: self._prompt_tokens] + self.sequence.ids)[: self.held]
+        return (self.sequence.prompt + self.sequence.ids)[: self.held]
 
     def share_pages(self, most: int | None = None, step: int = PAGE_TOKENS) -> None:
         """Takes over pages of rows whose prompts have the same beginning, as far as there are any.
@@ -334,7 +325,7 @@ class PagedRow:
             end += PAGE_TOKENS
         return found
 
-    def _reach(self, begun: int, prefixes: Sequence[Prefix], step: int) -> int:
+    def _reach(self, begun: int, prefixes: list[Prefix], step: int) -> int:
         """How many of these pages can be gone on behind: what the next token sees of a window is there."""
         count = run = 0
         for number, prefix in enumerate(prefixes, 1):
@@ -508,7 +499,7 @@ class PagedRow:
         self.layout.look(self.held, end)
         return end - self.held
 
-    def given(self, ids: Sequence[int], model: Any) -> dict[str, Any] | None:
+    def given(self, ids: list[int], model: Any) -> dict[str, Any] | None:
         """Arguments of the model for its next tokens, where pictures are among them."""
         return self.layout.given(self.held, ids, model) if self.layout is not None else None
 
@@ -577,22 +568,16 @@ class PagedRow:
 
     def answer(self, reason: FinishReason = "cancelled", error: EngineError | None = None) -> GenerationResult:
         """The row's outcome."""
-        sequence, speculation = self.sequence, self.speculation
-        return GenerationResult(
-            sequence.text,
+        speculation = self.speculation
+        return self.sequence.result(
             reason,
-            self._prompt_tokens,
-            self.shared,
-            len(sequence.ids),
-            token_ids=tuple(sequence.ids),
+            error,
+            reused_tokens=self.shared,
             guessed_tokens=speculation.guessed if speculation is not None else 0,
             accepted_tokens=speculation.accepted if speculation is not None else 0,
-            stopped_by=sequence.stopped_by,
             from_ram=self.kept.ram,
             from_disk=self.kept.disk,
             **(self.layout.told if self.layout is not None else {}),
-            row=self.request.row,
-            error=error,
         )
 
     def close(self) -> None:

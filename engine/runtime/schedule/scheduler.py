@@ -11,23 +11,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
 
 import torch
 
+from engine.common import clock
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.falls import FALLS
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
-from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.sequence import of_one
+from engine.runtime.decode.generation import BatchRequest, GenerationResult, OnEnd, Outcome
+from engine.runtime.decode.sequence import Sequence, of_one
 from engine.runtime.failback import Places
 from engine.runtime.load.devices import CardLoss
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import batch_for, lane_for
-from engine.runtime.schedule.request import Asked, BatchRequest, OnEnd, Outcome, Preparation, PreparedRow
+from engine.runtime.schedule.request import Preparation
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.times import Times
 
@@ -50,8 +52,8 @@ class Scheduler:
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
         self._on_news, self._places, self._on_note = on_news, places, on_note
-        self._waiting: deque[Asked] = deque()
-        self._admitted: dict[int, Asked] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._admitted: dict[int, Sequence] = {}
         """Those that have a place, by their numbers."""
         self._numbers = 0
         self._rests = True
@@ -82,7 +84,7 @@ class Scheduler:
         """Whether requests wait or are being answered."""
         return bool(self._waiting or self._admitted)
 
-    def _asked(self) -> list[Asked]:
+    def _asked(self) -> list[Sequence]:
         """All requests that are being answered, or wait."""
         return [*self._admitted.values(), *self._waiting]
 
@@ -103,7 +105,7 @@ class Scheduler:
         return self._batch.held_bytes if self._batch is not None else 0
 
     def submit(
-        self, request: BatchRequest | PreparedRow, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None
+        self, request: BatchRequest | Sequence, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None
     ) -> None:
         """Takes a request; it is answered in `serve` and `share`.
 
@@ -116,10 +118,16 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        asked = Asked(request, on_end, on_begin, self._wrote, self._numbers)
-        if isinstance(request, PreparedRow):
-            asked.move(self.loaded)  # which it was perhaps not prepared for
+        asked = Sequence(request) if isinstance(request, BatchRequest) else request
+        asked.on_end, asked.on_begin, asked.on_token, asked.begun_s = on_end, on_begin, self._wrote, clock.now()
+        asked.request = replace(asked.request, row=self._numbers)
+        self._sees(asked)  # it was perhaps not prepared for this model
         self._waiting.append(asked)
+
+    def _sees(self, asked: Sequence) -> None:
+        """From now on this model looks at its pictures."""
+        if asked.layout is not None and self.loaded.sight:
+            asked.layout = asked.layout.seen_by(self.loaded.sight)
 
     def answer(self, request: BatchRequest) -> GenerationResult:
         """Answers a request from its beginning to its end, and goes on with others meanwhile.
@@ -212,7 +220,7 @@ class Scheduler:
 
     def _awaited(self) -> bool:
         """Whether anybody waits for a first token."""
-        return any(not asked.tokens for asked in self._asked())
+        return any(not asked.told for asked in self._asked())
 
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
@@ -239,7 +247,7 @@ class Scheduler:
                     self.forget()
                 finally:
                     for each in asked_for:
-                        each.end(error)
+                        each.ended(error)
                 raise
             self._move(lambda: places.without_card(is_lost=loss is CardLoss.CARD))
 
@@ -263,7 +271,7 @@ class Scheduler:
         of use again."""
         if self._places is None or self._is_beside or self._admitted:
             return
-        if self.background.has_jobs or any(asked.begun is not None for asked in self._waiting):
+        if self.background.has_jobs or any(asked.ids for asked in self._waiting):
             return
         if self._places.may_return():
             self._move(self._places.with_card)
@@ -285,7 +293,7 @@ class Scheduler:
 
     def _move(self, load: Callable[[], LoadedModel]) -> None:
         """Goes on with the model as `load` loads it."""
-        carried = self._carried()
+        carried = self._asked()
         self.background.leave()
         self.forget()
         try:
@@ -294,37 +302,29 @@ class Scheduler:
         except BaseException as error:
             self.background.close()
             for asked in carried:
-                asked.end(error)
+                asked.ended(error)
             raise
         for asked in carried:
-            asked.move(self.loaded)
+            self._sees(asked)
         self._waiting.extend(carried)
         self._rest(not carried)
 
-    def _carried(self) -> list[Asked]:
-        """Requests that are under way, each with its answer so far."""
-        rows = self._batch.in_progress if self._batch is not None else []
-        answers = {row.request.row: row.sequence for row in rows if row.sequence.ids}
-        carried = self._asked()
-        for asked in carried:
-            asked.begun = answers.get(asked.number, asked.begun)
-        return carried
-
-    def _admit(self, asked: Asked) -> None:
+    def _admit(self, asked: Sequence) -> None:
         """Gives a request its place, if there is one; what is wrong with it harms no other."""
         outcome: Outcome
         try:
-            row = asked.prepare(self.preparation)
-            if row.request.cancelled():
+            if not asked.prompt:
+                self.preparation.prepare(asked, asked.request.cancelled)
+            if asked.request.cancelled():
                 raise RequestCancelled
             batch = self._ready()
             if self._admitted:
                 batch.model.packs()  # found out now that there is company
-            elif asked.begun is None:
+            elif not asked.ids:
                 with of_one():
                     asked.on_begin()
-            batch.submit(row, self._answered, asked.begun)
-            self._admitted[asked.number] = asked
+            batch.submit(asked, self._answered)
+            self._admitted[asked.request.row] = asked
             self._waiting.remove(asked)
             return
         except RequestCancelled:
@@ -334,7 +334,7 @@ class Scheduler:
                 raise
             outcome = error
         self._waiting.remove(asked)
-        asked.end(outcome)
+        asked.ended(outcome)
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
         """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
@@ -366,10 +366,10 @@ class Scheduler:
                 raise
             for number, told in batch.give_up(error):
                 if (asked := self._admitted.pop(number, None)) is not None:
-                    asked.end(told)
+                    asked.ended(told)
 
     def _answered(self, answer: GenerationResult) -> None:
         asked = self._admitted.pop(answer.row)
         if self.loaded.foresight is not None:
             self.loaded.foresight.learn_while_idle()
-        asked.end(asked.timed(answer) if answer.error is None else answer.error)
+        asked.ended(answer if answer.error is None else answer.error)
