@@ -196,7 +196,7 @@ class OneSequence:
     def _begun(self, prompt: abc.Sequence[int]) -> PagedRow:
         room = max(1, self._loaded.context_tokens - len(prompt))
         asked = BatchRequest(0, ids=tuple(prompt), sampling=SamplingParams(max_tokens=room, seed=1))
-        row, caches = self._batch.row_of(self._prepare(Sequence(asked))), self._batch.model.caches
+        row, caches = self._batch.row_of(self._prepare(Sequence(asked)), self._batch.own), self._batch.model.caches
         if not row.reserve():
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is not enough memory for this context.")
         if caches is not None and caches.have_states:

@@ -21,10 +21,10 @@ from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
-from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.combinations import some
@@ -132,11 +132,11 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
     loaded = tiny_loaded(family)
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def choose(row: PagedRow, logits: torch.Tensor) -> int:
-        seen.setdefault(row.request.row, []).append(logits.clone())
+    def choose(sequence: Sequence, logits: torch.Tensor) -> int:
+        seen.setdefault(sequence.request.row, []).append(logits[0].clone())
         return int(logits.argmax())
 
-    monkeypatch.setattr("engine.runtime.schedule.continuous_batch._choose", choose)
+    monkeypatch.setattr(Sequence, "choose", choose)
     rows = _rows([9, 45], SamplingParams(max_tokens=4))
     for row, answer in _answers(loaded, rows).items():
         ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])
@@ -261,7 +261,7 @@ def test_thousands_of_queued_rows_are_asked_for_as_places_come_free(mixtral: Loa
 def test_rows_wait_for_pages_and_one_that_never_fits_is_told(mixtral: LoadedModel) -> None:
     rows = _rows([40, 200, 40, 40, 40], SamplingParams(max_tokens=6))
     executor = BatchExecutor(mixtral, POLICY)
-    model = executor._batch._model  # type: ignore[union-attr]
+    model = executor._batch.model  # type: ignore[union-attr]
     executor._batch = batch = ContinuousBatch(model, POLICY, most_pages=5)
     answers: dict[int, GenerationResult] = {}
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))

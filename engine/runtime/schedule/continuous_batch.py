@@ -24,7 +24,6 @@ from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import BatchOutcome, Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
-from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.drafter import Guess
@@ -61,23 +60,22 @@ class RowSource:
     """Where rows come from and where their answers go: the requests of people, or one job.
 
     Attributes:
-        prepared: the next ones; it may have ended now and go on later.
+        prepared: the next ones, behind those that are `waiting`.
         rests: whether its rows stay as they are, and no more of them are begun.
         rows: those in progress that have pages, or gave them up.
         is_dry: whether it had no more when it was last asked.
     """
 
-    prepared: Iterator[Sequence | None]
+    prepared: Iterator[Sequence]
     on_row: AnswerCallback
     rests: bool = False
     rows: list[PagedRow] = field(default_factory=list)
-    next: Sequence | None = None
-    """For which there has been no room."""
+    waiting: deque[Sequence] = field(default_factory=deque)
     is_dry: bool = False
 
     def take(self) -> Sequence | None:
         """The row to begin next, if there is one now."""
-        new, self.next = self.next or next(self.prepared, None), None
+        new = self.waiting.popleft() if self.waiting else next(self.prepared, None)
         self.is_dry = new is None
         return new
 
@@ -113,14 +111,14 @@ class ContinuousBatch:
         exact: bool = False,
     ) -> None:
         self.sources: list[RowSource] = []
-        self._own = RowSource(iter(()), lambda _answer: None)
+        self.own = RowSource(iter(()), lambda _answer: None)
         """Of who asks by `submit` or `run`."""
         self.turns = 0
         """Sweeps begun so far."""
         # With a window of its own a row holds other values than a chat, and what is the library's is not written down.
         self._kept = kept if not (policy.window or isinstance(model.caches, LibraryCaches)) else None
         self._keeps = keeps
-        self._model, self._policy, self._above = model, policy, above
+        self.model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
         self._is_exact = exact
         self.exact: PagedSteps | None = None
@@ -130,7 +128,8 @@ class ContinuousBatch:
             # Any one request has room; memory is only taken as tokens come.
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
-            kind = self._kind_of(model, window=sizes.window_tokens)
+            discards, exact_tokens = (model.discard, model.discard_states, model.discard_windows), model.exact_tokens
+            kind = PageKind(NO_PREFIX, 1, *discards, sizes.window_tokens, model.most_at_once, *exact_tokens)
             if exact or policy.on_device or isinstance(model.caches, LibraryCaches):
                 longest = PagePool(0, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
@@ -158,9 +157,6 @@ class ContinuousBatch:
         self._pages_given = 0
         """How much of the pages' memory was given up since a sweep had enough."""
         self.rows: list[PagedRow] = []
-        self._source_of: dict[PagedRow, RowSource] = {}
-        self._new: deque[Sequence] = deque()
-        self._arrived = _arriving(self._new)
         self._aside: deque[PagedRow] = deque()
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
@@ -183,21 +179,15 @@ class ContinuousBatch:
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
 
-    def _kind_of(self, model: PackedModel, window: int) -> PageKind:
-        discards = (model.discard, model.discard_states, model.discard_windows)
-        exact, again = model.exact_tokens
-        return PageKind(NO_PREFIX, 1, *discards, window, model.most_at_once, exact, again)
-
     def submit(self, new: Sequence, on_row: AnswerCallback) -> None:
         """Takes a request, which is answered in `sweep`; if some of its answer is there, what it had is read again."""
-        self._asks(self._arrived, on_row)
+        self._asks(iter(()), on_row)
         if not new.ids:
-            self._new.append(new)
+            self.own.waiting.append(new)
             return
-        row = self.row_of(new)
+        row = self.row_of(new, self.own)
         row.step_aside()
-        self._own.rows.append(row)
-        self._source_of[row] = self._own
+        self.own.rows.append(row)
         self._aside.append(row)
 
     def run(
@@ -220,10 +210,10 @@ class ContinuousBatch:
             self.close()
         return outcome
 
-    def _asks(self, prepared: Iterator[Sequence | None], on_row: AnswerCallback) -> None:
-        self._own.prepared, self._own.on_row = prepared, on_row
-        if self._own not in self.sources:
-            self.sources.append(self._own)
+    def _asks(self, prepared: Iterator[Sequence], on_row: AnswerCallback) -> None:
+        self.own.prepared, self.own.on_row = prepared, on_row
+        if self.own not in self.sources:
+            self.sources.append(self.own)
 
     @property
     def is_resting(self) -> bool:
@@ -232,12 +222,12 @@ class ContinuousBatch:
 
     def has_ended(self, source: RowSource) -> bool:
         """Whether all that a source had has been answered."""
-        return source.is_dry and not source.rows and source.next is None
+        return source.is_dry and not source.rows and not source.waiting
 
     def sweep(self, until: Check = always) -> None:
         """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
-        self._model.leaves = never
-        with self._recorded(), self._model.threads():
+        self.model.leaves = never
+        with self._recorded(), self.model.threads():
             while self._is_sweeping():
                 while self._continue():
                     pass
@@ -251,8 +241,8 @@ class ContinuousBatch:
 
     def go_on(self, until: Check) -> bool:
         """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
-        self._model.leaves = until
-        with self._recorded(), self._model.threads():
+        self.model.leaves = until
+        with self._recorded(), self.model.threads():
             while self._is_sweeping():
                 if until():
                     if self._work[0].is_exact:
@@ -274,9 +264,7 @@ class ContinuousBatch:
             self._leave(row)
         if source in self.sources:
             self.sources.remove(source)
-        source.next = None
-        if source is self._own:
-            self._new.clear()
+        source.waiting.clear()
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -312,11 +300,11 @@ class ContinuousBatch:
 
     def _is_sweeping(self) -> bool:
         """Whether a sweep is under way; begins one if there are rows."""
-        if self._sweep is not None and self._places != self._model.places_of_states:
+        if self._sweep is not None and self._places != self.model.places_of_states:
             self._end_sweep()
         if self._sweep is None:
             self._sweep_s = 0.0
-            self._model.heed(self.pool.fit)
+            self.model.heed(self.pool.fit)
             self._drop_cancelled()
             aside, failed = -1, self._failed
             while not (work := self._next()):
@@ -325,19 +313,9 @@ class ContinuousBatch:
                 aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
             self._work = work + self._riders(work)
             self._record(work)
-            self._sweep, self._places = self._model.sweep(self._work), self._model.places_of_states
+            self._sweep, self._places = self.model.sweep(self._work), self.model.places_of_states
             self.turns += 1
         return True
-
-    @property
-    def under_way(self) -> tuple[int, int]:
-        """Rows that share each sweep now, and the tokens generated for them."""
-        return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
-
-    @property
-    def model(self) -> PackedModel:
-        """For others who share its pages."""
-        return self._model
 
     def give_way(self) -> bool:
         """The newest row returns its pages to somebody with priority; whether there is any."""
@@ -356,7 +334,7 @@ class ContinuousBatch:
         self._free_caches()
 
     def _free_caches(self) -> None:
-        if isinstance(self._model.caches, LibraryCaches):
+        if isinstance(self.model.caches, LibraryCaches):
             self.pool.discard_free_states()  # each is as long as its row
 
     @property
@@ -374,18 +352,14 @@ class ContinuousBatch:
         """Rows to piggyback on a sweep over `work`, unless they would wait too long for their token."""
         sent_away, self._has_dropped_piggybacked = self._has_dropped_piggybacked, False
         expected_s = self._token_s * sum(each.tokens for each in work)
-        if sent_away or not self._model.are_packed or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
+        if sent_away or not self.model.are_packed or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
             return []
         return [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked()]
 
     @property
     def held_bytes(self) -> int:
         """Bytes of what rows hold now, or have left to be shared."""
-        return self._model.held_bytes(self.pool.filled)
-
-    def time_parts(self) -> PartsTimer | None:
-        """See `BatchExecutor.time_parts`."""
-        return self._model.time_parts()
+        return self.model.held_bytes(self.pool.filled)
 
     def close(self) -> None:
         """Drops all rows."""
@@ -397,8 +371,8 @@ class ContinuousBatch:
         self.close()
         self._left.give_up()
         self._left.tokens = 0
-        if self._above is None or self._model is not self._above.model:
-            self._model.close()
+        if self._above is None or self.model is not self._above.model:
+            self.model.close()
             self.pool.leave(self._kind)
         if self._above is not None and self in self._above.below:
             self._above.below.remove(self)
@@ -429,8 +403,9 @@ class ContinuousBatch:
             self._sweep = None
             for each in self._work:
                 if each.is_certain and each.row.state is not None:  # which may be anything
-                    (self if each.row in self._source_of else self._above or self)._put_aside(each.row)
-            if not _is_memory(error):
+                    (self if self._has(each.row) else self._above or self)._put_aside(each.row)
+            is_memory = isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY
+            if not (is_memory or is_out_of_memory(error)):
                 raise
             if not self._lighten(error):
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, _TAKEN) from None
@@ -442,13 +417,12 @@ class ContinuousBatch:
         """After an error: drops the row that was computed by itself, or all where rows share sweeps; the numbers of
         those that were begun by `submit`, and what each is to be told."""
         work, self._work, self._sweep = self._work, [], None
-        if work and not self._model.are_packed:  # it may have been put aside
+        if work and not self.model.are_packed:  # it may have been put aside
             self._leave(work[0].row)
             return [(work[0].row.request.row, wrong_with_one(error))]
-        begun = [row.request.row for row in self._own.rows]
-        waiting = [*self._new, *([self._own.next] if self._own.next is not None else [])]
+        asked = [*(row.sequence for row in self.own.rows), *self.own.waiting]
         self.close()
-        return [(number, error) for number in [*begun, *(new.request.row for new in waiting)]]
+        return [(each.request.row, error) for each in asked]
 
     def _lighten(self, error: BaseException) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
@@ -459,8 +433,8 @@ class ContinuousBatch:
             self.piggybacked = list
         elif work and (
             self._gives_pages(1)
-            or self._model.lighten(is_exact=work[0].is_exact)
-            or self._reads_less(work)
+            or self.model.lighten(is_exact=work[0].is_exact)
+            or (self.exact is not None and _reads_exactly(work[0]) and self.exact.reads_less(work[0].tokens))
             or self._gives_pages(2)
         ):
             pass
@@ -485,12 +459,8 @@ class ContinuousBatch:
         self._pages_given = level
         return self.pool.fit(forgets=level == 2)
 
-    def _reads_less(self, work: list[Work]) -> bool:
-        first, exact = work[0], self.exact
-        return exact is not None and first.is_exact and first.row.is_reading and exact.reads_less(first.tokens)
-
     def _no_memory(self, row: PagedRow) -> EngineError:
-        tokens, room = len(row.prompt) + len(row.sequence.ids), self._model.room
+        tokens, room = len(row.prompt) + len(row.sequence.ids), self.model.room
         where, option = ("", "--ram") if room is None else (f" on {room.name}", "--vram")
         return EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
@@ -507,7 +477,7 @@ class ContinuousBatch:
     def _leave(self, row: PagedRow) -> RowSource:
         """A row is over, wherever it stands: returns its pages, and who asked."""
         (self.rows if row in self.rows else self._aside).remove(row)
-        source = self._source_of.pop(row)
+        source: RowSource = row.source
         source.rows.remove(row)
         row.close()  # last: a lost device fails here, and again whenever what is left is given up
         self._free_caches()
@@ -516,13 +486,9 @@ class ContinuousBatch:
         return source
 
     def _drop_cancelled(self) -> None:
-        own = self._own
-        for new in [new for new in (own.next, *self._new) if new is not None and _is_cancelled(new)]:
-            if new is own.next:
-                own.next = None
-            else:
-                self._new.remove(new)
-            own.on_row(new.result())
+        for new in [new for new in self.own.waiting if _is_cancelled(new)]:
+            self.own.waiting.remove(new)
+            self.own.on_row(new.result())
         for row in [*self.rows, *self._aside]:
             with self._work_for(row):
                 if row.beams is None and row.request.cancelled():
@@ -534,7 +500,7 @@ class ContinuousBatch:
     @property
     def _most_at_once(self) -> int:
         """Rows in progress; few that take turns, and one if a card's experts want the memory of its context."""
-        model = self._model
+        model = self.model
         if not self._is_exact or model.are_packed:
             return self._most_rows
         return min(self._most_rows, 1 if model.has_card else _MOST_IN_TURNS)
@@ -542,8 +508,8 @@ class ContinuousBatch:
     def _admit(self) -> None:
         """Admits rows while there are pages: first those that stepped aside, then new ones."""
         able = [source for source in self.sources if not source.rests]
-        while (active := sum(not self._source_of[row].rests for row in self.rows)) < self._most_at_once:
-            aside = next((row for row in self._aside if not self._source_of[row].rests), None)
+        while (active := sum(not row.source.rests for row in self.rows)) < self._most_at_once:
+            aside = next((row for row in self._aside if not row.source.rests), None)
             if aside is not None and self._reserve(aside):
                 self._aside.remove(aside)
                 self.rows.append(aside)
@@ -560,7 +526,8 @@ class ContinuousBatch:
             try:
                 has_room = new is None or self._admit_new(new, source)
             except BaseException:
-                source.next = new  # for `give_up`: it has not been told of anything
+                assert new is not None
+                source.waiting.appendleft(new)  # for `give_up`: it has not been told of anything
                 raise
             if new is None:
                 able.remove(source)
@@ -575,7 +542,7 @@ class ContinuousBatch:
         try:
             with of_one():
                 is_cancelled = new.request.cancelled()
-                row = self.row_of(new)
+                row = self.row_of(new, source)
         except SequenceError as error:
             source.on_row(new.result(error=error))
             return True
@@ -587,19 +554,18 @@ class ContinuousBatch:
             source.on_row(new.result(error=_too_long(new, self.pool.most_tokens(self._kind))))
             return True
         if not self._reserve(row):
-            source.next = new
+            source.waiting.appendleft(new)
             return False
         self.rows.append(row)
         source.rows.append(row)
-        self._source_of[row] = source
         self.most_rows = max(self.most_rows, len(self.rows))
         return True
 
-    def row_of(self, new: Sequence) -> PagedRow:
+    def row_of(self, new: Sequence, source: RowSource) -> PagedRow:
         """A row that has no place yet."""
-        text, exact = self._model.answer_prefix(new), self.exact
-        new.begin(text, self._model.logits_place)
-        row = PagedRow(new, self.pool, self._kind, self._policy.ahead)
+        text, exact = self.model.answer_prefix(new), self.exact
+        new.begin(text, self.model.logits_place)
+        row = PagedRow(new, self.pool, self._kind, self._policy.ahead, source)
         if new.request.sampling.beams > 1:
             row.search = partial(decode_beams, asked=new, prefix=text)
         elif exact is not None and exact.guesses:
@@ -642,7 +608,7 @@ class ContinuousBatch:
         for _ in range(2):  # rows may have gone since the round began
             if (work := next(self._round, None)) is not None:
                 return work
-            self._round = self._turns([row for row in self.rows if not self._source_of[row].rests])
+            self._round = self._turns([row for row in self.rows if not row.source.rests])
         return next(self._round, [])
 
     def _turns(self, rows: list[PagedRow]) -> Iterator[list[Work]]:
@@ -659,7 +625,7 @@ class ContinuousBatch:
         waiting = self._waiting(rows)
         reading = [row for row in rows if row.is_reading and row not in waiting and self._finds_more(row)]
         writing = [row for row in rows if not row.is_reading]
-        most, are_packed = exact.most_rows, self._model.are_packed
+        most, are_packed = exact.most_rows, self.model.are_packed
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
         for row in reading if not are_packed else [only] if only is not None else []:
             if self._goes_on_now(row):
@@ -679,7 +645,7 @@ class ContinuousBatch:
 
     def _goes_on_now(self, row: PagedRow) -> bool:
         """Whether a row is still there, and is not to begin again."""
-        if row not in self.rows or self._source_of[row].rests:
+        if row not in self.rows or row.source.rests:
             return False
         if row.is_to_begin_again:
             self._put_aside(row)
@@ -750,7 +716,7 @@ class ContinuousBatch:
 
     def _finds_more(self, row: PagedRow) -> bool:
         """Takes over what is there of a prompt; false if anything went wrong."""
-        exact, begins, caches = self.exact, not row.held, self._model.caches
+        exact, begins, caches = self.exact, not row.held, self.model.caches
         with self._work_for(row):
             if caches is not None and caches.have_states:
                 if row.state is None:
@@ -784,8 +750,8 @@ class ContinuousBatch:
                     each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
                 else:
                     each.row.has_read(each.tokens)
-                if isinstance(self._model.caches, LibraryCaches):
-                    each.row.forget_last_state(self._model.caches)
+                if isinstance(self.model.caches, LibraryCaches):
+                    each.row.forget_last_state(self.model.caches)
                 if each.row.is_reading and each.row.state is not None:
                     self._passes(each.row)
         if RECORDER.on and is_single:
@@ -803,7 +769,7 @@ class ContinuousBatch:
 
     def _passes(self, row: PagedRow) -> None:
         """In the midst of a prompt: leaves a state where others may go on from it."""
-        parts, caches = self._partings.ends(row, row.held), self._model.caches
+        parts, caches = self._partings.ends(row, row.held), self.model.caches
         if caches is not None and (parts or (self._keeps and row.leaves_state(caches))):
             row.leave_state(caches)
 
@@ -839,7 +805,7 @@ class ContinuousBatch:
     def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
         if row.search is not None:
-            caches = self._model.caches
+            caches = self.model.caches
             assert caches is not None
             with self._work_for(row):
                 row.search_on(logits, caches)
@@ -870,16 +836,20 @@ class ContinuousBatch:
 
     def _ended(self, row: PagedRow) -> None:
         """A row has its answer, or an error, whoever's it is; who lent it without being here looks at it by itself."""
-        if row in self._source_of:
+        if self._has(row):
             if row.error is None:
                 if self._keeps:
-                    self._left.leave(row, self._model)
+                    self._left.leave(row, self.model)
                 elif row.state is not None:
                     row.leave_part()  # nobody could go on without its state
             answer = row.answer(row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
             self._above._ended(row)
+
+    def _has(self, row: PagedRow) -> bool:
+        """Whether it is one of its own, and has not ended."""
+        return row in self.rows or row in self._aside
 
     def able_to_write(self) -> list[PagedRow]:
         """Its rows that can take part in a sweep of others now, with room for a token."""
@@ -891,9 +861,8 @@ class ContinuousBatch:
         return able
 
 
-def _arriving(new: deque[Sequence]) -> Iterator[Sequence | None]:
-    while True:
-        yield new.popleft() if new else None
+def _reads_exactly(work: Work) -> bool:
+    return work.is_exact and work.row.is_reading
 
 
 def _is_cancelled(new: Sequence) -> bool:
@@ -901,10 +870,6 @@ def _is_cancelled(new: Sequence) -> bool:
     with suppress(SequenceError):
         return new.request.cancelled()
     return False
-
-
-def _is_memory(error: BaseException) -> bool:
-    return is_out_of_memory(error) or (isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY)
 
 
 def _too_long(new: Sequence, tokens: int) -> EngineError:

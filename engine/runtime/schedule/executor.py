@@ -120,11 +120,11 @@ class BatchExecutor:
     @property
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep through the weights now, and the tokens generated for them."""
-        return self._batch.under_way if self._batch is not None else (0, 0)
+        return self._batch.own.under_way if self._batch is not None else (0, 0)
 
     def time_parts(self) -> PartsTimer | None:
         """From now on sweeps run without overlap and their parts are timed; None if they follow no schedule."""
-        return self._batch.time_parts() if self._batch is not None else None
+        return self._batch.model.time_parts() if self._batch is not None else None
 
     def forget_prefixes(self) -> None:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""

@@ -43,6 +43,7 @@ class PagedRow:
 
     Args:
         ahead: tokens of the answer whose pages are reserved at a time; `None` for all of them at once.
+        source: the `RowSource` that it is of.
 
     Attributes:
         prompt: what it has to read: the sequence's, and once it has stepped aside the answer so far.
@@ -54,7 +55,9 @@ class PagedRow:
         pool: PagePool,
         kind: PageKind = PageKind(),  # noqa: B008 - it cannot be changed
         ahead: int | None = None,
+        source: Any = None,
     ) -> None:
+        self.source = source
         self.sequence, self.request, self.layout = sequence, sequence.request, sequence.layout
         self.prompt, most_tokens = sequence.prompt, sequence.max_tokens
         self._prompt_tokens = len(self.prompt)
