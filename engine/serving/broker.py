@@ -346,7 +346,7 @@ class RequestBroker:
             raw = tuple(tuple(token_bytes(loaded.tokenizer, token)) for token in prompt)
             known = prompt if loaded.sight is None else loaded.sight.text(prompt)
             text = str(loaded.tokenizer.decode(known, clean_up_tokenization_spaces=False))
-            thinks = request.is_chat and preparation.replies.thinks(prompt)
+            thinks = request.is_chat and preparation.thinks(prompt)
             events.insert(0, Began("", len(prompt), thinks, loaded.info.family, Prompt(text, tuple(prompt), raw)))
         return events
 

@@ -299,9 +299,6 @@ def test_repetition_penalties_stop_strings_and_constraints_are_each_rows_own(mix
         def accept(self, token_id: int) -> bool:
             return token_id % 10 == 0
 
-        def reset(self) -> None:
-            pass
-
     plain = _rows([20], SamplingParams(max_tokens=30))[0]
     text = _answers(mixtral, [plain])[0].text
     rows = [
@@ -354,11 +351,7 @@ class _Spelling:
     """Each token is one more than the one before, beginning with `first`; three of them are enough."""
 
     def __init__(self, first: int) -> None:
-        self._first = first
-        self.reset()
-
-    def reset(self) -> None:
-        self._next = self._first
+        self._next = first
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         only = torch.full_like(logits, float("-inf"))

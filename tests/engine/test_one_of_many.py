@@ -66,9 +66,6 @@ class Free:
     def accept(self, token_id: int) -> bool:
         return False
 
-    def reset(self) -> None:
-        pass
-
 
 class Nothing(Free):
     """Allows no token from the fourth on."""

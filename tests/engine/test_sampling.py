@@ -418,8 +418,8 @@ def test_beams_are_penalised_by_their_own_tokens(multiplier: float) -> None:
     asked.prepared([], tiny_tokenizer(), 99, NO_IDS)
     first = model.logits(torch.tensor([[3]]))
     search = decode_beams(first, asked, [])
-    said = search_over(model, search, first.device)
-    assert (said.ids == [0, 1, 2, 3] * 6) == (multiplier == 0)
+    search_over(model, search, first.device)
+    assert (asked.ids == [0, 1, 2, 3] * 6) == (multiplier == 0)
 
 
 def test_greedy_with_dry_ends_a_loop_and_without_it_is_unchanged(loaded: LoadedModel) -> None:

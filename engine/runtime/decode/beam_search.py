@@ -16,7 +16,6 @@ import torch
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.runtime.decode.detokenizer import decode_text
-from engine.runtime.decode.generation import Decoded
 from engine.runtime.decode.sampling import penalise_repetition
 from engine.runtime.decode.sequence import Sequence, StopStrings, alone_with, check_finite, dry_penalty, of_one
 
@@ -72,9 +71,9 @@ class BeamResult:
     cancelled: bool
 
 
-def decode_beams(logits: torch.Tensor, asked: Sequence, prefix: list[int]) -> Beams[Decoded]:
-    """The best answer from logits [1, V] after a prompt; its text comes at the end, since until then another beam may
-    win.
+def decode_beams(logits: torch.Tensor, asked: Sequence, prefix: list[int]) -> Beams[FinishReason]:
+    """Finds the best answer from logits [1, V] after a prompt, and why it ends; its text comes at the end, since until
+    then another beam may win.
 
     Args:
         prefix: tokens that it continues.
@@ -107,7 +106,8 @@ def decode_beams(logits: torch.Tensor, asked: Sequence, prefix: list[int]) -> Be
     else:
         reason = "stop" if result.finished else asked.reached
     asked.tell(text, len(result.ids))
-    return Decoded(result.ids, text, reason)
+    asked.become(result.ids, text)
+    return reason
 
 
 def beam_search(

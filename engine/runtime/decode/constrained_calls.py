@@ -496,16 +496,10 @@ class ConstrainedCalls:
         thinks: bool,
         shown: Sequence[int],
     ) -> None:
-        self._rules, self._first, self._form = rules, first, form
+        self._rules, self._form = rules, form
         self._tokenizer, self._choice, self._shown = tokenizer, choice, shown
-        self._begins_thinking = thinks
-        self.reset()
-
-    def reset(self) -> None:
-        if self._first is not None:
-            self._first.reset()
-        self._call, self._thinks = self._first, self._begins_thinking
-        self._tail, self._detokenizer = "", IncrementalDetokenizer(self._tokenizer, self._shown)
+        self._call, self._thinks = first, thinks
+        self._tail, self._detokenizer = "", IncrementalDetokenizer(tokenizer, shown)
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._call is None else self._call.restrict(logits)

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[int, int], None]
 """Prompt tokens read so far, and prompt tokens to read."""
 
-ReusedCallback = Callable[[int, int, float], None]
-"""Tokens of a prompt brought from RAM, tokens brought from disk, and the seconds that took."""
-
-
-def ignore_reused(from_ram: int, from_disk: int, seconds: float) -> None:
-    """For callers that do not watch what is reused."""
-
-
 TextCallback = Callable[[str, int], None]
 """Text to append, final as it stands (it may be empty), and tokens generated so far."""
 
@@ -59,9 +51,6 @@ class TokenConstraint(Protocol):
 
     def accept(self, token_id: int) -> bool:
         """Takes the token that was chosen; whether the answer is complete with it."""
-
-    def reset(self) -> None:
-        """The answer begins again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +102,6 @@ Outcome = GenerationResult | BaseException
 OnEnd = Callable[[Outcome], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """An answer."""
-
-    ids: list[int]
-    text: str
-    reason: FinishReason
-    stopped_by: str = ""
-
-
 def ignore_progress(done: int, total: int) -> None:
     """For callers that do not watch the prompt being read."""
 
@@ -169,7 +148,7 @@ class BatchRequest:
     on_progress: ProgressCallback = ignore_progress
     on_text: TextCallback = ignore_text
     on_reasoning: TextCallback = ignore_text
-    on_reused: ReusedCallback = ignore_reused
+    on_reused: Callable[[int, int, float], None] = lambda _from_ram, _from_disk, _seconds: None
     cancelled: CancelCheck = never_cancelled
 
     @property

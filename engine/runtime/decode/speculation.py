@@ -170,10 +170,6 @@ class Speculation:
         self._since_probe, self._to_probe = 0, _NEAREST_PROBE
         self.guessed = self.accepted = 0
 
-    def use(self, drafters: Sequence[Drafter]) -> None:
-        """From now on these guess besides the text."""
-        self._drafters[1:] = drafters
-
     def append(self, ids: Sequence[int]) -> None:
         """The answer has these tokens more."""
         self._left -= len(ids)

@@ -147,7 +147,7 @@ class ContinuousBatch:
                 weight = -(-model.sizes.nbytes // (above.model.sizes.page * above.model.page_bytes))
                 self._kind = PageKind(uuid4().bytes, weight, model.discard, model.discard_states)
                 model.allocate(self.pool.pages, self.pool.states)
-        self._partings = Partings(PAGE_TOKENS)
+        self._partings = Partings()
         """Where rows leave states, if layers have any."""
         self.is_short: Check = model.are_others_in_the_way
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or

@@ -145,12 +145,10 @@ _MOST = 64
 class Partings:
     """Where rows whose prompts begin alike part: the first of them leaves there what the others go on from.
 
-    Args:
-        step: they are taken to part at a multiple of so many tokens.
+    They are taken to part where a page ends.
     """
 
-    def __init__(self, step: int = 1) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         """Prompts that were begun lately."""
         self._stops: WeakKeyDictionary[PagedRow, int] = WeakKeyDictionary()
@@ -179,7 +177,7 @@ class Partings:
 
     def _at(self, tokens: int) -> int:
         """Where those part who have so many tokens in common; 0 if that is of no use."""
-        return tokens // self._step * self._step if tokens >= _FEWEST else 0
+        return tokens // PAGE_TOKENS * PAGE_TOKENS if tokens >= _FEWEST else 0
 
     def up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of the next tokens it reads before it leaves a copy."""

@@ -13,9 +13,9 @@ from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.pictures import pictures_of
-from engine.families.replies.reader import reply_reader
+from engine.families.replies.reader import form_of, reply_reader
 from engine.runtime.batch.job_plan import costs_of
-from engine.runtime.decode.constrained import ConstrainedAnswers
+from engine.runtime.decode.constrained import AfterThought, ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
 from engine.runtime.decode.encoder_decoder import source_prompt
 from engine.runtime.decode.generation import BatchRequest as BatchRequest
@@ -23,10 +23,12 @@ from engine.runtime.decode.generation import GenerationResult, TokenConstraint
 from engine.runtime.decode.generation import Outcome as Outcome
 from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
 from engine.runtime.decode.sequence import Sequence, alone_with, end_token_ids, of_one
-from engine.runtime.decode.split_answer import Replies
+from engine.runtime.load.tokenizer import token_id
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.pictures import Blind
+from engine.runtime.pictures import FIRST, Blind
 
+_TAIL_TOKENS = 12
+"""Enough for every mark with what may follow it in a prompt."""
 AnswerCallback = Callable[[GenerationResult], None]
 
 
@@ -43,7 +45,9 @@ class Preparation:
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
         """Strings that end every answer to a conversation."""
-        self.replies = Replies(loaded.tokenizer, loaded.info.family)
+        self._form = form_of(loaded.info.family)
+        self._opens = tuple(opens.rstrip() for opens, _closes in self._form.thoughts)
+        self._shown: dict[bool, tuple[int, ...]] = {}
         self._loaded = loaded
         self._constrained: ConstrainedAnswers | None = None
         self._calls: CallGrammars | None = None
@@ -106,16 +110,48 @@ class Preparation:
         """What holds calls of tools to their schemas, and whether the whole answer is a call as JSON."""
         try:
             if self._calls is None:
-                self._calls = CallGrammars(self._constraints(), self.replies.form, self._tokenizer)
-            thinks, shown = self.replies.thinks(prompt), self.replies.shown(calls=True)
-            held = self._calls.begin(tools, choice, thinks=thinks, shown=shown)
+                self._calls = CallGrammars(self._constraints(), self._form, self._tokenizer)
+            held = self._calls.begin(tools, choice, thinks=self.thinks(prompt), shown=self._seen(calls=True))
         except EngineError:
             if choice.must:
                 raise
             return None, False  # a tokenizer that cannot be constrained: the model is trusted
         if choice.must and held is not None:
-            return self.replies.free_before(held, prompt, thinking), not isinstance(held, ConstrainedCalls)
+            return self._behind_thoughts(held, prompt, thinking), not isinstance(held, ConstrainedCalls)
         return held, False
+
+    def thinks(self, prompt: abc.Sequence[int]) -> bool:
+        """Whether a prompt ends by opening the model's reasoning."""
+        tail = str(self._tokenizer.decode([token for token in prompt[-_TAIL_TOKENS:] if token < FIRST])).rstrip()
+        return tail.endswith(self._opens)
+
+    def _seen(self, *, calls: bool) -> tuple[int, ...]:
+        """The control tokens that a reader of its answers must see; `calls` if tools may be called."""
+        if calls not in self._shown:
+            marks = self._form.marks if calls else self._form.marks_of_thoughts
+            added = self._tokenizer.added_tokens_decoder.items()
+            seen = (index for index, token in added if token.special and any(token.content in mark for mark in marks))
+            self._shown[calls] = tuple(seen)
+        return self._shown[calls]
+
+    def _behind_thoughts(
+        self, constraint: TokenConstraint, prompt: abc.Sequence[int], thinking: Thinking
+    ) -> TokenConstraint:
+        """A constraint that holds for the answer alone, where the model thinks before it.
+
+        That is where the prompt has opened the reasoning, where the model cannot do without, or where it was asked for.
+        """
+        form, opens = self._form, list[int]()
+        if not self.thinks(prompt):
+            if not (form.has_channels or thinking not in ("auto", "off")):
+                return constraint
+            found = (token_id(self._tokenizer, text) for text in form.begins_thought)
+            opens = [index for index in found if index is not None]
+            if not opens:
+                return constraint
+        written = [encode(self._tokenizer, text, special=False) for text in ("\n", "\n\n")]
+        breaks = [] if form.has_channels else [ids[0] for ids in written if len(ids) == 1]
+        return AfterThought(constraint, form.ends_thought, breaks, opens, self._tokenizer, self._seen(calls=False))
 
     def _constraints(self) -> ConstrainedAnswers:
         if self._constrained is None:
@@ -161,12 +197,12 @@ class Preparation:
                 thinking, stop = self._thinking(request), (*stop, *self.implied_stops)
                 if sampling.repetition_penalty != 1:
                     sequence.earlier = self._earlier(request, prompt, cancelled)
-                sequence.thinks = thinks = not self._encodes and self.replies.thinks(prompt)
+                sequence.thinks = thinks = not self._encodes and self.thinks(prompt)
                 if constraint is not None and not self._encodes:
-                    constraint = self.replies.free_before(constraint, prompt, thinking)
+                    constraint = self._behind_thoughts(constraint, prompt, thinking)
                 elif tools:
                     constraint, sequence.is_call = self._held_calls(tools, request.choice, prompt, thinking)
-                how["shown"] = self.replies.shown(calls=bool(tools))
+                how["shown"] = self._seen(calls=bool(tools))
                 if request.splits:
                     family = self._loaded.info.family
                     how["reader"] = reply_reader(family, tools, thinks=thinks, is_call=sequence.is_call)

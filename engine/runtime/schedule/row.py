@@ -15,7 +15,7 @@ from engine.common.footprint import PAGE_TOKENS, SPARE_WINDOW_PAGES, pages_for
 from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import Decoded, GenerationResult
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
@@ -74,7 +74,7 @@ class PagedRow:
         """Numbers of tokens that others may want to go on behind."""
         self._reserved = self._covered = 0
         """What it has room for, and the pages of tokens that this is for."""
-        self.search: Callable[[torch.Tensor], Beams[Decoded]] | None = None
+        self.search: Callable[[torch.Tensor], Beams[FinishReason]] | None = None
         """Begins the search for its answer, from logits after the prompt, if it has beams."""
         self.beams: _RowBeams | None = None
         self._least_of_beams = 0
@@ -484,9 +484,7 @@ class PagedRow:
                 step = self.beams.search.send(logits)
                 self.beams.held += 1
         except StopIteration as end:
-            found: Decoded = end.value
-            self.sequence.become(found.ids, found.text)
-            self.over = found.reason
+            self.over = end.value
         else:
             self.beams.follow(step)
 
@@ -683,7 +681,7 @@ class _RowBeams:
 
     def __init__(
         self,
-        search: Beams[Decoded],
+        search: Beams[FinishReason],
         pool: PagePool,
         kind: PageKind,
         prompt: _Tables,
