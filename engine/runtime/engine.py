@@ -204,7 +204,11 @@ class Engine:
         self.on_moved(loaded.info)
 
     def without_card(self, *, is_lost: bool) -> LoadedModel:
-        """See `Places`."""
+        """Frees the model, and loads it without its card.
+
+        Args:
+            is_lost: whether the card does not respond; otherwise others have taken its memory.
+        """
         lost, others = self._lost_and_others(is_lost=is_lost)
         fewer, none = (_FEWER, _LOST) if is_lost else (_TAKEN_OF_ONE, _TAKEN)
         why = fewer.format(" and ".join(lost), " and ".join(others)) if others else none
@@ -228,11 +232,12 @@ class Engine:
         return tuple(name for name in able if not able[name]), tuple(name for name in able if able[name])
 
     def may_return(self) -> bool:
+        """Whether the card that the model left is of use again; asked before a request while nothing is under way."""
         self._tell_of_card()
         return self._failback is not None and self._failback.is_open(monotonic())
 
     def with_card(self) -> LoadedModel:
-        """See `Places`."""
+        """Frees the model, and loads it where it was at first, or once more without its card."""
         left = self._ready().info
         _log.warning("loading the model on the graphics card again, which is of use again")
         try:

@@ -6,16 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
 from engine.common.errors import EngineError
 from engine.devices.card_proof import CardProof, prove_cards
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryCategory
 from engine.runtime.load.devices import ModelDevices
-
-if TYPE_CHECKING:
-    from engine.runtime.loaded_model import LoadedModel
 
 _log = logging.getLogger(__name__)
 
@@ -27,23 +24,6 @@ _SOON_S: Final = 900.0
 
 Open = Callable[[], tuple[Sequence[Device], str]]
 Prove = Callable[[], list[CardProof] | None]
-
-
-class Places(Protocol):
-    """Where else a model can run."""
-
-    def without_card(self, *, is_lost: bool) -> LoadedModel:
-        """Frees the model, and loads it without its card.
-
-        Args:
-            is_lost: whether the card does not respond; otherwise others have taken its memory.
-        """
-
-    def may_return(self) -> bool:
-        """Whether the card that the model left is of use again; asked before a request while nothing is under way."""
-
-    def with_card(self) -> LoadedModel:
-        """Frees the model, and loads it where it was at first, or once more without its card."""
 
 
 class Failback:

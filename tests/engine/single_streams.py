@@ -171,7 +171,7 @@ class Alone:
         self._batch.submit(asked, ends.append)
         try:
             with torch.inference_mode():
-                self._batch.sweep(lambda: bool(ends))
+                self._batch.go_on(lambda: bool(ends), by_layer=False)
         except Exception as error:
             self._batch.give_up(error)
             raise

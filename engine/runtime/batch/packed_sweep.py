@@ -92,6 +92,10 @@ class Work:
         return self.is_exact and not self.row.is_reading and self.guess is None
 
     @property
+    def reads_exactly(self) -> bool:
+        return self.is_exact and self.row.is_reading
+
+    @property
     def ids(self) -> list[int]:
         """Those tokens."""
         ids = self.row.next_ids(self.tokens)

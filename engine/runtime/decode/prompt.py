@@ -76,7 +76,8 @@ def chat_prompt(
         if sight is not None and pictures:
             raise sight.no_place()
         ids = encode(tokenizer, text, special=True, written=(), cancelled=cancelled, most_tokens=most_tokens)
-        return _without_final_eos(tokenizer, ids)
+        # Some tokenizers close every text; a prompt must stay open.
+        return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
     turns = [_turn(message) for message in messages]
 
@@ -177,8 +178,15 @@ def _too_long(tokens: str, context_tokens: int, by: str) -> EngineError:
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it."""
-    turn: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    """A message as templates expect it: with text, or with parts where there are pictures."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    parts = json.loads(message.parts) if message.parts else []
+    if any(part.get("type") == "image_url" for part in parts):
+        turn["content"] = [
+            {"type": "image"} if part["type"] == "image_url" else {"type": "text", "text": encodable(str(part["text"]))}
+            for part in parts
+            if part.get("type") in ("image_url", "text")
+        ]
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
         if not (message.tool_calls and message.content):
@@ -195,18 +203,6 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     if message.role == "tool":
         turn["tool_call_id"] = message.answers
     return turn
-
-
-def _content(message: ChatMessage) -> str | list[dict[str, str]]:
-    """As templates expect it: text, or parts where there are pictures."""
-    parts = json.loads(message.parts) if message.parts else []
-    if not any(part.get("type") == "image_url" for part in parts):
-        return message.content
-    return [
-        {"type": "image"} if part["type"] == "image_url" else {"type": "text", "text": encodable(str(part["text"]))}
-        for part in parts
-        if part.get("type") in ("image_url", "text")
-    ]
 
 
 def _render(
@@ -326,11 +322,6 @@ def _plain(messages: Sequence[ChatMessage], end: PromptEnd) -> str:
     turns = [f"{_PLAIN_NAMES[message.role]}: {message.content.strip()}\n" for message in messages]
     text = "".join(turns)
     return text + "Assistant:" if end == "answer" else text.removesuffix("\n") if end == "continue" else text
-
-
-def _without_final_eos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Some tokenizers close every text; a prompt must stay open."""
-    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def _as_ids(ids: Any) -> list[int]:

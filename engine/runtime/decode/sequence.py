@@ -397,12 +397,15 @@ class StopStrings:
         if not self._stop or not text:
             return text, False
         self._held += text
-        match = self._first_match()
-        if match is not None:
-            end, begin = match
+        matches = [(begin + len(stop), begin) for stop in self._stop if (begin := self._held.find(stop)) >= 0]
+        if matches:
+            end, begin = min(matches)  # the one that is completed first; of those completed at once, the longest
             answer, self.found, self._held = self._held[:begin], self._held[begin:end], ""
             return answer, True
-        keep = self._possible_beginning()
+        # The longest end of it with which a stop string begins is kept.
+        keep = min(max(map(len, self._stop)) - 1, len(self._held))
+        while keep and not any(stop.startswith(self._held[-keep:]) for stop in self._stop):
+            keep -= 1
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(certain) :]
         return certain, False
@@ -411,20 +414,6 @@ class StopStrings:
         """What was held back, now that no more text comes."""
         text, self._held = self._held, ""
         return text
-
-    def _first_match(self) -> tuple[int, int] | None:
-        """Where the stop string that is completed first ends and begins; of those completed at once, the longest."""
-        found = [(begin + len(stop), begin) for stop in self._stop if (begin := self._held.find(stop)) >= 0]
-        return min(found) if found else None
-
-    def _possible_beginning(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
-        longest = max(len(stop) for stop in self._stop) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

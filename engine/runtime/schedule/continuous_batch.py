@@ -21,7 +21,7 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.rows import BatchOutcome, Check, always, never
+from engine.jobs.rows import BatchOutcome, Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.policy import BatchPolicy
@@ -224,31 +224,28 @@ class ContinuousBatch:
         """Whether all that a source had has been answered."""
         return source.is_dry and not source.rows and not source.waiting
 
-    def sweep(self, until: Check = always) -> None:
-        """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
-        self.model.leaves = never
-        with self._recorded(), self.model.threads():
-            while self._is_sweeping():
-                while self._continue():
-                    pass
-                if until():
-                    break
-
     @property
     def kv_tokens(self) -> int:
         """Tokens of context that rows hold, or that the last one left."""
         return sum(row.held for row in self.rows) or self._left.tokens
 
-    def go_on(self, until: Check) -> bool:
-        """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
-        self.model.leaves = until
+    def go_on(self, until: Check, *, by_layer: bool = True) -> bool:
+        """Admits rows and takes them through the layers until `until()` comes true; whether there is more to do.
+
+        Args:
+            by_layer: it is asked before each layer, and not only after each sweep.
+        """
+        self.model.leaves = until if by_layer else never
         with self._recorded(), self.model.threads():
             while self._is_sweeping():
-                if until():
+                if by_layer and until():
                     if self._work[0].is_exact:
                         self._end_sweep()  # nothing of it has been computed
                     return True
-                if not self._continue() and until():  # before the next one begins, perhaps with piggybacked rows
+                goes_on = self._continue()
+                while goes_on and not by_layer:
+                    goes_on = self._continue()
+                if not goes_on and until():  # before the next one begins, perhaps with piggybacked rows
                     return True
         return False
 
@@ -311,7 +308,12 @@ class ContinuousBatch:
                 if len(self._aside) in (0, aside) and failed == self._failed:
                     return False
                 aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
-            self._work = work + self._riders(work)
+            expected_s = self._token_s * sum(each.tokens for each in work)
+            # Rows of others are piggybacked, unless they would wait too long for their token.
+            takes_others = self.model.are_packed and 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S
+            if takes_others and not self._has_dropped_piggybacked:
+                work += [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked()]
+            self._work, self._has_dropped_piggybacked = work, False
             self._record(work)
             self._sweep, self._places = self.model.sweep(self._work), self.model.places_of_states
             self.turns += 1
@@ -347,14 +349,6 @@ class ContinuousBatch:
         if self.has_piggybacked:
             self._end_sweep()
             self._has_dropped_piggybacked = True
-
-    def _riders(self, work: list[Work]) -> list[Work]:
-        """Rows to piggyback on a sweep over `work`, unless they would wait too long for their token."""
-        sent_away, self._has_dropped_piggybacked = self._has_dropped_piggybacked, False
-        expected_s = self._token_s * sum(each.tokens for each in work)
-        if sent_away or not self.model.are_packed or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
-            return []
-        return [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked()]
 
     @property
     def held_bytes(self) -> int:
@@ -434,7 +428,7 @@ class ContinuousBatch:
         elif work and (
             self._gives_pages(1)
             or self.model.lighten(is_exact=work[0].is_exact)
-            or (self.exact is not None and _reads_exactly(work[0]) and self.exact.reads_less(work[0].tokens))
+            or (self.exact is not None and work[0].reads_exactly and self.exact.reads_less(work[0].tokens))
             or self._gives_pages(2)
         ):
             pass
@@ -514,7 +508,8 @@ class ContinuousBatch:
                 self._aside.remove(aside)
                 self.rows.append(aside)
                 continue
-            if aside is not None and not self.rows and self._has_outgrown(aside):
+            if aside is not None and not self.rows and not self.pool.in_use:  # no other keeps it from having pages
+                self._leave(aside).on_row(aside.answer(error=self._no_memory(aside)))
                 continue
             if aside is not None and active:  # it is next; rows that rest may keep their pages for long
                 return
@@ -585,13 +580,6 @@ class ContinuousBatch:
             offers = (self._above or self)._left.give_up()
             if not (offers or any(lane.give_way() for lane in self.below)):
                 return False
-        return True
-
-    def _has_outgrown(self, row: PagedRow) -> bool:
-        """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
-        if self.pool.in_use:
-            return False
-        self._leave(row).on_row(row.answer(error=self._no_memory(row)))
         return True
 
     def _make_room(self) -> None:
@@ -746,10 +734,7 @@ class ContinuousBatch:
             with self._work_for(each.row):
                 if each.row.is_reading and not each.row.sequence.ids:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
-                if each.is_exact and self.exact is not None:
-                    each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
-                else:
-                    each.row.has_read(each.tokens)
+                each.row.has_read(each.tokens, self.exact.chunk_tokens if each.is_exact and self.exact else 0)
                 if isinstance(self.model.caches, LibraryCaches):
                     each.row.forget_last_state(self.model.caches)
                 if each.row.is_reading and each.row.state is not None:
@@ -859,10 +844,6 @@ class ContinuousBatch:
                 if not row.request.cancelled() and row.reserve_next():
                     able.append(row)
         return able
-
-
-def _reads_exactly(work: Work) -> bool:
-    return work.is_exact and work.row.is_reading
 
 
 def _is_cancelled(new: Sequence) -> bool:

@@ -510,8 +510,14 @@ class PagedRow:
             return self.beams.tokens
         return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1 - self.lag :]
 
-    def has_read(self, tokens: int) -> None:
-        """Records that its next tokens are in their pages, and offers complete pages for sharing."""
+    def has_read(self, tokens: int, chunk: int = 0) -> None:
+        """Records that its next tokens are in their pages, and offers complete pages for sharing.
+
+        Args:
+            chunk: so many at once were computed as if it were alone, if any were.
+        """
+        if chunk and self.held == self.steady and tokens == chunk:
+            self.steady += chunk
         self.held += tokens
         if self.layout is not None and not self.is_reading:
             self.layout.look(0, 0)
@@ -530,12 +536,6 @@ class PagedRow:
         if self._kind.window and not self.is_reading and self.held - tokens < len(self.prompt) and self._covered:
             self._pass_windows(self._kind.first_window(self.held))
             self._reserve_pages(self._needs(self._covered * PAGE_TOKENS) + self._least_of_beams)
-
-    def has_read_exactly(self, tokens: int, chunk: int) -> None:
-        """The same of prompt tokens that were computed as if it were alone, up to so many at once."""
-        if self.held == self.steady and tokens == chunk:
-            self.steady += chunk
-        self.has_read(tokens)
 
     def leave_part(self) -> None:
         """It has ended: offers its last page, too, although that is not full."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,6 @@ from engine.jobs.rows import Check, never
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.decode.generation import BatchRequest, GenerationResult, OnEnd, Outcome
 from engine.runtime.decode.sequence import Sequence, of_one
-from engine.runtime.failback import Places
 from engine.runtime.load.devices import CardLoss
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
@@ -32,6 +32,9 @@ from engine.runtime.schedule.executor import batch_for, lane_for
 from engine.runtime.schedule.request import Preparation
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.times import Times
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
 
 
 class Scheduler:
@@ -48,7 +51,7 @@ class Scheduler:
         self,
         loaded: LoadedModel,
         on_news: Callable[[], None] = lambda: None,
-        places: Places | None = None,
+        places: Engine | None = None,
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
         self._on_news, self._places, self._on_note = on_news, places, on_note
@@ -164,7 +167,7 @@ class Scheduler:
         if not self.is_busy:
             return False
         # With them in its sweep it goes on to their next token.
-        return self._awaited() or (self._times.is_due() and not any(lane.has_piggybacked for lane in self._beside()))
+        return self._awaited() or (self._times.is_due() and not any(lane.has_piggybacked for lane in self._beside))
 
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""
@@ -199,7 +202,7 @@ class Scheduler:
 
     def forget(self) -> None:
         """Frees the context of requests.  Those that are under way never end."""
-        for lane in self._beside():
+        for lane in self._beside:
             lane.drop_piggybacked()
         self._waiting.clear()
         self._admitted.clear()
@@ -233,7 +236,7 @@ class Scheduler:
                 if note != self._note:
                     self._note = note
                     self._on_note(note)
-                for lane in self._beside():
+                for lane in self._beside:
                     lane.drop_piggybacked()
                 for asked in list(self._waiting):
                     self._admit(asked)
@@ -343,6 +346,7 @@ class Scheduler:
             lane.piggybacked = self._piggybacked
         return lane, note
 
+    @property
     def _beside(self) -> list[ContinuousBatch]:
         """Where jobs are answered in the pages of requests."""
         return self._batch.below if self._batch is not None else []
@@ -360,7 +364,7 @@ class Scheduler:
         """A step of those who are answered, or more until `until()`."""
         batch = self._ready()
         try:
-            batch.sweep(until)
+            batch.go_on(until, by_layer=False)
         except Exception as error:
             if self._loss(error) is not None:
                 raise
