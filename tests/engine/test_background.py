@@ -261,7 +261,7 @@ def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own(
     rows = [replace(each := row(n, 20, 6), ids=(*begins, *each.ids)) for n in range(3)]
     job = Job(scheduler, rows, replace(POLICY, kv_type=KvType.FP16))
     lanes = list[ContinuousBatch]()
-    serve(scheduler, [job], lambda: lanes.extend(scheduler._beside()) is not None)
+    serve(scheduler, [job], lambda: lanes.extend(scheduler._beside) is not None)
     assert scheduler._batch is not None
     assert bool(lanes) == has_pages
     assert job.outcomes == [BatchOutcome.FINISHED]
