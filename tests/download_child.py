@@ -5,8 +5,6 @@
 FULL_AFTER: the disk is full once so many bytes are written; 0: never.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -9,8 +9,6 @@ Large files (those in `lfs`) are redirected to a second host, as the real hub do
 `hub.requests`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import hashlib
@@ -197,7 +195,7 @@ class HubServer:
 
     # Starting and stopping
 
-    def start(self, port: int = 0) -> HubServer:
+    def start(self, port: int = 0) -> "HubServer":
         self.closing.clear()
         for name, bound in (("hub", port), ("second", 0)):
             server = _Server(self, name, bound)
@@ -230,7 +228,7 @@ class HubServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         return self.start()
 
     def __exit__(

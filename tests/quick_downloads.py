@@ -1,7 +1,5 @@
 """Downloads in small parts and with little patience, for tests against servers of this machine."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

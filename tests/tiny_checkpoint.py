@@ -1,7 +1,5 @@
 """A well-formed checkpoint of a few hundred bytes: enough for everything that does not compute with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small GGUF files, as the `gguf` package writes them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

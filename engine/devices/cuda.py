@@ -34,21 +34,16 @@ class CudaCapture:
     """See `engine.devices.device.Capture`.
 
     Captures use a stream of their own, as CUDA cannot capture the default stream, and memory from a pool, which all
-    segments share: they run one after the other.
+    segments share: they run one after the other.  A pool that nobody holds gives its memory back to the card.
 
     Args:
         stream: from `capture_stream`, the same for all captures of a card.
-        free: pools of the card; this capture takes one, and returns it, and what it holds, for the next: with one each,
-            memory of the card would be lost to the program with every capture, as torch gives back a dead pool's only
-            when it runs short.
     """
 
-    def __init__(self, place: torch.device, stream: torch.cuda.Stream, free: list[torch.cuda.MemPool]) -> None:
-        self._place, self._stream, self._free = place, stream, free
-        if not free:
-            with torch.cuda.device(place):  # it belongs to the card that is current
-                free.append(torch.cuda.MemPool())
-        self._held = free.pop()
+    def __init__(self, place: torch.device, stream: torch.cuda.Stream) -> None:
+        self._place, self._stream = place, stream
+        with torch.cuda.device(place):  # it belongs to the card that is current
+            self._held: torch.cuda.MemPool | None = torch.cuda.MemPool()
         self._pool = self._held.id
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._under_way: torch.cuda.CUDAGraph | None = None
@@ -106,8 +101,7 @@ class CudaCapture:
             torch.cuda.current_stream(self._place).synchronize()
         while self._graphs:
             self._graphs.pop().reset()
-        if not any(self._held is each for each in self._free):
-            self._free.append(self._held)
+        self._held = None
 
     def _resume(self) -> None:
         if self._before is not None:
@@ -140,8 +134,8 @@ def _is_at(bus: str | None, address: str) -> bool:
 
 
 def _captures(place: torch.device) -> Callable[[], Capture]:
-    stream, free = capture_stream(place), list[torch.cuda.MemPool]()
-    return lambda: CudaCapture(place, stream, free)
+    stream = capture_stream(place)
+    return lambda: CudaCapture(place, stream)
 
 
 def _adapter(index: int) -> Adapter | None:

@@ -1,7 +1,5 @@
 """Kernels for cards against the plain definition: on a card, and on an emulated one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of the engine share: the starter model and its dense parent, made once, tiny models and cards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks of GGUF files made up: any bytes are codes, only the scales of a block have to be sensible."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

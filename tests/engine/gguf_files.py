@@ -5,8 +5,6 @@ by llama.cpp's own converter; beside each file lies what llama.cpp computes with
 the files compress, and float32, so that llama.cpp computes without rounding.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import re

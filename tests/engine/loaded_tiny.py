@@ -1,7 +1,5 @@
 """Tiny random models wrapped as loaded ones: generation without a checkpoint on disk."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Files of random records, without a model: what the tiers are tested on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

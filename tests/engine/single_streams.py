@@ -1,7 +1,5 @@
 """Answers one after the other, with nobody beside: what every other way to answer is held to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -111,7 +109,7 @@ class PagedSequence:
         last = self.held % PAGE_TOKENS or PAGE_TOKENS
         return [*states, *(part[:-1] for part in rows), *(part[-1, :, :last] for part in rows)]
 
-    def become(self, other: PagedSequence) -> None:
+    def become(self, other: "PagedSequence") -> None:
         """Holds what another of such a model does."""
         self.held = other.held
         for mine, its in zip(self.parts(), other.parts(), strict=True):

@@ -1,7 +1,5 @@
 """Apple's graphics: a whole model where it lies, or the CPU; with a fake in the place of `torch.mps`."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator

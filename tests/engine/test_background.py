@@ -1,7 +1,5 @@
 """Several jobs on one model: they share sweeps evenly, beside requests, and what happens to one harms no other."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Batches: every row's answer is that of the row alone, whatever else is in the batch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from copy import copy

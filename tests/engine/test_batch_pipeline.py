@@ -1,7 +1,5 @@
 """Sweeps over an emulated card: whatever the order of a layer's work, answers are those of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Attention over caches, pages and prompts: the native kernels against torch, for every instruction set."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Iterator
@@ -159,7 +157,7 @@ class _Held:
         scales = places[2:] or [None, None]
         return PagesStruct(*places[:2], *scales, self.page_tokens, int(self.kv_type), window, kept)
 
-    def take(self, other: _Held, page: int, pages: torch.Tensor, tokens: int) -> None:
+    def take(self, other: "_Held", page: int, pages: torch.Tensor, tokens: int) -> None:
         """The first tokens of another's page, in these pages."""
         for mine, its in zip(self.parts, other.parts, strict=True):
             for token in range(tokens):

@@ -1,7 +1,5 @@
 """Tokens that a real card runs as one graph, with experts of the CPU: its kernels are C++ here, all else is real."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention by the kernel in CUDA C on an emulated card: over pages, in graphs that outlive caches, and proven."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks of GGUF files on a card, as they lie: every type is what ggml says, and few and many visits are right."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which kernels a card gets: those that it computes right, and else none, and the user is told why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

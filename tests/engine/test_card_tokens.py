@@ -1,7 +1,5 @@
 """Tokens that an emulated card computes by itself: bit by bit those of the CPU, whatever is in its slots."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +65,7 @@ class OnCpu:
     logits: torch.Tensor
 
     @classmethod
-    def of(cls, folder: Path, count: int = TOKENS, precision: Any = "bf16") -> OnCpu:
+    def of(cls, folder: Path, count: int = TOKENS, precision: Any = "bf16") -> "OnCpu":
         with opened(folder, 0, precision=precision) as model, torch.inference_mode():
             prompted = PagedSequence(model.model)
             StepModel(model.model, model.context_tokens)(_PROMPT, prompted.next(_PROMPT.shape[1]), 0)

@@ -1,7 +1,5 @@
 """The file of converted weights: what is written is read, and nothing else is taken for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

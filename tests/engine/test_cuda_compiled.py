@@ -1,7 +1,5 @@
 """The sources in CUDA C compile for every card, and what came out is kept on disk until something changes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

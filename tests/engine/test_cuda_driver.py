@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.kernels.cuda import driver
-from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.compiled import Kernel, arguments_of
 from engine.kernels.cuda.driver import DriverError, NvidiaCard
-from engine.kernels.cuda.products import ProductArguments, product_kernel
+from engine.kernels.cuda.products import product_kernel
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import needs_compiler
 
@@ -66,7 +67,8 @@ def machine_code(kernel: Kernel, capability: tuple[int, int], version: str, *, a
 def test_a_launch_reaches_the_driver_as_it_was_meant(seen: Seen) -> None:
     card = NvidiaCard(2)
     assert card.multiprocessors == 28
-    arguments = ProductArguments(x=0x7F1111111110, slots=5, splits=3, pairing=2, bias_at=-1)
+    given = {"x": 0x7F1111111110, "slots": 5, "splits": 3, "pairing": 2, "bias_at": -1}
+    arguments = arguments_of(product_kernel("Int4", 2), given)
     card.launch(product_kernel("Int4", 2), (8, 48, 3), arguments)
     assert (list(seen.grid), seen.threads, seen.shared_bytes) == ([8, 48, 3], 128, 0)
     assert (seen.stream, seen.context, seen.function) == (STREAM, 0x7F0000000000 + 42, 0x7F1234567890 + 1)
@@ -78,12 +80,22 @@ def test_a_launch_reaches_the_driver_as_it_was_meant(seen: Seen) -> None:
     assert (seen.launches, seen.loaded) == (3, 2)  # each kernel is loaded once
 
 
+def test_arguments_have_the_names_of_the_source() -> None:
+    kernel, x = product_kernel("Int4", 1), torch.zeros(4)
+    made: Any = arguments_of(kernel, {"x": x, "ids": None, "activation": {"kind": -1, "limit": 1.5}})
+    assert (made.x, made.ids, made.slots) == (x.data_ptr(), None, 0)
+    assert (made.activation.kind, made.activation.limit, made.activation.alpha) == (-1, 1.5, 0)
+    for wrong in ({"ex": x}, {"activation": {"kinds": 2}}):
+        with pytest.raises(TypeError, match=r"has no (ex|kinds)$"):
+            arguments_of(kernel, wrong)  # type: ignore[arg-type]
+
+
 def test_what_the_driver_refuses_is_said_in_a_sentence(seen: Seen, stub: ctypes.CDLL) -> None:
     card = NvidiaCard(0)
     for error, words in ((700, "an illegal memory access"), (999, "error 999")):
         ctypes.c_int.in_dll(stub, "failing").value = error
         with pytest.raises(DriverError, match=rf"^The card's driver could not start products-Int4-1: {words}$"):
-            card.launch(product_kernel("Int4", 1), (1, 1, 1), ProductArguments())
+            card.launch(product_kernel("Int4", 1), (1, 1, 1), arguments_of(product_kernel("Int4", 1), {}))
     assert seen.launches == 0
 
 

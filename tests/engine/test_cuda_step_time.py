@@ -1,7 +1,5 @@
 """The estimate of a step on a card: what it may never say, whatever the numbers in it are."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.formats import FORMATS

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,15 +15,17 @@ from engine.hardware.gpu_info import GpuInfo
 PLACE = torch.device("cuda", 1)
 
 
-class _Pools:
-    """Counts torch's memory pools."""
+class _Pool:
+    """One of torch's memory pools; which numbers the living have."""
+
+    alive: ClassVar[list[int]] = []
 
     def __init__(self) -> None:
-        self.made = 0
+        self.id = (max(_Pool.alive, default=0) + 1, 0)
+        _Pool.alive.append(self.id[0])
 
-    def __call__(self) -> SimpleNamespace:
-        self.made += 1
-        return SimpleNamespace(id=(self.made, 0))
+    def __del__(self) -> None:
+        _Pool.alive.remove(self.id[0])
 
 
 class _Graph:
@@ -57,7 +59,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Any]]:
         monkeypatch.setattr(
             torch._C, name, lambda index, pool, name=name: calls.append((name, index, pool)), raising=False
         )
-    monkeypatch.setattr(torch.cuda, "MemPool", _Pools())
+    monkeypatch.setattr(torch.cuda, "MemPool", _Pool)
     monkeypatch.setattr(torch.cuda, "device", lambda _place: _Nothing())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _place=None: _Stream())
@@ -77,7 +79,7 @@ class _Nothing:
 def test_after_a_failed_capture_memory_no_longer_comes_from_its_pool(
     left: list[tuple[str, int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture = CudaCapture(PLACE, _Stream(), [])  # type: ignore[arg-type]
+    capture = CudaCapture(PLACE, _Stream())  # type: ignore[arg-type]
     capture.begin()
     monkeypatch.setattr(_Graph, "fails", True)
     capture.abandon()
@@ -117,23 +119,20 @@ def test_what_is_measured_is_kept_for_this_card_driver_and_link(
     assert identity_of(1) == expected
 
 
-def test_captures_one_after_the_other_share_a_pool_and_those_beside_each_other_do_not(
-    left: list[tuple[str, int, Any]],
-) -> None:
-    pools = list[Any]()
-    for _ in range(3):
-        capture = CudaCapture(PLACE, _Stream(), pools)  # type: ignore[arg-type]
+def test_a_capture_that_has_ended_gives_its_pool_back(left: list[tuple[str, int, Any]]) -> None:
+    pair = [CudaCapture(PLACE, _Stream()) for _ in range(2)]  # type: ignore[arg-type]
+    for capture in pair:
         capture.begin()
         capture.end()
+    assert len(set(_Pool.alive)) == 2
+    for capture in pair:
         capture.close()
         capture.close()
-    assert torch.cuda.MemPool.made == 1  # type: ignore[attr-defined]
-    pair = [CudaCapture(PLACE, _Stream(), pools) for _ in range(2)]  # type: ignore[arg-type]
-    assert pair[0]._pool != pair[1]._pool
+    assert not _Pool.alive
 
 
 def test_a_capture_that_was_given_up_in_good_order_leaves_the_pool_to_torch(left: list[tuple[str, int, Any]]) -> None:
-    capture = CudaCapture(PLACE, _Stream(), [])  # type: ignore[arg-type]
+    capture = CudaCapture(PLACE, _Stream())  # type: ignore[arg-type]
     capture.begin()
     capture.abandon()
     assert left == []

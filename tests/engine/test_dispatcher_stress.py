@@ -1,7 +1,5 @@
 """Thousands of random steps among resizes, faults and prefetches: right or one error, and nothing leaks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

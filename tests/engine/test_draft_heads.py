@@ -1,7 +1,5 @@
 """A model's own draft head guesses what the library's does, and answers stay what they are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

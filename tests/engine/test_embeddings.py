@@ -1,7 +1,5 @@
 """Models made for embeddings: their vectors are the library's, and programs get them over HTTP from a process."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """The fast paths against the plain definition, over shapes, kinds of experts and routings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`engine.families` is all that the program knows of single families: files, routers, and what the library has."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """What a fit card says of a download, against what the engine holds once the same files are loaded."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

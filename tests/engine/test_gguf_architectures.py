@@ -1,7 +1,5 @@
 """Each architecture's tiny GGUF file, read by us, must give what llama.cpp computes with it (see `gguf_files`)."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import math

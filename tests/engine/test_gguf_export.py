@@ -1,7 +1,5 @@
 """GGUF files hold the checkpoint's weights, under llama.cpp's names, in its orders and types."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Where a real compiler is (Debian's libamdhip64-5 is one; it needs no card), it is asked for every kernel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
@@ -20,9 +18,9 @@ import torch
 from engine.common.paths import cache_dir
 from engine.kernels.cuda import driver
 from engine.kernels.cuda.__main__ import all_kernels
-from engine.kernels.cuda.compiled import CompileError, Kernel, Usage
+from engine.kernels.cuda.compiled import CompileError, Kernel, Usage, arguments_of
 from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc
-from engine.kernels.cuda.products import ProductArguments, product_kernel
+from engine.kernels.cuda.products import product_kernel
 from engine.kernels.gpu.norms import NORM_KERNEL
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import needs_compiler
@@ -112,7 +110,8 @@ def test_a_launch_reaches_hip_as_it_was_meant(seen: Seen) -> None:
     card = driver.card_of(torch.device("cuda", 1))
     assert isinstance(card, AmdCard)
     assert (card.multiprocessors, card.architecture, card.driver) == (48, "gfx1100", "70213010")
-    arguments = ProductArguments(x=0x7F1111111110, slots=5, splits=3, pairing=2, bias_at=-1)
+    given = {"x": 0x7F1111111110, "slots": 5, "splits": 3, "pairing": 2, "bias_at": -1}
+    arguments = arguments_of(product_kernel("Int4", 2), given)
     card.launch(product_kernel("Int4", 2), (8, 48, 3), arguments)
     assert (list(seen.grid), seen.threads, seen.shared_bytes) == ([8, 48, 3], 128, 0)
     assert (seen.stream, seen.function, seen.entry) == (STREAM, 0x7F1234567890 + 1, b"product_kernel")
@@ -132,7 +131,7 @@ def test_what_hip_refuses_is_said_in_a_sentence(seen: Seen, stub: ctypes.CDLL) -
     card = AmdCard(0)
     ctypes.c_int.in_dll(stub, "failing").value = 700
     with pytest.raises(DriverError, match=r"^HIP could not start norm: an illegal memory access$"):
-        card.launch(NORM_KERNEL, (1, 1, 1), ProductArguments())
+        card.launch(NORM_KERNEL, (1, 1, 1), arguments_of(NORM_KERNEL, {}))
     ctypes.c_int.in_dll(stub, "refusing").value = 6
     with pytest.raises(CompileError, match=r"^hiprtc 9\.0 does not compile products\.cu: .*error: nothing is right$"):
         card.prepare([product_kernel("Int8", 8)])

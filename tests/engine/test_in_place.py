@@ -1,8 +1,6 @@
 """Files are used as they lie, GGUF files and safetensors in the numbers that a model computes with: the same results,
 nothing converted, copied or written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -230,7 +228,7 @@ def test_a_file_without_the_kernels_that_read_it_says_so(tmp_path: Path, monkeyp
         assert "several times slower" in ours.info.device_note
 
 
-def _reference(file: Path, ids: torch.Tensor, routes: Routes) -> torch.Tensor:
+def _reference(file: Path, ids: torch.Tensor, routes: "Routes") -> torch.Tensor:
     """Logits [T, V] of a file's weights in fp32.  Where a router wavers, rounding may choose another expert for a
     token, and so change those that attend to it: there, and only if it was near, it chooses as in `routes`."""
     with loaded(file, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:

@@ -1,7 +1,5 @@
 """A kernel over several pieces of memory computes what it computes over one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

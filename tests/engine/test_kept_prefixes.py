@@ -1,7 +1,5 @@
 """What is kept of prompts and answers is found again, by content alone, and changes no token."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

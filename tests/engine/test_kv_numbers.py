@@ -1,8 +1,6 @@
 """What one token adds to the cache, from the configuration alone, against the cache of the model itself; and what a
 sequence takes of a pool of pages, states and windows, as the planner counts it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

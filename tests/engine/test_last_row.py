@@ -1,7 +1,5 @@
 """A prompt's last layer computes its last token alone: the logits and what follows are as if it computed them all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ computes what we compute; and its own tests of its server, as far as they test a
 `SWITCHYARD_LLAMA_CPP` names a checkout of llama.cpp; without it, the sources are taken that the benches' peer was built
 from, if it was.  Which tests must pass, and why the others are left out, is said in `llama_cpp_server/choice.toml`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Measuring: right numbers from a device whose numbers are known, repeats where something drifts, nothing left."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Models that see: logits and tokens are the library's, and what was read of a picture is never taken for another."""
 
-from __future__ import annotations
-
 import base64
 import importlib
 import inspect

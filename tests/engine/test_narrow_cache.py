@@ -1,7 +1,5 @@
 """Keys and values in int8 and fp16: what a layer holds, and what answers lose by it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Single tokens through native decoder layers against the library's own, over a context that outgrows its buffer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 """The native kernels against the torch reference: random shapes, routings and values, every instruction set; which are
 believed, old processors, and what kernels take while nothing is generated."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """What goes wrong in one sequence ends that one: all others go on with the same tokens, and the model answers on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Families that the library lacks must compute what their makers' papers and code say, written out plainly here."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Nor is a page of a window, wherever one has passed: each token finds what it see
 what they read: each row goes on from that of its own tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -544,6 +542,21 @@ def _refusing(state_weight: int, sizes: PageSizes) -> tuple[PagePool, PagedRow]:
     row = PagedRow(_sequence([1] * 3 * PAGE_TOKENS, [], 4), pool, kind)
     assert row.reserve()
     return pool, row
+
+
+def test_pages_of_windows_that_hold_nothing_make_room_for_pages_of_tokens() -> None:
+    pool, kind = PagePool(64, sizes=PageSizes(1, 1, 1, PAGE_TOKENS)), PageKind(window=PAGE_TOKENS)
+    pool.room = room = _Room()
+    assert pool.reserve(16)
+    windows = [pool.take_window(kind) for _ in range(8)]
+    pages = [pool.take(kind) for _ in range(4)]
+    assert (room.pages, room.windows) == (4, 8)
+    for window in windows[2:]:
+        pool.release_window(window)
+    assert room.windows == 8
+    pages.append(pool.take(kind))
+    assert (room.pages, room.windows) == (5, 2)
+    assert pages == [0, 1, 2, 3, 4]
 
 
 def test_what_a_card_refuses_is_not_counted() -> None:

@@ -1,7 +1,5 @@
 """Attention of a batch's rows on a card, by the kernel in C++ and by PyTorch's fused one, against the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pieces of a prompt where experts come over a link: as long as copies make worth while and memory allows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

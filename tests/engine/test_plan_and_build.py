@@ -1,7 +1,5 @@
 """What a load resolves is what it builds: tiers, bytes, precision and room on disk, for drawn models and machines."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

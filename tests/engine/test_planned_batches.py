@@ -1,7 +1,5 @@
 """Random batch policies of the planner's search, carried out on emulated cards: what is planned is what runs."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a plan says is held of each tier, against what the running engine holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

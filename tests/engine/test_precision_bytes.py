@@ -1,7 +1,5 @@
 """What the planner takes a weight to weigh is what it weighs in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Experts that are predicted while a model answers: they arrive, and the answer is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

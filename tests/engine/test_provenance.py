@@ -1,7 +1,5 @@
 """Only what a chat template wrote itself becomes a control token: all that comes from outside is text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

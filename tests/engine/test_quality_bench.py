@@ -1,7 +1,5 @@
 """How much of a model int8 and int4 leave: the arithmetic of the comparison, the bench, and bounds for the starter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

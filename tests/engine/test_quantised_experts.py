@@ -1,8 +1,6 @@
 """Quantised experts against their dequantised weights, natively and in torch: all activations, shapes and routings, few
 tokens and many, kernels of one instruction set and of several."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Records in RAM, all or some: what is held is there, and what a copy still reads is given to nobody else."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

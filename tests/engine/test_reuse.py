@@ -1,7 +1,5 @@
 """Tokens are the same whether a prompt is read at once, in pieces, or on top of what an earlier one left."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

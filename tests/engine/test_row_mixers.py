@@ -1,7 +1,5 @@
 """Families whose mixers go row by row: chats and rows of a file in the same sweeps say what each says alone."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache

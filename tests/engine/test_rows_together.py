@@ -1,7 +1,5 @@
 """A few tokens of one sequence in one step: bit by bit what single steps give, and taken back without a trace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Requests that come, go and share: each ends once, with the tokens that it would have had alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The server over real HTTP, with a tiny model: by the clients' own packages, and by clients that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The server among strangers who take its connections, its memory, its log and its time: who may ask is answered."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -49,7 +47,7 @@ class Guarded:
         self._server = Server(Service(self.broker, made_up_models()), self._address)
         self._strangers: list[socket.socket] = []
 
-    def __enter__(self) -> Guarded:
+    def __enter__(self) -> "Guarded":
         self.port = self._server.start()
         scheme = "https" if self._address.certificate else "http"
         self.url = f"{scheme}://127.0.0.1:{self.port}"

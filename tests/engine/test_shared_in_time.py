@@ -1,7 +1,5 @@
 """Cards with a clock of their own: what sharing each layer's experts gains, and what the planner says it does."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Tokens that are guessed and tried together change no answer, and are tried only as far as they pay."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Experts that pass through a device in groups: what arrives is computed, whatever is late, cut off or short."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Making the starter in processes that are killed, stopped, or run at the same time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

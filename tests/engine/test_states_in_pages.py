@@ -4,8 +4,6 @@ forked, guessed, kept.
 Each answer is held to that of the model's own cache, which other tests hold to transformers, and once to transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that are quantised already run as they are stored: codes kept, formats mixed within layers and between."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Synthetic models: every shape loads, behaves, and is made once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Embeddings whose rows stay on disk: the same answers bit by bit, each row read once, and every fault with a name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

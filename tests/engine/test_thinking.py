@@ -1,7 +1,5 @@
 """Reasoning is told apart from the answer on its whole way: engine, files, terminal, clients and the next prompt."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

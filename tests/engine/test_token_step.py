@@ -1,7 +1,5 @@
 """A whole token's fast path against the library's model around the same layers: the same logits, bit by bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Models of true size, in files with holes: what PCs with little memory plan for them, and what loading takes there."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tuning with the real engine on tiny models: what it loads, times and keeps, and what loading makes of that."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

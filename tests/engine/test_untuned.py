@@ -1,7 +1,5 @@
 """A machine that nobody tuned measures itself before it plans: once for a shape of experts, and keeps what it found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The expert cache of a device: whose bytes lie where, and which policy decides it, in any order of what happens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Other programs in the window's engine process: they share its sweeps with chats, and the model is the user's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

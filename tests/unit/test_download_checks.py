@@ -1,7 +1,5 @@
 """What is checked of a download, the room that it takes, and how fast it may be."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hashlib

@@ -3,14 +3,12 @@ holds."""
 
 from __future__ import annotations
 
-import ctypes
 from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.kernels.cuda.compiled import STATES, Kernel
-from engine.kernels.cuda.driver import Launcher
-from engine.kernels.cuda.products import pointer
+from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.driver import Launcher, OnCard
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType
 
@@ -40,7 +38,6 @@ class Splits:
         return known
 
 
-_THREADS = 128
 _PIECE = 8
 """Elements of a key or value that a thread reads."""
 _WIDTHS = (64, 128, 256)
@@ -50,17 +47,6 @@ _BLOCKS_PER_MULTIPROCESSOR = 3
 _TYPES = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.INT8: "KvInt8", KvType.FP32: "KvFp32"}
 
 
-class AttentionArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "out", "held", "table", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("parts", "arrived")),
-        *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "key_dim", "value_dim")),
-        *((name, ctypes.c_int) for name in ("window", "kept", "splits", "states")),
-    )
-
-
 def attention_kernels() -> list[Kernel]:
     """All that may be asked for."""
     return [_kernel(kv_type, width, rows) for kv_type in _TYPES for width in _WIDTHS for rows in _ROWS]
@@ -68,14 +54,14 @@ def attention_kernels() -> list[Kernel]:
 
 def _kernel(kv_type: KvType, width: int, rows: int) -> Kernel:
     defines = (("SWITCHYARD_KV", _TYPES[kv_type]), ("SWITCHYARD_WIDTH", str(width)), ("SWITCHYARD_ROWS", str(rows)))
-    return Kernel("attention.cu", "attention_kernel", _THREADS, defines)
+    return Kernel("attention.cu", defines)
 
 
-class CudaAttention:
+class CudaAttention(OnCard):
     """Attention on one card.  A step's calls must come one after the other: those over a table share counters."""
 
     def __init__(self, card: Launcher) -> None:
-        self._card = card
+        super().__init__(card)
         self._splits = Splits(card, _BLOCKS_PER_MULTIPROCESSOR)
 
     @staticmethod
@@ -117,15 +103,12 @@ class CudaAttention:
         splits = self._splits.count(runs * sequences)
         out = values.new_empty(sequences, heads, value_dim)
         parts = out.new_empty(sequences * heads * splits * (2 + value_dim), dtype=torch.float32)
-        arguments = AttentionArguments(
-            queries=queries.data_ptr(), keys=0 if are_stored else keys.data_ptr(),
-            values=0 if are_stored else values.data_ptr(), out=out.data_ptr(),
-            held=held.data_ptr(), table=table.entries.data_ptr(), sinks=pointer(terms.sinks), parts=parts.data_ptr(),
-            arrived=self._splits.arrived(table, runs * sequences).data_ptr(), table_step=table.entries.stride(0),
-            part_step=table.entries.stride(1), scale=terms.scale, softcap=terms.softcap, heads=heads,
-            kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, window=terms.window, kept=terms.kept,
-            splits=splits, states=STATES[queries.dtype],
-        )  # fmt: skip
         width = next(each for each in _WIDTHS if each >= max(key_dim, value_dim))
-        self._card.launch(_kernel(table.kv_type, width, rows), (splits, runs, sequences), arguments)
+        self.start(
+            _kernel(table.kv_type, width, rows), (splits, runs, sequences), queries=queries,
+            keys=None if are_stored else keys, values=None if are_stored else values, out=out, held=held, parts=parts,
+            arrived=self._splits.arrived(table, runs * sequences), heads=heads, kv_heads=kv_heads, key_dim=key_dim,
+            value_dim=value_dim, splits=splits, states=queries.dtype, scale=terms.scale, window=terms.window,
+            kept=terms.kept, softcap=terms.softcap, sinks=terms.sinks, **table.arguments,
+        )  # fmt: skip
         return out

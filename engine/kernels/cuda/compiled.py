@@ -1,6 +1,5 @@
-"""Machine code of the kernels, kept on disk by what it was made from: sources, options, compiler, card and driver.
-
-Structures of arguments are called as in their sources, beside these in `src`.
+"""Machine code of the kernels, kept on disk by what it was made from: sources, options, compiler, card and driver; and
+what they are called with, as the sources in `src` declare it.
 """
 
 from __future__ import annotations
@@ -213,6 +212,8 @@ def usage_in(log: str) -> Usage:
 
 STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """As `state_at` in states.h has them."""
+THREADS = 128
+"""Of a block, as in card.h."""
 SOURCES = Path(__file__).resolve().parent / "src"
 _MARK = b"switchyard cubin 1\n"
 _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
@@ -226,15 +227,16 @@ class Kernel:
 
     Attributes:
         source: file in `SOURCES`.
-        entry: its name there.
-        threads: of a block.
         defines: macros and their values.
     """
 
     source: str
-    entry: str
-    threads: int
     defines: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def entry(self) -> str:
+        """Its name in the source."""
+        return _entry_of(self.source)[0]
 
     @property
     def name(self) -> str:
@@ -246,6 +248,61 @@ class Kernel:
 def _texts() -> dict[str, str]:
     paths = [*sorted(path for path in SOURCES.iterdir() if path.is_file()), GRIDS]
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
+
+
+@cache
+def _entry_of(source: str) -> tuple[str, type[ctypes.Structure]]:
+    """The kernel in a source, and the structure that it takes."""
+    found = re.search(r"__global__ .*?(\w+)\(const (\w+) arguments\)", _texts()[source])
+    assert found is not None, source
+    return found[1], _structure(found[2])
+
+
+_NUMBERS: dict[str, Any] = {"int": ctypes.c_int, "i64": ctypes.c_int64, "float": ctypes.c_float}
+_DECLARED = re.compile(r"^ +(?:const )?(\w+)(\*?) ([^;]+);", re.MULTILINE)
+
+
+@cache
+def _structure(name: str) -> type[ctypes.Structure]:
+    found = (re.search(rf"^struct {name} {{\n(.*?)^}};", text, re.MULTILINE | re.DOTALL) for text in _texts().values())
+    fields = []
+    for kind, is_pointer, names in _DECLARED.findall(next(filter(None, found))[1]):
+        of_field: Any = ctypes.c_void_p if is_pointer else _NUMBERS.get(kind) or _structure(kind)
+        for each in names.split(", "):
+            own, _, count = each.rstrip("]").partition("[")
+            fields.append((own, of_field * int(count) if count else of_field))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+Argument = dict[str, "Argument"] | torch.Tensor | torch.dtype | tuple[int, ...] | float | None
+"""A tensor stands for where it lies, a type for its number, nothing for a null pointer."""
+
+
+def arguments_of(kernel: Kernel, values: dict[str, Argument]) -> ctypes.Structure:
+    """What a kernel is called with, by the names in its source; what is left out is 0."""
+    return _filled(_entry_of(kernel.source)[1], values)
+
+
+def _filled(structure: type[ctypes.Structure], values: dict[str, Argument]) -> ctypes.Structure:
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            given[name] = value.data_ptr()
+        elif isinstance(value, torch.dtype):
+            given[name] = STATES[value]
+        elif isinstance(value, dict):
+            given[name] = _filled(_structure(_declared(structure)[name]), value)
+        else:
+            given[name] = value
+    if not given.keys() <= _declared(structure).keys():  # ctypes would take them, and leave them out
+        raise TypeError(f"{structure.__name__} has no {', '.join(given.keys() - _declared(structure).keys())}")
+    return structure(**given)
+
+
+@cache
+def _declared(structure: type[ctypes.Structure]) -> dict[str, str]:
+    """The types of its fields by their names."""
+    return {name: kind.__name__ for name, kind, *_ in structure._fields_}
 
 
 def sources_of(kernel: Kernel) -> tuple[str, dict[str, str], list[str]]:

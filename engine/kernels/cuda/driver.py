@@ -22,10 +22,13 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 
 from engine.kernels.cuda.compiled import (
+    THREADS,
+    Argument,
     CompileError,
     Kernel,
     Machine,
     RunTimeCompiler,
+    arguments_of,
     find_nvrtc,
     kept_code,
     machine_code,
@@ -46,7 +49,11 @@ class OnCard:
     """What starts some kernels on one card."""
 
     def __init__(self, card: Launcher) -> None:
-        self._card = card
+        self.card = card
+
+    def start(self, kernel: Kernel, grid: tuple[int, int, int], **values: Argument) -> None:
+        """Queues a kernel with these arguments, which have the names of its source."""
+        self.card.launch(kernel, grid, arguments_of(kernel, values))
 
 
 class DriverError(Exception):
@@ -98,7 +105,7 @@ class Card(ABC):
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             stream = torch.cuda.current_stream(self._device).cuda_stream
             start = getattr(self._library(), self._launching)
-            started = start(function, *grid, kernel.threads, 1, 1, 0, stream, parameters, None)
+            started = start(function, *grid, THREADS, 1, 1, 0, stream, parameters, None)
         self._checked(started, f"start {kernel.name}")
 
     def _load(self, kernel: Kernel) -> ctypes.c_void_p:

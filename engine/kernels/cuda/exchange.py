@@ -6,37 +6,24 @@ and a captured wait would repeat the first one's; and only a kernel can give up,
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.driver import NvidiaCard
-from engine.kernels.cuda.products import pointer
+from engine.kernels.cuda.compiled import THREADS, Argument, Kernel
+from engine.kernels.cuda.driver import NvidiaCard, OnCard
 from engine.kernels.native.exchange import NativeExchange
 
 LIMIT_NS = 10**9
 """How long a card waits for the experts that one layer misses: half of what Windows lets a kernel of a card with a
 display take, and many times what any CPU needs for them."""
-_THREADS = 128
-_COLUMNS = 4 * _THREADS
-_ENTRIES = 16 * _THREADS
+_COLUMNS = 4 * THREADS
+_ENTRIES = 16 * THREADS
 """Of a table, for each block."""
 
 
-class ExchangeArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("shared", "own", "slot_of", "ids", "shares", "x", "outputs", "out")),
-        *((name, ctypes.c_int64) for name in ("limit_ns", "rows_at", "answer_at", "records_at")),
-        ("tables_at", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int) for name in ("layers", "experts", "hidden", "depth", "layer", "rows", "count")),
-    )
-
-
 def _part(name: str) -> Kernel:
-    return Kernel("exchange.cu", "exchange_kernel", _THREADS, (("SWITCHYARD_PART", name),))
+    return Kernel("exchange.cu", (("SWITCHYARD_PART", name),))
 
 
 _BEGIN, _POST, _JOIN, _FINISH = (_part(name) for name in ("begin", "post", "join", "finish"))
@@ -47,7 +34,7 @@ def exchange_kernels() -> list[Kernel]:
     return [_BEGIN, _POST, _JOIN, _FINISH]
 
 
-class CudaExchange:
+class CudaExchange(OnCard):
     """What a card does of a token beside computing.  Its calls are launches, one after the other on one stream.
 
     Args:
@@ -61,14 +48,14 @@ class CudaExchange:
     def __init__(
         self, card: NvidiaCard, exchange: NativeExchange, place: torch.device, limit_ns: int = LIMIT_NS
     ) -> None:
-        self._card = card
+        super().__init__(card)
         shape, layout = exchange.shape, exchange.layout()
         self._own = torch.zeros(2, dtype=torch.int64, device=place)
         self._slot_of = torch.full((shape.layers, shape.experts), -1, dtype=torch.int32, device=place)
-        self._always = {
+        self._always: dict[str, Argument] = {
             "shared": card.address_of(exchange.memory),
-            "own": self._own.data_ptr(),
-            "slot_of": self._slot_of.data_ptr(),
+            "own": self._own,
+            "slot_of": self._slot_of,
             "limit_ns": limit_ns,
             "rows_at": layout.rows,
             "answer_at": layout.answer,
@@ -81,7 +68,7 @@ class CudaExchange:
 
     def begin(self) -> None:
         """First of a token, which the host has started."""
-        self._card.launch(_BEGIN, (self._blocks, 1, 1), ExchangeArguments(**self._always))
+        self.start(_BEGIN, (self._blocks, 1, 1), **self._always)
 
     def slot_of(self, layer: int) -> torch.Tensor:
         """int32 [experts] on the card: the slot of each expert in the token under way, -1 for those that have none."""
@@ -94,7 +81,7 @@ class CudaExchange:
             ids: int64 [rows * k].
             x: bf16 [rows, hidden], contiguous.
         """
-        self._launch(_POST, (1, 1, 1), layer, ids, len(x), x=x.data_ptr())
+        self._launch(_POST, (1, 1, 1), layer, ids, len(x), x=x)
 
     def join(
         self, layer: int, ids: torch.Tensor, shares: torch.Tensor, outputs: torch.Tensor | None, like: torch.Tensor
@@ -109,25 +96,19 @@ class CudaExchange:
             bf16 [rows, hidden] as `like`; of no use if the host did not answer, which `NativeExchange.wait` says.
         """
         out = torch.empty_like(like)
-        places = {"shares": shares.data_ptr(), "outputs": pointer(outputs), "out": out.data_ptr()}
-        self._launch(_JOIN, (self._row_blocks, len(like), 1), layer, ids, len(like), **places)
+        grid = self._row_blocks, len(like), 1
+        self._launch(_JOIN, grid, layer, ids, len(like), shares=shares, outputs=outputs, out=out)
         return out
 
     def finish(self) -> None:
         """Last of a token: no slot is read any more."""
-        self._card.launch(_FINISH, (1, 1, 1), ExchangeArguments(**self._always))
+        self.start(_FINISH, (1, 1, 1), **self._always)
 
     def _launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        layer: int,
-        ids: torch.Tensor,
-        rows: int,
-        **places: int | None,
+        self, kernel: Kernel, grid: tuple[int, int, int], layer: int, ids: torch.Tensor, rows: int, **places: Argument
     ) -> None:
         sizes = {"layer": layer, "rows": rows, "count": len(ids) // rows}
-        self._card.launch(kernel, grid, ExchangeArguments(**self._always, **sizes, ids=ids.data_ptr(), **places))
+        self.start(kernel, grid, ids=ids, **self._always, **sizes, **places)
 
 
 class CardTimes:

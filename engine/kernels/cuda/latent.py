@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from engine.formats import FORMATS
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.cuda.attention import Splits
-from engine.kernels.cuda.compiled import STATES, Kernel
-from engine.kernels.cuda.driver import Launcher
-from engine.kernels.cuda.products import PLAIN, TILED, pointer
+from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.driver import Launcher, OnCard
+from engine.kernels.cuda.products import PLAIN, TILED, tile_rows
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
 
-_THREADS, _WARPS = 128, 4
+_WARPS = 4
 _TILE = 32
 """Rows and columns that a warp reads at a time."""
 _MOST_RANK, _MOST_ROPE, _PIECE = 512, 64, 8
@@ -25,42 +24,6 @@ _HEADS = 4
 _BLOCKS_PER_MULTIPROCESSOR = 2
 _ALIGNMENT = 16
 _KEPT = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.FP32: "KvFp32"}
-
-
-class _Tiles(ctypes.Structure):
-    """`TileRows` in formats.h."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "table"))
-
-
-class LatentQueries(ctypes.Structure):
-    _fields_ = (
-        ("matrix", _Tiles),
-        *((name, ctypes.c_void_p) for name in ("queries", "latents", "norm", "cosines", "sines", "out")),
-        *((name, ctypes.c_void_p) for name in ("held", "table")),
-        *((name, ctypes.c_int64) for name in ("table_step", "part_step", "angle_row_step")),
-        *((name, ctypes.c_int) for name in ("heads", "rank", "rope", "key_dim", "value_dim", "angle_step")),
-        *((name, ctypes.c_int) for name in ("takes_pairs", "makes_pairs", "rounds_once", "norm_rounds_once")),
-        *((name, ctypes.c_int) for name in ("states", "weight_states", "angle_states", "kept_states")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
-    )
-
-
-class LatentAttention(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "out", "held", "table", "parts", "arrived")),
-        *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("heads", "value_dim", "rope", "window", "splits")),
-    )
-
-
-class LatentValues(ctypes.Structure):
-    _fields_ = (
-        ("matrix", _Tiles),
-        *((name, ctypes.c_void_p) for name in ("mixed", "out")),
-        *((name, ctypes.c_int) for name in ("heads", "rank", "key_dim", "value_dim", "states")),
-    )
 
 
 def latent_kernels() -> list[Kernel]:
@@ -72,7 +35,7 @@ def latent_kernels() -> list[Kernel]:
 
 
 def _kernel(part: str, kind: str, value: str) -> Kernel:
-    return Kernel(f"latent_{part}.cu", f"latent_{part}_kernel", _THREADS, ((f"SWITCHYARD_{kind}", value),))
+    return Kernel(f"latent_{part}.cu", ((f"SWITCHYARD_{kind}", value),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +81,11 @@ class LatentNorm:
     rounds_once: bool
 
 
-class CudaLatents:
+class CudaLatents(OnCard):
     """Such attention on one card.  A step's calls must come one after the other: those over a table share counters."""
 
     def __init__(self, card: Launcher) -> None:
-        self._card = card
+        super().__init__(card)
         self._splits = Splits(card, _BLOCKS_PER_MULTIPROCESSOR)
 
     @staticmethod
@@ -186,56 +149,42 @@ class CudaLatents:
             [sequences, heads, value_dim], of the queries' type.
         """
         queries, latents = queries.contiguous(), latents.contiguous()
-        sequences, entries, (cosines, sines) = len(queries), table.entries, angles
-        heads, rank, of_matrix, name = shape.heads, shape.rank, _tiles(matrix), _name(matrix)
+        sequences, (cosines, sines), heads, rank = len(queries), angles, shape.heads, shape.rank
+        of_matrix, name = tile_rows(matrix), _name(matrix)
         asked = queries.new_empty(sequences, heads, rank + shape.rope, dtype=torch.float32)
         sizes = {"heads": heads, "rank": rank, "key_dim": shape.key_dim, "value_dim": shape.value_dim}
-        first = LatentQueries(
-            matrix=of_matrix, queries=queries.data_ptr(), latents=latents.data_ptr(), norm=norm.weight.data_ptr(),
-            cosines=cosines.data_ptr(), sines=sines.data_ptr(), out=asked.data_ptr(), held=held.data_ptr(),
-            table=entries.data_ptr(), table_step=entries.stride(0), part_step=entries.stride(1),
-            angle_row_step=cosines.stride(0) if len(cosines) > 1 else 0, rope=shape.rope, angle_step=form.angle_step,
-            takes_pairs=form.takes_pairs, makes_pairs=form.makes_pairs, rounds_once=form.rounds_once,
-            norm_rounds_once=norm.rounds_once, states=STATES[queries.dtype], weight_states=STATES[norm.weight.dtype],
-            angle_states=STATES[cosines.dtype],
-            kept_states=STATES[table.kv_type.dtype], epsilon=norm.epsilon, offset=norm.offset, **sizes,
+        self.start(
+            _kernel("queries", "FORMAT", name), (-(-heads * -(-rank // _TILE) // _WARPS) + 1, sequences, 1),
+            matrix=of_matrix, queries=queries, latents=latents, norm=norm.weight, cosines=cosines, sines=sines,
+            out=asked, held=held, angle_row_step=cosines.stride(0) if len(cosines) > 1 else 0, rope=shape.rope,
+            norm_rounds_once=norm.rounds_once, states=queries.dtype, weight_states=norm.weight.dtype,
+            angle_states=cosines.dtype, kept_states=table.kv_type.dtype, epsilon=norm.epsilon, offset=norm.offset,
+            **asdict(form), **table.arguments, **sizes,
         )  # fmt: skip
-        blocks = -(-heads * -(-rank // _TILE) // _WARPS) + 1
-        self._card.launch(_kernel("queries", "FORMAT", name), (blocks, sequences, 1), first)
 
         mixed = self._attend(table, shape, asked, held, scale, window)
         out = queries.new_empty(sequences, heads, shape.value_dim)
-        last = LatentValues(
-            matrix=of_matrix, mixed=mixed.data_ptr(), out=out.data_ptr(), states=STATES[out.dtype], **sizes
-        )
         starts = [head * (shape.key_dim + shape.value_dim) + shape.key_dim for head in range(heads)]
         most = max((start + shape.value_dim - 1) // _TILE - start // _TILE + 1 for start in starts)
-        self._card.launch(_kernel("values", "FORMAT", name), (heads * most, sequences, 1), last)
+        kernel, grid = _kernel("values", "FORMAT", name), (heads * most, sequences, 1)
+        self.start(kernel, grid, matrix=of_matrix, mixed=mixed, out=out, states=out.dtype, **sizes)
         return out
 
     def _attend(
         self, table: PageTable, shape: LatentShape, asked: torch.Tensor, held: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        sequences, heads, rank, entries = len(asked), shape.heads, shape.rank, table.entries
+        sequences, heads, rank = len(asked), shape.heads, shape.rank
         runs = -(-heads // _HEADS)
         splits = self._splits.count(runs * sequences)
         mixed = asked.new_empty(sequences, heads, rank)
         parts = asked.new_empty(sequences * heads * splits * (2 + rank))
-        arguments = LatentAttention(
-            queries=asked.data_ptr(), out=mixed.data_ptr(), held=held.data_ptr(), table=entries.data_ptr(),
-            parts=parts.data_ptr(), arrived=self._splits.arrived(table, runs * sequences).data_ptr(),
-            table_step=entries.stride(0), part_step=entries.stride(1), scale=scale, heads=heads, value_dim=rank,
-            rope=shape.rope, window=window, splits=splits,
+        self.start(
+            _kernel("attention", "KV", _KEPT[table.kv_type]), (splits, runs, sequences), queries=asked, out=mixed,
+            held=held, parts=parts, arrived=self._splits.arrived(table, runs * sequences), scale=scale, heads=heads,
+            value_dim=rank, rope=shape.rope, window=window, splits=splits, **table.arguments,
         )  # fmt: skip
-        self._card.launch(_kernel("attention", "KV", _KEPT[table.kv_type]), (splits, runs, sequences), arguments)
         return mixed
 
 
 def _name(matrix: TiledMatrix | torch.Tensor) -> str:
     return PLAIN[matrix.dtype] if isinstance(matrix, torch.Tensor) else TILED[matrix.shape.format.name]
-
-
-def _tiles(matrix: TiledMatrix | torch.Tensor) -> _Tiles:
-    if isinstance(matrix, torch.Tensor):
-        return _Tiles(weights=matrix.data_ptr())
-    return _Tiles(*(pointer(part) for part in (matrix.weights, matrix.scales, matrix.zeros, matrix.table)))

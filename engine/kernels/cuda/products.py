@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from weakref import WeakKeyDictionary
 
@@ -11,7 +10,7 @@ import torch
 from engine.formats import TiledFormat, WeightFormat
 from engine.formats.ggml import BlockType
 from engine.formats.tiles import TiledMatrix, dequantise
-from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.compiled import THREADS, Argument, Kernel
 from engine.kernels.cuda.driver import Launcher, OnCard
 from engine.kernels.gpu.stored import ExpertGroups, RecordTable, StoredMatrix
 from engine.kernels.interface import Activation
@@ -21,56 +20,31 @@ MOST_VISITS = 1024
 """As in products.cu."""
 _ROWS = (1, 2, 4, 8)
 """Visits that share a reading of weights, as kernels are compiled."""
-_THREADS = 128
 _TILED_BLOCK, _ROWS_BLOCK = 32, 8
 _BLOCKS_PER_MULTIPROCESSOR = 4
 """That many keep a card's memory busy; fewer, and the columns are split."""
 _LEAST_GROUPS, _LEAST_RUNS, _LEAST_STEPS = 16, 32, 2
 """Of a part of the columns of tiles, blocks and numbers: less is not worth adding up."""
 _COUNTERS = 1024
+_PLACES = ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at", "up_at")
 
 TILED = {"int8": "Int8", "int4": "Int4", "lut4": "Lut4"}
 """Structs of formats.h by the name of the format."""
 PLAIN = {torch.bfloat16: "PlainBf16", torch.float16: "PlainFp16", torch.float32: "PlainFp32"}
 
 
-class ActivationArguments(ctypes.Structure):
+def _of_activation(activation: Activation | None) -> dict[str, Argument]:
     """`Activation` in activation.h."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int),
-        ("has_limit", ctypes.c_int),
-        ("limit", ctypes.c_float),
-        ("alpha", ctypes.c_float),
-    )
-
-    @classmethod
-    def of(cls, activation: Activation | None) -> ActivationArguments:
-        """`None`: there is none."""
-        if activation is None:
-            return cls(kind=-1)
-        has_limit = math.isfinite(activation.limit)
-        return cls(int(activation.kind), has_limit, activation.limit if has_limit else 0.0, activation.alpha)
-
-
-class ProductArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "out", "ids", "slot_of", "records", "base", "shares")),
-        *((name, ctypes.c_void_p) for name in ("parts", "arrived", "absent")),
-        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at", "up_at")),
-        *((name, ctypes.c_int) for name in ("experts", "slots", "visits", "width", "together", "columns", "rows")),
-        ("splits", ctypes.c_int),
-        ("pairing", ctypes.c_int),
-        ("floats", ctypes.c_int),
-        ("activation", ActivationArguments),
-    )
+    if activation is None:
+        return {"kind": -1}
+    has_limit = math.isfinite(activation.limit)
+    limit = activation.limit if has_limit else 0.0
+    return {"kind": int(activation.kind), "has_limit": has_limit, "limit": limit, "alpha": activation.alpha}
 
 
 def product_kernel(of_format: str, rows: int) -> Kernel:
     """The kernel for a format of formats.h and this many visits at a time."""
-    return Kernel(
-        "products.cu", "product_kernel", _THREADS, (("SWITCHYARD_FORMAT", of_format), ("SWITCHYARD_ROWS", str(rows)))
-    )
+    return Kernel("products.cu", (("SWITCHYARD_FORMAT", of_format), ("SWITCHYARD_ROWS", str(rows))))
 
 
 def product_kernels(of_format: str) -> list[Kernel]:
@@ -89,7 +63,7 @@ def struct_of(of_weights: WeightFormat, up: WeightFormat | None = None) -> str:
     return TILED.get(of_weights.name) or f"Plain{of_weights.name.title()}"
 
 
-class CudaProducts:
+class CudaProducts(OnCard):
     """Multiplies visits one by one, or few that share an expert, on one card: bound by reading weights.
 
     A step's calls must come one after the other (on one stream): those with the same table share counters.
@@ -98,7 +72,7 @@ class CudaProducts:
     most_visits = MOST_VISITS
 
     def __init__(self, card: Launcher) -> None:
-        self.card = card
+        super().__init__(card)
         self._arrived: WeakKeyDictionary[RecordTable, torch.Tensor] = WeakKeyDictionary()
 
     def multiply_visits(
@@ -138,22 +112,18 @@ class CudaProducts:
         together = shares.shape[1] if shares is not None else 1
         out = x.new_empty(visits // together, rows, dtype=torch.float32 if floats else None)
         x = x if x.data_ptr() % 16 == 0 else x.clone()
-        arguments = ProductArguments(
-            x=x.data_ptr(), out=out.data_ptr(), ids=pointer(ids), slot_of=pointer(slot_of),
-            records=table.offsets.data_ptr(), base=table.base.data_ptr(), shares=pointer(shares),
-            absent=pointer(absent), weights_at=matrix.weights_at, scales_at=matrix.scales_at,
-            zeros_at=matrix.zeros_at, bias_at=matrix.bias_at, table_at=matrix.table_at, up_at=matrix.up_at,
-            experts=len(table) if slot_of is None else len(slot_of), slots=len(table), visits=visits, width=width,
-            together=together, columns=matrix.columns, rows=matrix.rows, splits=splits, pairing=int(matrix.pairing),
-            floats=int(floats), activation=ActivationArguments.of(activation),
-        )  # fmt: skip
+        parts = arrived = None
         if splits > 1 or shares is not None:
             parts = x.new_empty(visits * splits * blocks * block, dtype=torch.float32)
-            arguments.parts = parts.data_ptr()
-            arguments.arrived = self._counters(table, blocks * (1 if shares is not None else leaders)).data_ptr()
+            arrived = self._counters(table, blocks * (1 if shares is not None else leaders))
         tokens = None if ids is None else visits // max(width, together)
-        kernel = product_kernel(_name(matrix), _rows_at_once(visits, tokens, arguments.experts))
-        self.card.launch(kernel, grid, arguments)
+        experts = len(table) if slot_of is None else len(slot_of)
+        kernel = product_kernel(_name(matrix), _rows_at_once(visits, tokens, experts))
+        self.start(
+            kernel, grid, x=x, out=out, ids=ids, slot_of=slot_of, shares=shares, absent=absent, parts=parts,
+            arrived=arrived, experts=experts, slots=len(table), visits=visits, width=width, together=together,
+            splits=splits, floats=floats, **_of_matrix(matrix, table, activation),
+        )  # fmt: skip
         return out
 
     def _counters(self, table: RecordTable, count: int) -> torch.Tensor:
@@ -181,9 +151,12 @@ def grid_of(matrix: StoredMatrix, leaders: int, multiprocessors: int) -> tuple[i
     return leaders, blocks, max(1, min(wanted, most))
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Where it lies; `None`: there is none."""
-    return None if tensor is None else tensor.data_ptr()
+def _of_matrix(matrix: StoredMatrix, table: RecordTable, activation: Activation | None) -> dict[str, Argument]:
+    places = {name: getattr(matrix, name) for name in _PLACES}
+    return places | {
+        "records": table.offsets, "base": table.base, "columns": matrix.columns, "rows": matrix.rows,
+        "pairing": int(matrix.pairing), "activation": _of_activation(activation),
+    }  # fmt: skip
 
 
 def _name(matrix: StoredMatrix) -> str:
@@ -202,18 +175,18 @@ _RUN = 32
 """Columns of a row of blocks that a thread unpacks."""
 
 
-class UnpackArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "table", "out")),
-        *((name, ctypes.c_int) for name in ("columns", "rows", "pairing")),
-    )
+def tile_rows(matrix: TiledMatrix | torch.Tensor) -> dict[str, Argument]:
+    """`TileRows` in formats.h."""
+    if isinstance(matrix, torch.Tensor):
+        return {"weights": matrix}
+    return {"weights": matrix.weights, "scales": matrix.scales, "zeros": matrix.zeros, "table": matrix.table}
 
 
 def unpack_kernel(of_weights: WeightFormat) -> Kernel:
     """The kernel for tiles or blocks."""
     is_tiled = of_weights.name in TILED
     define = ("SWITCHYARD_FORMAT", TILED[of_weights.name]) if is_tiled else ("SWITCHYARD_BLOCKS", of_weights.name)
-    return Kernel("unpack.cu", "unpack_kernel", _THREADS, (define,))
+    return Kernel("unpack.cu", (define,))
 
 
 class CudaUnpacker(OnCard):
@@ -227,67 +200,27 @@ class CudaUnpacker(OnCard):
         if any(not part.is_contiguous() or part.data_ptr() % _ALIGNMENT for part in matrix.parts.values()):
             return dequantise(matrix)
         out = torch.empty(shape.rows, shape.columns, dtype=torch.bfloat16, device=matrix.weights.device)
-        arguments = UnpackArguments(
-            *(pointer(part) for part in (matrix.weights, matrix.scales, matrix.zeros, matrix.table, out)),
-            *(shape.columns, shape.rows, int(shape.pairing)),
-        )
-        self._card.launch(unpack_kernel(shape.format), (-(-shape.groups // _TILES), shape.blocks, 1), arguments)
+        grid, pairing = (-(-shape.groups // _TILES), shape.blocks, 1), int(shape.pairing)
+        sizes = {"columns": shape.columns, "rows": shape.rows}
+        self.start(unpack_kernel(shape.format), grid, matrix=tile_rows(matrix), out=out, pairing=pairing, **sizes)
         return out
 
     def _of_blocks(self, blocks: Blocks) -> torch.Tensor:
         assert blocks.order is None
         out = torch.empty(blocks.rows, blocks.columns, dtype=torch.bfloat16, device=blocks.raw.device)
-        arguments = UnpackArguments(
-            blocks.raw.data_ptr(), None, None, None, out.data_ptr(), blocks.columns, blocks.rows, 0
-        )
         if blocks.rows:
-            grid = (-(-blocks.rows * blocks.columns // _RUN // _THREADS), 1, 1)
-            self._card.launch(unpack_kernel(blocks.kind), grid, arguments)
+            grid, sizes = (-(-out.numel() // _RUN // THREADS), 1, 1), {"columns": blocks.columns, "rows": blocks.rows}
+            self.start(unpack_kernel(blocks.kind), grid, matrix={"weights": blocks.raw}, out=out, **sizes)
         return out
 
 
-_WARPS = 4
 _NEIGHBOURS = 8
 """Visits that matrix units take at a time."""
 _BLOCKS = (16, 64)
 """Visits of a block, as kernels are compiled."""
 
 
-class GroupsArguments(ctypes.Structure):
-    """`Groups` in groups.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("order", "ends", "block_expert", "block_begin")),
-        ("experts", ctypes.c_int),
-    )
-
-
-class RoundedRows(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales"))
-
-
-class RoundArguments(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("groups", GroupsArguments),
-        ("to", RoundedRows),
-        *((name, ctypes.c_int) for name in ("columns", "width", "tiles")),
-    )
-
-
-class GroupProductArguments(ctypes.Structure):
-    _fields_ = (
-        ("out", ctypes.c_void_p),
-        ("groups", GroupsArguments),
-        ("x", RoundedRows),
-        *((name, ctypes.c_void_p) for name in ("records", "base")),
-        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at", "up_at")),
-        *((name, ctypes.c_int) for name in ("columns", "rows", "pairing")),
-        ("activation", ActivationArguments),
-    )
-
-
-ROUND_KERNEL = Kernel("round_rows.cu", "round_rows_kernel", _THREADS)
+ROUND_KERNEL = Kernel("round_rows.cu")
 
 
 def group_kernel(of_format: str, block: int) -> Kernel:
@@ -295,7 +228,7 @@ def group_kernel(of_format: str, block: int) -> Kernel:
     defines = [("SWITCHYARD_FORMAT", of_format), ("SWITCHYARD_TILES", str(block // _NEIGHBOURS))]
     if of_format.startswith("Blocks<"):
         defines.append(("SWITCHYARD_RESIDENT", "2"))
-    return Kernel("group_products.cu", "group_product_kernel", _THREADS, tuple(defines))
+    return Kernel("group_products.cu", tuple(defines))
 
 
 def group_kernels(of_format: str) -> list[Kernel]:
@@ -303,16 +236,14 @@ def group_kernels(of_format: str) -> list[Kernel]:
     return [group_kernel(of_format, block) for block in _BLOCKS]
 
 
-class CudaGroups:
+class CudaGroups(OnCard):
     """Multiplies visits sorted by expert, in blocks, on one card: bound by computing.
 
     x is rounded to 8 bits per 32 columns, as the CPU's kernels do.  Matrices of plain numbers are left to others.
     """
 
-    def __init__(self, card: Launcher) -> None:
-        self.card = card
-
-    def takes(self, matrix: StoredMatrix) -> bool:
+    @staticmethod
+    def takes(matrix: StoredMatrix) -> bool:
         """Whether there is a kernel for matrices like this."""
         return matrix.format is not None
 
@@ -340,23 +271,13 @@ class CudaGroups:
         assert matrix.format is not None
         x = x if x.data_ptr() % 16 == 0 else x.clone()
         blocks, tiles, columns = len(groups.block_expert), block // _NEIGHBOURS, -(-matrix.columns // 32)
-        sorted_visits = GroupsArguments(
-            groups.order.data_ptr(), groups.ends.data_ptr(), groups.block_expert.data_ptr(),
-            groups.block_begin.data_ptr(), len(table),
-        )  # fmt: skip
+        sorted_visits: Argument = {"experts": len(table), **vars(groups)}
         codes = x.new_empty(blocks * columns * block * 8, dtype=torch.int32)
         scales = x.new_empty(blocks * columns * block * 2, dtype=torch.float32)
-        rounded = RoundedRows(codes.data_ptr(), scales.data_ptr())
-        rounding = RoundArguments(x.data_ptr(), sorted_visits, rounded, matrix.columns, width, tiles)
-        self.card.launch(ROUND_KERNEL, (blocks, tiles, 1), rounding)
+        rounded: Argument = {"codes": codes, "scales": scales}
+        sizes = {"columns": matrix.columns, "width": width, "tiles": tiles}
+        self.start(ROUND_KERNEL, (blocks, tiles, 1), x=x, groups=sorted_visits, to=rounded, **sizes)
         out = x.new_empty(visits, matrix.outputs)
-        arguments = GroupProductArguments(
-            out.data_ptr(), sorted_visits, rounded, table.offsets.data_ptr(), table.base.data_ptr(), matrix.weights_at,
-            matrix.scales_at, matrix.zeros_at, matrix.bias_at, matrix.table_at, matrix.up_at, matrix.columns,
-            matrix.rows, int(matrix.pairing), ActivationArguments.of(activation),
-        )  # fmt: skip
-        row_blocks = -(-matrix.rows // 32)
-        self.card.launch(
-            group_kernel(struct_of(matrix.format, matrix.up), block), (blocks, -(-row_blocks // _WARPS), 1), arguments
-        )
+        kernel, grid = group_kernel(struct_of(matrix.format, matrix.up), block), (blocks, -(-matrix.rows // 128), 1)
+        self.start(kernel, grid, out=out, groups=sorted_visits, x=rounded, **_of_matrix(matrix, table, activation))
         return out

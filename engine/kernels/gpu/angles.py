@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 from typing import Any
@@ -13,15 +12,7 @@ from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.gpu.norms import is_alike
 
-ANGLES_KERNEL = Kernel("angles.cu", "angles_kernel", 128)
-
-
-class AngleArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("positions", "frequencies", "cosines", "sines")),
-        *((name, ctypes.c_int) for name in ("pairs", "times", "step", "states")),
-        ("scale", ctypes.c_float),
-    )
+ANGLES_KERNEL = Kernel("angles.cu")
 
 
 class CudaAngles(OnCard):
@@ -63,12 +54,10 @@ class CudaAngles(OnCard):
         times: int,
         step: int,
     ) -> None:
-        arguments = AngleArguments(
-            positions=positions.data_ptr(), frequencies=frequencies.data_ptr(), cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(), pairs=len(frequencies), times=times, step=step, states=STATES[cosines.dtype],
-            scale=scale,
+        self.start(
+            ANGLES_KERNEL, (len(positions), 1, 1), positions=positions, frequencies=frequencies, cosines=cosines,
+            sines=sines, pairs=len(frequencies), times=times, step=step, states=cosines.dtype, scale=scale,
         )  # fmt: skip
-        self._card.launch(ANGLES_KERNEL, (len(positions), 1, 1), arguments)
 
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ The residual sum before a norm can be part of the launch: who adds tells the nor
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 from dataclasses import dataclass
@@ -15,18 +14,8 @@ import torch
 
 from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import OnCard, on_card
-from engine.kernels.cuda.products import pointer
 
-NORM_KERNEL = Kernel("norm.cu", "norm_kernel", 128)
-
-
-class NormArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "added", "sum", "out", "weights")),
-        ("step", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("width", "states", "weight_states", "rounds_once")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset", "added_scale")),
-    )
+NORM_KERNEL = Kernel("norm.cu")
 
 
 class CudaNorm(OnCard):
@@ -83,13 +72,11 @@ class CudaNorm(OnCard):
         scale: float = 1.0,
     ) -> None:
         rows, width = x.shape
-        arguments = NormArguments(
-            x=x.data_ptr(), added=pointer(added), sum=pointer(both), out=out.data_ptr(), weights=pointer(weight),
-            step=x.stride(0), width=width, states=STATES[x.dtype],
-            weight_states=STATES[weight.dtype] if weight is not None else 0,
+        self.start(
+            NORM_KERNEL, (rows, 1, 1), x=x, added=added, sum=both, out=out, weights=weight, step=x.stride(0),
+            width=width, states=x.dtype, weight_states=x.dtype if weight is None else weight.dtype,
             rounds_once=rounds_once, epsilon=epsilon, offset=offset, added_scale=scale,
         )  # fmt: skip
-        self._card.launch(NORM_KERNEL, (rows, 1, 1), arguments)
 
 
 _log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ know."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -33,6 +34,11 @@ class PageTable:
         table = cls(kv_type, 0, 0, entries.device)
         table.entries = entries
         return table
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of kernels that read it."""
+        return {"table": self.entries, "table_step": self.entries.stride(0), "part_step": self.entries.stride(1)}
 
     @property
     def tokens(self) -> int:

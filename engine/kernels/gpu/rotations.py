@@ -7,7 +7,6 @@ done is done with the rotation.  Every module is tried: what it gives its attent
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,33 +16,12 @@ from typing import Any
 import torch
 
 from engine.families.library import code_of
-from engine.kernels.cuda.compiled import STATES, Kernel
+from engine.kernels.cuda.compiled import STATES, Argument, Kernel
 from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.gpu.norms import CardNorm, is_alike
 
-ROTARY_KERNEL = Kernel("rotary.cu", "rotary_kernel", 128)
+ROTARY_KERNEL = Kernel("rotary.cu")
 _HEADS_OF_BLOCK = 4
-
-
-class HeadsOf(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "out", "weights")),
-        *((name, ctypes.c_int64) for name in ("row_step", "head_step")),
-        ("heads", ctypes.c_int),
-    )
-
-
-class RotaryArguments(ctypes.Structure):
-    _fields_ = (
-        ("queries", HeadsOf),
-        ("keys", HeadsOf),
-        *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
-        ("angle_row_step", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("dim", "rotated", "angle_step", "is_interleaved", "rounds_once")),
-        *((name, ctypes.c_int) for name in ("norms_all_heads", "norm_rounds_once")),
-        *((name, ctypes.c_int) for name in ("states", "weight_states", "angle_states")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +84,31 @@ class CudaRotary(OnCard):
         dim = queries.shape[2]
         outs = [x.new_empty(x.shape) for x in (queries, keys)]
         weights = (norms.query_weight, norms.key_weight) if norms is not None else (None, None)
-        described = [
-            HeadsOf(
-                x=x.data_ptr(), out=out.data_ptr(), weights=weight.data_ptr() if weight is not None else None,
-                row_step=x.stride(0), head_step=x.stride(1), heads=x.shape[1],
-            )
+        own: list[Argument] = [
+            {
+                "x": x,
+                "out": out,
+                "weights": weight,
+                "row_step": x.stride(0),
+                "head_step": x.stride(1),
+                "heads": x.shape[1],
+            }
             for x, out, weight in zip((queries, keys), outs, weights, strict=True)
-        ]  # fmt: skip
-        arguments = RotaryArguments(
-            queries=described[0], keys=described[1], cosines=cosines.data_ptr(), sines=sines.data_ptr(),
-            angle_row_step=cosines.stride(0) if len(cosines) > 1 else 0, dim=dim,
-            rotated=2 * (cosines.shape[1] // form.angles_of_pair), angle_step=form.angle_step,
-            is_interleaved=form.is_interleaved, rounds_once=form.rounds_once, states=STATES[queries.dtype],
-            angle_states=STATES[cosines.dtype],
-        )  # fmt: skip
+        ]
+        of_norms: dict[str, Argument] = {}
         if norms is not None:
-            arguments.norms_all_heads, arguments.norm_rounds_once = norms.all_heads, norms.rounds_once
-            arguments.weight_states = STATES[norms.query_weight.dtype]
-            arguments.epsilon, arguments.offset = norms.epsilon, norms.offset
+            of_norms = {
+                "norms_all_heads": norms.all_heads, "norm_rounds_once": norms.rounds_once,
+                "weight_states": norms.query_weight.dtype, "epsilon": norms.epsilon, "offset": norms.offset,
+            }  # fmt: skip
         heads = queries.shape[1] + keys.shape[1]
-        self._card.launch(ROTARY_KERNEL, (-(-heads // _HEADS_OF_BLOCK), len(queries), 1), arguments)
+        self.start(
+            ROTARY_KERNEL, (-(-heads // _HEADS_OF_BLOCK), len(queries), 1), queries=own[0], keys=own[1],
+            cosines=cosines, sines=sines, angle_row_step=cosines.stride(0) if len(cosines) > 1 else 0, dim=dim,
+            rotated=2 * (cosines.shape[1] // form.angles_of_pair), angle_step=form.angle_step,
+            is_interleaved=form.is_interleaved, rounds_once=form.rounds_once, states=queries.dtype,
+            angle_states=cosines.dtype, **of_norms,
+        )  # fmt: skip
         return outs[0], outs[1]
 
 

@@ -8,11 +8,10 @@ of a linear layer within (HunYuan).
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -20,24 +19,12 @@ import torch
 
 from engine.families import family_at
 from engine.kernels.cuda.compiled import STATES, Kernel
-from engine.kernels.cuda.driver import Launcher, on_card
-from engine.kernels.cuda.products import pointer
+from engine.kernels.cuda.driver import Launcher, OnCard, on_card
 
-_THREADS, _EXPERTS_OF_BLOCK, _ROWS = 128, 4, 8
+_EXPERTS_OF_BLOCK, _ROWS = 4, 8
 _NAMES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 _MOST_EXPERTS, _MOST_GROUPS, _MOST_CHOSEN = 512, 32, 32
 _ALIGNMENT = 16
-
-
-class RouterArguments(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "correction")),
-        *((name, ctypes.c_void_p) for name in ("logits", "chosen", "shares", "arrived")),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "experts", "per_token", "groups", "kept_groups")),
-        *((name, ctypes.c_int) for name in ("states", "weight_states")),
-        *((name, ctypes.c_int) for name in ("is_sigmoid", "rounds_logits", "normalises", "rounds_shares")),
-        *((name, ctypes.c_float) for name in ("scale", "slack")),
-    )
 
 
 def router_kernels() -> list[Kernel]:
@@ -48,7 +35,7 @@ def router_kernels() -> list[Kernel]:
 
 def _kernel(state: torch.dtype, weight: torch.dtype) -> Kernel:
     defines = (("SWITCHYARD_STATE", _NAMES[state]), ("SWITCHYARD_WEIGHT", _NAMES[weight]))
-    return Kernel("router.cu", "router_kernel", _THREADS, defines)
+    return Kernel("router.cu", defines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +76,11 @@ class Routing:
         )
 
 
-class CudaRouter:
+class CudaRouter(OnCard):
     """Routers on one card.  A step's calls must come one after the other: they share counters."""
 
     def __init__(self, card: Launcher) -> None:
-        self._card = card
+        super().__init__(card)
         self._arrived: torch.Tensor | None = None
 
     @staticmethod
@@ -131,16 +118,11 @@ class CudaRouter:
         logits, shares = (x.new_empty(rows, width, dtype=torch.float32) for width in (experts, how.per_token))
         chosen = x.new_empty(rows, how.per_token, dtype=torch.int64)
         runs = -(-rows // _ROWS)
-        arguments = RouterArguments(
-            x=x.data_ptr(), weights=weight.data_ptr(), bias=pointer(bias), correction=pointer(correction),
-            logits=logits.data_ptr(), chosen=chosen.data_ptr(), shares=shares.data_ptr(),
-            arrived=self._counters(runs, x.device).data_ptr(), rows=rows, columns=columns, experts=experts,
-            per_token=how.per_token, groups=how.groups, kept_groups=how.kept_groups, states=STATES[x.dtype],
-            weight_states=STATES[weight.dtype], is_sigmoid=how.is_sigmoid, rounds_logits=how.rounds_logits,
-            normalises=how.normalises, rounds_shares=how.rounds_shares, scale=how.scale,
-            slack=how.slack,
+        self.start(
+            _kernel(x.dtype, weight.dtype), (-(-experts // _EXPERTS_OF_BLOCK), runs, 1), x=x, weights=weight, bias=bias,
+            correction=correction, logits=logits, chosen=chosen, shares=shares, arrived=self._counters(runs, x.device),
+            rows=rows, columns=columns, experts=experts, states=x.dtype, weight_states=weight.dtype, **asdict(how),
         )  # fmt: skip
-        self._card.launch(_kernel(x.dtype, weight.dtype), (-(-experts // _EXPERTS_OF_BLOCK), runs, 1), arguments)
         return logits, shares, chosen
 
     def _counters(self, count: int, device: torch.device) -> torch.Tensor:

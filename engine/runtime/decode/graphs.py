@@ -164,8 +164,9 @@ class GraphStep:
 
     def close(self) -> None:
         """Frees what it holds.  Harmless if repeated."""
-        self._capture.close()
         self._pieces, self._inside, self._kernels = [], [], []
+        self.__dict__.pop("logits", None)  # which lie in the capture's memory
+        self._capture.close()
 
     def _between(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         layer, kernel = bound_kernel(module)
@@ -332,7 +333,7 @@ class GraphedSteps:
 
     def forget(self) -> None:
         """Lets go of all that was captured."""
-        self._forget_steps(0)
+        self._forget_steps()
         self._places = None
         self._memory.release()
 
@@ -432,7 +433,7 @@ class GraphedSteps:
         else:
             self._refuse(why)
             return
-        self._forget_steps(0)
+        self._forget_steps()
 
     def _give_up(self, rows: int, why: str) -> None:
         """No step of several tokens is repeated any more, or none at all."""
@@ -440,7 +441,7 @@ class GraphedSteps:
             self._refuse(why)
             return
         self._most = 1
-        self._forget_steps(1)
+        self.forget()  # the places, too, have room for several
         _log.info("steps of several tokens are not repeated on %s: %s", self._device.name, why)
 
     def _refuse(self, why: str) -> None:
@@ -448,10 +449,9 @@ class GraphedSteps:
         self.forget()
         FALLS.say(f"The graph of decode steps on {self._device.name}", "operators launched one by one", why)
 
-    def _forget_steps(self, least: int) -> None:
-        """Of more tokens than so many."""
-        for rows in [rows for rows in self._kinds if rows > least]:
-            self._forget_step(self._kinds.pop(rows))
+    def _forget_steps(self) -> None:
+        while self._kinds:
+            self._forget_step(self._kinds.popitem()[1])
 
     def _forget_step(self, kind: _Kind) -> None:
         if kind.step is not None:

@@ -382,13 +382,14 @@ class PagedCaches:
         """So many of each from now on; the first ones hold what they held.  Without windows' pages of their own all
         layers of tokens have the others."""
         try:
-            for full, in_windows in zip(self.in_full, self.in_windows, strict=True):
+            for in_windows in self.in_windows:  # first: they make room for pages of tokens
+                if in_windows is not None and not isinstance(in_windows, StatePages):
+                    in_windows.resize(windows)
+            for full in self.in_full:
                 if isinstance(full, StatePages):
                     self.state_generation += full.resize(states)
                 elif full is not None:
                     full.resize(pages)
-                if in_windows is not None and not isinstance(in_windows, StatePages):
-                    in_windows.resize(windows)
         finally:  # also where the memory for some of them was refused
             self.generation += 1
             self._point()

@@ -300,18 +300,25 @@ class PagePool:
         """
         if self.room is None:
             return False
-        idle = 0 if forgets else sum(len(kind.idle) * kind.weight for kind in self._kinds)
-        self.give_back(self.spare - idle)  # what holds nothing goes first
-        there = self._there(self.room)
-        used = {kind: max(kind.touched, default=-1) + 1 for kind in self._kinds}
-        least = {kind: count if 2 * count < there[kind] or not if_many else there[kind] for kind, count in used.items()}
-        if all(least[kind] >= there[kind] for kind in self._kinds):
+        least = self._least(self.room, if_many=if_many, forgets=forgets)
+        if least == self._there(self.room):
             return False
         try:
-            self._resize(self.room, {kind: min(there[kind], count) for kind, count in least.items()})
+            self._resize(self.room, least)
         except EngineError:  # to be moved they need some first
             return False
         return True
+
+    def _least(self, room: Room, *, if_many: bool, forgets: bool = False) -> dict[_Places, int]:
+        """See `fit`: how many of each are to have memory."""
+        idle = 0 if forgets else sum(len(kind.idle) * kind.weight for kind in self._kinds)
+        self.give_back(self.spare - idle)  # what holds nothing goes first
+        there = self._there(room)
+        used = {kind: max(kind.touched, default=-1) + 1 for kind in self._kinds}
+        return {
+            kind: count if count < there[kind] and (2 * count < there[kind] or not if_many) else there[kind]
+            for kind, count in used.items()
+        }
 
     def _there(self, room: Room) -> dict[_Places, int]:
         return {self._states: room.states, self._windows: room.windows, self._pages: room.pages}
@@ -347,8 +354,10 @@ class PagePool:
             places.free.sort(reverse=True)  # others before it may have memory, given up by the prefix cache
         if (wanted := places.free[-1] + 1) <= there[places]:
             return
+        # Windows' pages that hold nothing make room before experts do.
+        windows = {self._windows: self._least(room, if_many=True)[self._windows]}
         try:
-            self._resize(room, {**there, places: wanted})
+            self._resize(room, {**there, **windows, places: wanted})
         except EngineError:
             if not places.idle:
                 raise
