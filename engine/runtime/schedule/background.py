@@ -35,14 +35,14 @@ class Background:
     """The jobs of one loaded model, as its scheduler sees them.
 
     Args:
-        make_lane: where rows are answered by a policy, and why they do not share sweeps; see `lane_for`.
+        make_lane: where rows are answered by a policy; see `lane_for`.
         on_news: called on any thread when there is something to do for the engine's.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        make_lane: Callable[[BatchPolicy], tuple[ContinuousBatch, str]],
+        make_lane: Callable[[BatchPolicy], ContinuousBatch],
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.loaded, self._make_lane, self.on_news = loaded, make_lane, on_news
@@ -50,7 +50,7 @@ class Background:
         self._lock = threading.Lock()
         self._calls: deque[Callable[[], None]] = deque()
         self._runs: list[_Run] = []
-        self._lanes: dict[Any, _Shared] = {}
+        self._lanes: dict[Any, ContinuousBatch] = {}
         self._last: ContinuousBatch | None = None
         self._is_closed = False
         self.seconds = 0.0
@@ -128,23 +128,22 @@ class Background:
     def join(self, policy: BatchPolicy) -> JobRows:
         """A place for a job's rows, whose sweeps it shares with jobs that keep their context in the same way."""
         key = policy.kv_type, policy.window, policy.kept
-        shared = self._lanes.get(key)
-        if shared is None:
-            lane, note = self._make_lane(policy)
-            shared = self._lanes[key] = _Shared(lane, note)
-        shared.jobs += 1
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = self._make_lane(policy)
+        lane.jobs += 1
 
         def leave() -> None:
-            shared.jobs -= 1
-            if not shared.jobs and self._lanes.get(key) is shared:
+            lane.jobs -= 1
+            if not lane.jobs and self._lanes.get(key) is lane:
                 del self._lanes[key]
-                shared.lane.free()
+                lane.free()
 
-        return JobRows(self, shared, leave)
+        return JobRows(self, lane, leave)
 
     def begin(self, run: _Run) -> None:
         """Takes a job's rows from now on."""
-        run.shared.lane.sources.append(run.source)
+        run.lane.sources.append(run.source)
         self._runs.append(run)
 
     def rows_of(self, run: _Run, requests: Iterator[BatchRequest]) -> Iterator[Sequence]:
@@ -168,9 +167,9 @@ class Background:
             run.error = run.error or EngineError(ErrorCode.BUSY, _CLOSED)
             self._end(run)
         lanes, self._lanes = self._lanes, {}
-        for shared in lanes.values():
+        for lane in lanes.values():
             with passed_over("Rows of a job could not be given up"):  # the card that they are on may be gone
-                shared.lane.free()
+                lane.free()
 
     def use(self, loaded: LoadedModel) -> None:
         """Answers with this model from now on."""
@@ -186,7 +185,7 @@ class Background:
 
     def _next_lane(self) -> ContinuousBatch | None:
         """Whose turn it is: the first after the last one."""
-        lanes = list(dict.fromkeys(run.shared.lane for run in self._runs if not run.shared.lane.is_resting))
+        lanes = list(dict.fromkeys(run.lane for run in self._runs if not run.lane.is_resting))
         if self._last in lanes:
             lanes = lanes[lanes.index(self._last) + 1 :] + lanes[: lanes.index(self._last) + 1]
         return lanes[0] if lanes else None
@@ -203,7 +202,7 @@ class Background:
             has_more = lane.go_on(enough)
         except BaseException as error:  # of the model: it is told to all whose rows are there
             for run in self._runs:
-                if run.shared.lane is lane:
+                if run.lane is lane:
                     run.error = error
             return True
         self._look()
@@ -226,7 +225,7 @@ class Background:
 
     def _end(self, run: _Run) -> None:
         self._runs.remove(run)
-        lane, source = run.shared.lane, run.source
+        lane, source = run.lane, run.source
         if run.error is not None or run.outcome is BatchOutcome.CANCELLED:
             with passed_over("Rows of a job could not be given up"):
                 lane.drop(source)
@@ -236,19 +235,10 @@ class Background:
 
 
 @dataclass(eq=False)
-class _Shared:
-    """A lane, and how many jobs have a place in it."""
-
-    lane: ContinuousBatch
-    note: str
-    jobs: int = 0
-
-
-@dataclass(eq=False)
 class _Run:
     """The rows of one job while its thread waits for them."""
 
-    shared: _Shared
+    lane: ContinuousBatch
     source: RowSource
     on_row: AnswerCallback
     should_yield: Check
@@ -262,7 +252,7 @@ class _Run:
         """Whether its thread can go on; a sweep with rows of it ends first, unless they are not wanted any more."""
         if self.error is not None or self.outcome is BatchOutcome.CANCELLED:
             return True
-        return self.outcome is not None and not self.shared.lane.works_on(self.source)
+        return self.outcome is not None and not self.lane.works_on(self.source)
 
     def look(self) -> None:
         """Asks its job how to go on."""
@@ -273,7 +263,7 @@ class _Run:
                 self.outcome = BatchOutcome.CANCELLED
             elif self.outcome is None and self.should_yield():
                 self.outcome, self.source.rests = BatchOutcome.YIELDED, True
-            elif self.outcome is None and self.shared.lane.has_ended(self.source):
+            elif self.outcome is None and self.lane.has_ended(self.source):
                 self.outcome = BatchOutcome.FINISHED
         except BaseException as error:
             self.error = error
@@ -290,23 +280,22 @@ class _Run:
 class JobRows:
     """The place of one job's rows among others: see `BatchExecutor`.  For the job's thread."""
 
-    def __init__(self, background: Background, shared: _Shared, leave: Callable[[], None]) -> None:
-        self._background, self._shared, self._leave = background, shared, leave
-        self.note = shared.note
-        self._source: RowSource | None = None
+    def __init__(self, background: Background, lane: ContinuousBatch, leave: Callable[[], None]) -> None:
+        self._background, self._lane, self._leave = background, lane, leave
+        self.note, self._source = lane.note, RowSource()
         self._is_closed = False
 
     @property
     def under_way(self) -> tuple[int, int]:
         """The job's rows that share sweeps now, and the tokens generated for them."""
-        return self._source.under_way if self._source is not None else (0, 0)
+        return self._source.under_way
 
     def run(
         self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
         """See `BatchExecutor.run`: waits for the engine's thread, which asks all of these."""
-        source = self._source = self._source or RowSource(iter(()), on_row)
-        run = _Run(self._shared, source, on_row, should_yield, cancelled)
+        source = self._source
+        run = _Run(self._lane, source, on_row, should_yield, cancelled)
         source.prepared, source.on_row = self._background.rows_of(run, rows), run.answered
         source.rests = source.is_dry = False
         self._background.call(lambda: self._background.begin(run))
@@ -324,6 +313,5 @@ class JobRows:
                 self._background.call(self._give_back)
 
     def _give_back(self) -> None:
-        if self._source is not None:
-            self._shared.lane.drop(self._source)
+        self._lane.drop(self._source)
         self._leave()

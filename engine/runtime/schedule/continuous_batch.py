@@ -66,8 +66,8 @@ class RowSource:
         is_dry: whether it had no more when it was last asked.
     """
 
-    prepared: Iterator[Sequence]
-    on_row: AnswerCallback
+    prepared: Iterator[Sequence] = iter(())  # noqa: RUF009 - it never gives any
+    on_row: AnswerCallback = lambda _answer: None
     rests: bool = False
     rows: list[PagedRow] = field(default_factory=list)
     waiting: deque[Sequence] = field(default_factory=deque)
@@ -111,8 +111,12 @@ class ContinuousBatch:
         exact: bool = False,
     ) -> None:
         self.sources: list[RowSource] = []
-        self.own = RowSource(iter(()), lambda _answer: None)
+        self.own = RowSource()
         """Of who asks by `submit` or `run`."""
+        self.note = ""
+        """Why rows cannot share this model's layers, for the user; empty if they can."""
+        self.jobs = 0
+        """Those whose rows are answered here."""
         self.turns = 0
         """Sweeps begun so far."""
         # With a window of its own a row holds other values than a chat, and what is the library's is not written down.

@@ -23,10 +23,8 @@ from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
 
-def lane_for(
-    loaded: LoadedModel, policy: BatchPolicy, above: ContinuousBatch | None = None
-) -> tuple[ContinuousBatch, str]:
-    """Where rows are answered, and why they cannot share this model's layers, for the user; empty if they can.
+def lane_for(loaded: LoadedModel, policy: BatchPolicy, above: ContinuousBatch | None = None) -> ContinuousBatch:
+    """Where rows are answered.
 
     Args:
         above: whose pages they share, if they can.
@@ -38,14 +36,17 @@ def lane_for(
         above = None  # what they hold lies elsewhere
     model = above.model if above is not None and is_alike else PackedModel(loaded, policy)
     if not model.packs():
-        policy, note = replace(policy, rows=1), f"Rows are answered one by one: {model.apart}."
+        apart, policy = model.apart, replace(policy, rows=1)
         if above is not None and above.exact is not None:
-            return ContinuousBatch(above.model, policy, above=above, exact=True), note
-        policy = on_device(loaded, policy)
-        return ContinuousBatch(PackedModel(loaded, policy, opens=False), policy, exact=True), note
+            lane = ContinuousBatch(above.model, policy, above=above, exact=True)
+        else:
+            policy = on_device(loaded, policy)
+            lane = ContinuousBatch(PackedModel(loaded, policy, opens=False), policy, exact=True)
+        lane.note = f"Rows are answered one by one: {apart}."
+        return lane
     if above is not None and model is not above.model and isinstance(model.caches, LibraryCaches):
         above = None  # whose pages hold other states
-    return ContinuousBatch(model, policy, above=above, kept=loaded.kept), ""
+    return ContinuousBatch(model, policy, above=above, kept=loaded.kept)
 
 
 def on_device(loaded: LoadedModel, policy: BatchPolicy) -> BatchPolicy:
@@ -88,8 +89,8 @@ class BatchExecutor:
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy | None = None) -> None:
         self.policy = policy or policy_for(loaded)
         self._preparation = Preparation(loaded)
-        lane, self.note = lane_for(loaded, self.policy)
-        self._batch: ContinuousBatch | None = lane
+        self._batch: ContinuousBatch | None = lane_for(loaded, self.policy)
+        self.note = self._batch.note
 
     def run(
         self,

@@ -339,12 +339,12 @@ class Scheduler:
         self._waiting.remove(asked)
         asked.ended(outcome)
 
-    def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
+    def _job_lane(self, policy: BatchPolicy) -> ContinuousBatch:
         """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
-        lane, note = lane_for(self.loaded, policy, self._ready())
+        lane = lane_for(self.loaded, policy, self._ready())
         if self._batch is not None and lane.model is self._batch.model:
             lane.piggybacked = self._piggybacked
-        return lane, note
+        return lane
 
     @property
     def _beside(self) -> list[ContinuousBatch]:
