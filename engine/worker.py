@@ -138,7 +138,6 @@ class ApiRequests:
             self.broker.model_is(None)
 
     def model_is(self, model: Path | None) -> None:
-        """The window has loaded this model, or has none any more."""
         if model is None:
             self.leave()
         elif self.broker is not None:

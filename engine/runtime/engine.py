@@ -83,12 +83,10 @@ class Engine:
 
     @property
     def telemetry(self) -> ModelTelemetry | None:
-        """Telemetry of the loaded model; None while none is loaded."""
         return self._telemetry
 
     @property
     def info(self) -> ModelInfo | None:
-        """The loaded model and where it runs; None while none is loaded."""
         return self._loaded.info if self._loaded is not None else None
 
     @property
@@ -98,12 +96,10 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of context now held."""
         return self._scheduler.kv_tokens if self._scheduler is not None else 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the held context takes."""
         return self._scheduler.kv_bytes if self._scheduler is not None else 0
 
     @property
@@ -309,7 +305,6 @@ class Engine:
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
 
     def record_routing(self) -> RoutingRecorder:
-        """Records the routing of the loaded model from now on."""
         return RoutingRecorder(self._ready())
 
     def unload(self) -> None:
@@ -331,7 +326,6 @@ class Engine:
             self._held.close()
 
     def default_sampling(self) -> SamplingParams:
-        """The sampling that the model's makers suggest; see `suggested_sampling`."""
         return suggested_sampling(Path(self._ready().info.path))
 
     def generate(
@@ -378,14 +372,12 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the loaded model."""
         self._ready()
         assert self._scheduler is not None
         return self._scheduler
 
     @property
     def is_answering(self) -> bool:
-        """Whether requests wait or are being answered."""
         return self._scheduler is not None and self._scheduler.is_busy
 
     @property

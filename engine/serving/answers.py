@@ -197,8 +197,6 @@ class Blocks(Answer):
 
 
 class Call(NamedTuple):
-    """One request of a client, with its body if it is a POST."""
-
     service: Service
     request: Request
     body: dict[str, Any]
@@ -314,7 +312,6 @@ class _Streamed(StreamingResponse):
 
 
 def listed_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The entries of `tools`."""
     offered = body.get("tools") or []
     if not isinstance(offered, list) or not all(isinstance(entry, Mapping) for entry in offered):
         raise BadRequestError("has tools that are not a list of objects")

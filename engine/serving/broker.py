@@ -126,7 +126,6 @@ class RequestBroker:
             return any(ticket.ask.model == model and not ticket.is_cancelled() for ticket in self._waiting)
 
     def shut(self) -> None:
-        """Takes no more requests; what is under way breaks off."""
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()

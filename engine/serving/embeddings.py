@@ -53,7 +53,6 @@ class Embedded:
             yield [float(number) for number in memoryview(vector).cast("f")]
 
     def in_base64(self) -> Iterator[str]:
-        """Each vector, as OpenAI's clients ask for it."""
         for vector in self.vectors:
             yield base64.b64encode(vector).decode("ascii")
 

@@ -52,7 +52,6 @@ class EngineProcess(EngineLink):
         return self._process.pid if self._process is not None else 0
 
     def set_rules(self, config: EngineConfig, idle_s: float | None) -> None:
-        """How models are run from its next start on."""
         self._order = replace(self._order, config=config, idle_s=idle_s)
 
     def stop_if_idle(self) -> None:

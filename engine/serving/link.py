@@ -191,7 +191,6 @@ class EngineLink:
         return True
 
     def refuse_all(self, error: EngineError) -> None:
-        """No engine will answer what has been asked."""
         with self._lock:
             refused = self._forget_all()
         for ticket in refused:
@@ -300,7 +299,6 @@ class BrokerLink:
         self._channel.start()
 
     def model_is(self, model: Path | None, loading: Path | None = None) -> None:
-        """Tells the server what is loaded, or being loaded."""
         self._channel.send(encode(ModelIs(model, loading)))
 
     def remark(self, text: str, about: str | None = None) -> None:

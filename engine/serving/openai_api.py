@@ -277,7 +277,6 @@ class _Choices(Reply):
         return event_line(line)
 
     def reads(self, read: Progress, index: int) -> str:
-        """As a comment, or as from llama.cpp."""
         if not self._says_read:
             return super().reads(read, index)
         ms = round(1000 * (time.monotonic() - self._began_s))

@@ -55,7 +55,6 @@ class ConstrainedAnswers:
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> ConstrainedAnswers:
-        """For the answers of a loaded model."""
         vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
         return cls(loaded.tokenizer, vocabulary, end_token_ids(loaded.model, loaded.tokenizer))
 
@@ -115,7 +114,6 @@ class ConstrainedAnswer:
             raise unfit(self._matcher.get_error())
 
     def reset(self) -> None:
-        """As if nothing had been accepted."""
         self._matcher.reset()
 
 
@@ -146,7 +144,6 @@ class AfterThought:
         self._tail, self._between = "", 0
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `TokenConstraint`."""
         if self._thinks:
             return logits
         restricted = self._answer.restrict(logits)
@@ -155,7 +152,6 @@ class AfterThought:
         return restricted
 
     def accept(self, token_id: int) -> bool:
-        """See `TokenConstraint`."""
         if self._may_think:
             self._may_think, self._thinks = False, token_id in self._opens
         if not self._thinks:

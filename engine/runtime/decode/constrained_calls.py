@@ -57,7 +57,6 @@ class CallRule:
     rules: str
 
     def grammar(self, before: str = "") -> str:
-        """Of what follows, behind something else."""
         return f"start: {before} ({self.body})\n{self.rules}"
 
 
@@ -193,7 +192,6 @@ class _Writer:
         return name
 
     def _more(self, other: str) -> str:
-        """Any number of further ones, or none where one is wanted."""
         return f"({other})*" if self.several else ""
 
     def _free(self, suffix: str = "") -> str:
@@ -391,7 +389,6 @@ class _Writer:
         return self._json(value if self.compiles(json_text(value)) else {})
 
     def _keys(self, tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The declared arguments that must be there, and those that may."""
         wanted = json.loads(tool.parameters).get("required")
         needed = wanted if isinstance(wanted, list) else []
         keys = {key: schema for key, schema in self._read.keys(tool.name).items() if isinstance(key, str)}

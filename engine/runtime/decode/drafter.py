@@ -25,7 +25,6 @@ class Guess:
     kinds: tuple[int, ...]
 
     def shortened(self, tokens: int) -> Guess:
-        """Only the first of them."""
         return Guess(self.ids[:tokens], self.chances[:tokens], self.kinds[:tokens])
 
 
@@ -63,7 +62,6 @@ class Experience:
         return self._true[kind] / self._tried[kind]
 
     def overall(self) -> float:
-        """The same, whatever the kind."""
         return sum(self._true) / sum(self._tried)
 
     def learn(self, kinds: Sequence[int], came_true: int) -> None:

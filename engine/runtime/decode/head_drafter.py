@@ -47,7 +47,6 @@ class HeadDrafter:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all tokens."""
         self._ids: list[int] = []
         self._given: list[int] = []
         """Positions of the tokens whose hidden states the head holds, in order; it need not be all of them."""
@@ -72,19 +71,15 @@ class HeadDrafter:
             self._give(self._ids)
 
     def take_back(self, tokens: int) -> None:
-        """The last tokens are forgotten."""
         self._forget(len(self._ids) - tokens, None)
 
     def append(self, token_id: int) -> None:
-        """See `Drafter.append`; the model is going to be given it."""
         self._next = token_id
 
     def hopes(self) -> float:
-        """See `Drafter.hopes`."""
         return self._experience.overall()
 
     def guess(self, most: int) -> Guess | None:
-        """See `Drafter.guess`."""
         if self._next is None or most < 1 or not self._waiting or self._waiting[-1][0] != len(self._ids) - 1:
             return None
         begun_s = clock.now()
@@ -97,7 +92,6 @@ class HeadDrafter:
         return Guess((int(token),), (self._experience.chance(kind),), (kind,))
 
     def learn(self, guess: Guess, came_true: int) -> None:
-        """See `Drafter.learn`."""
         self._experience.learn(guess.kinds, came_true)
 
     def _give(self, ids: Sequence[int]) -> torch.Tensor | None:

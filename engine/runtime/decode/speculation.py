@@ -52,7 +52,6 @@ class PromptLookup:
             self.append(token)
 
     def append(self, token_id: int) -> None:
-        """The answer has one token more, or its prompt."""
         ids = self._ids
         if len(ids) >= _FEWEST:
             # Only now: the end of the text must not be found itself.
@@ -64,11 +63,9 @@ class PromptLookup:
         ids.append(token_id)
 
     def hopes(self) -> float:
-        """Looking costs nothing."""
         return 1.0
 
     def guess(self, most: int) -> Guess | None:
-        """See `Drafter.guess`."""
         ids = self._ids
         found = self._after.get((ids[-2], ids[-1])) if len(ids) >= _FEWEST else None
         if not found:
@@ -86,7 +83,6 @@ class PromptLookup:
         return Guess(tuple(guessed), tuple(chances), kinds)
 
     def learn(self, guess: Guess, came_true: int) -> None:
-        """See `Drafter.learn`."""
         self._experience.learn(guess.kinds, came_true)
 
     def _agreed(self, place: int) -> int:
@@ -128,7 +124,6 @@ class StepPrices:
         """Seconds of a step of one token, lately."""
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens has taken so long."""
         self._costs.observe(Cost.STEP, tokens, seconds)
         self.single_s = self._costs.predict(Cost.STEP)
 
@@ -171,7 +166,6 @@ class Speculation:
         self.guessed = self.accepted = 0
 
     def append(self, ids: Sequence[int]) -> None:
-        """The answer has these tokens more."""
         self._left -= len(ids)
         self._since_probe += len(ids)
         with of_one():

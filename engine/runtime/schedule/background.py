@@ -96,7 +96,6 @@ class Background:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job has a place here, or wants one."""
         return bool(self._lanes or self.is_busy)
 
     @property
@@ -142,7 +141,6 @@ class Background:
         return JobRows(self, lane, leave)
 
     def begin(self, run: _Run) -> None:
-        """Takes a job's rows from now on."""
         run.lane.sources.append(run.source)
         self._runs.append(run)
 
@@ -172,7 +170,6 @@ class Background:
                 lane.free()
 
     def use(self, loaded: LoadedModel) -> None:
-        """Answers with this model from now on."""
         self.loaded, self._preparation = loaded, Preparation(loaded)
 
     def _answer_calls(self) -> None:
@@ -217,7 +214,6 @@ class Background:
         return is_over
 
     def _settle(self) -> None:
-        """Ends the runs that are over."""
         for run in list(self._runs):
             run.look()
             if run.is_over:
@@ -269,7 +265,7 @@ class _Run:
             self.error = error
 
     def answered(self, answer: GenerationResult) -> None:
-        """Tells the job of an answer; what breaks there breaks this job alone."""
+        """What breaks in the job breaks this job alone."""
         try:
             if self.error is None:
                 self.on_row(answer)
@@ -287,7 +283,6 @@ class JobRows:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """The job's rows that share sweeps now, and the tokens generated for them."""
         return self._source.under_way
 
     def run(

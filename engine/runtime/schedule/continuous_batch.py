@@ -74,14 +74,12 @@ class RowSource:
     is_dry: bool = False
 
     def take(self) -> Sequence | None:
-        """The row to begin next, if there is one now."""
         new = self.waiting.popleft() if self.waiting else next(self.prepared, None)
         self.is_dry = new is None
         return new
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """Its rows in progress, and the tokens generated for them."""
         return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
 
 
@@ -356,11 +354,9 @@ class ContinuousBatch:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what rows hold now, or have left to be shared."""
         return self.model.held_bytes(self.pool.filled)
 
     def close(self) -> None:
-        """Drops all rows."""
         for source in list(self.sources):
             self.drop(source)
 
@@ -837,7 +833,6 @@ class ContinuousBatch:
             self._above._ended(row)
 
     def _has(self, row: PagedRow) -> bool:
-        """Whether it is one of its own, and has not ended."""
         return row in self.rows or row in self._aside
 
     def able_to_write(self) -> list[PagedRow]:

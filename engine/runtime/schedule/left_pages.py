@@ -155,7 +155,6 @@ class Partings:
         """Where rows leave copies on their way."""
 
     def forget(self) -> None:
-        """Forgets what prompts began with."""
         self._recent.clear()
 
     def waits(self, row: PagedRow, others: Sequence[PagedRow]) -> bool:

@@ -140,7 +140,6 @@ class PagedRow:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of its prompt is still to be read."""
         return self.held < len(self.prompt)
 
     def reserve(self) -> bool:
@@ -278,7 +277,6 @@ class PagedRow:
 
     @property
     def read(self) -> list[int]:
-        """The tokens that are in its pages."""
         return (self.sequence.prompt + self.sequence.ids)[: self.held]
 
     def share_pages(self, most: int | None = None, step: int = PAGE_TOKENS) -> None:
@@ -505,7 +503,6 @@ class PagedRow:
         return self.layout.given(self.held, ids, model) if self.layout is not None else None
 
     def next_ids(self, tokens: int) -> list[int]:
-        """The ids of its next tokens."""
         if self.beams is not None:
             return self.beams.tokens
         return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1 - self.lag :]
@@ -551,7 +548,6 @@ class PagedRow:
 
     @property
     def room(self) -> int:
-        """Tokens for which it has pages, or has reserved them."""
         return self._covered * PAGE_TOKENS - self.held
 
     def guess(self, most: int, rows: int, tokens: int) -> Guess | None:
@@ -568,7 +564,6 @@ class PagedRow:
         return self.speculation.guess(lambda count: count <= most, rows=rows, tokens=tokens)
 
     def answer(self, reason: FinishReason = "cancelled", error: EngineError | None = None) -> GenerationResult:
-        """The row's outcome."""
         speculation = self.speculation
         return self.sequence.result(
             reason,
@@ -582,7 +577,6 @@ class PagedRow:
         )
 
     def close(self) -> None:
-        """Returns its pages."""
         taken = self._taken + (2 * self._pool.state_weight if self.state is not None else 0)
         if self.beams is not None:
             self.beams.close()
@@ -786,7 +780,6 @@ class _RowBeams:
         return torch.tensor([table.windows.get(place, 0) for place in range(len(table.pages))], dtype=torch.int32)
 
     def close(self) -> None:
-        """Returns their pages."""
         self._release(self._tables)
         for state in [*self._states, *self._next]:
             self._pool.release_state(state)

@@ -67,7 +67,6 @@ class Scheduler:
         self._use(loaded)
 
     def _use(self, loaded: LoadedModel) -> None:
-        """Answers with this model from now on."""
         self.loaded, self._note = loaded, ""
         self.preparation = Preparation(loaded)
         self._kept = loaded.kept
@@ -76,7 +75,6 @@ class Scheduler:
             self._ready()  # now, and not before somebody's first token
 
     def _ready(self) -> ContinuousBatch:
-        """The batch of all requests."""
         if self._batch is None:
             self._batch = batch_for(self.loaded, self._kept)
         self._batch.is_short = self._are_short
@@ -84,11 +82,9 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests wait or are being answered."""
         return bool(self._waiting or self._admitted)
 
     def _asked(self) -> list[Sequence]:
-        """All requests that are being answered, or wait."""
         return [*self._admitted.values(), *self._waiting]
 
     @property
@@ -99,12 +95,10 @@ class Scheduler:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of context now held."""
         return self._batch.kv_tokens if self._batch is not None else 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the held context takes."""
         return self._batch.held_bytes if self._batch is not None else 0
 
     def submit(
@@ -222,7 +216,6 @@ class Scheduler:
             self._kept.answering(-1 if rests else 1)
 
     def _awaited(self) -> bool:
-        """Whether anybody waits for a first token."""
         return any(not asked.told for asked in self._asked())
 
     def _turn(self, until: Check) -> None:
@@ -295,7 +288,6 @@ class Scheduler:
         return self.loaded
 
     def _move(self, load: Callable[[], LoadedModel]) -> None:
-        """Goes on with the model as `load` loads it."""
         carried = self._asked()
         self.background.leave()
         self.forget()

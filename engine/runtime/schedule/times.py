@@ -47,7 +47,6 @@ class Times:
         return self._costs.predict(Cost.TOKEN)
 
     def start(self) -> None:
-        """Neither has had any."""
         self._owed_s = 0.0
         self._costs.learn(Cost.TOKEN, weight=_SLOWER, falling=_FASTER, raw=1)
         self.rest()
@@ -67,7 +66,6 @@ class Times:
         return self._owed_s > 0
 
     def enter(self) -> None:
-        """The background stops here, for a while."""
         spent_s = self._clock() - self._since_s - self._credit_s
         self._owed_s = min(self._owed_s + spent_s, _MOST_OWED_S)
         self.rest()
@@ -91,7 +89,6 @@ class Times:
             self._tokens += share
 
     def leave(self) -> None:
-        """The background goes on."""
         self.rest()
         self._is_background = True
 
