@@ -1,12 +1,15 @@
-"""transformers' release that is pinned, and what our code recognises in it without its promise.
+"""transformers' release that is pinned, what our code recognises in it without its promise, and how its modules are
+taken over.
 
-Only names: nothing here imports the library.  What loading takes from it stands in `engine.runtime.load.library_*`.  A
-test holds all of this to the library that is installed, and the release to pyproject.toml.
+Nothing here imports the library.  What loading takes from it stands in `engine.runtime.load.library_*`.  A test holds
+all of this to the library that is installed, and the release to pyproject.toml.
 """
 
 from __future__ import annotations
 
-from types import FunctionType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 RELEASE = "5.24"
@@ -41,3 +44,53 @@ def code_of(module: Any) -> FunctionType | None:
     if isinstance(forward, FunctionType) and forward.__globals__.get("__name__") == _RENAMES:
         forward = forward.__wrapped__  # type: ignore[attr-defined]  # functools.wraps
     return forward if isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") else None
+
+
+def forward_with(module: Any, names: dict[str, Any]) -> MethodType:
+    """The `forward` of a module's class for this module: the same code, but for what these names mean in it."""
+    code = code_of(module)
+    assert code is not None  # what the names mean in it was found
+    made = FunctionType(
+        code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__, code.__closure__
+    )
+    made.__kwdefaults__ = code.__kwdefaults__
+    return MethodType(made, module)
+
+
+def own_forward(module: Any) -> Any:
+    """What computes this module in place of its class; `None` if nothing does."""
+    return getattr(module, "__dict__", {}).get("forward")
+
+
+def take_over(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> int:
+    """Has these compute modules in place of their classes from now on; returns how many.
+
+    Raises:
+        RuntimeError: something else computes one already, and what is to do so now does not fall back to it, as its
+            `in_library`.
+    """
+    count = 0
+    for module, forward in forwards:
+        before = own_forward(module)
+        if before is not None and getattr(getattr(forward, "__self__", forward), "in_library", None) != before:
+            raise RuntimeError(f"{type(module).__name__} is computed by {before!r} already")
+        module.forward = forward
+        count += 1
+    return count
+
+
+@contextmanager
+def replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Has these compute modules within the context, in place of whatever does before and after it."""
+    pairs = list(forwards)
+    before = [own_forward(module) for module, _ in pairs]
+    try:
+        for module, forward in pairs:
+            module.forward = forward
+        yield
+    finally:
+        for (module, _), own in zip(reversed(pairs), reversed(before), strict=True):
+            if own is not None:
+                module.forward = own
+            else:
+                module.__dict__.pop("forward", None)

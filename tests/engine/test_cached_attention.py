@@ -26,7 +26,7 @@ from engine.kernels.native.paged_attention import (
 )
 from engine.kernels.native.structs import AttentionStruct, LatentAttentionStruct, MatrixStruct, PagesStruct, PieceStruct
 from engine.kernels.reference import attend_in_torch
-from engine.runtime.fast_path.native_attention import speed_up_prompts
+from engine.runtime.kv.library_attention import speed_up_prompts
 from engine.runtime.kv.paged_cache import narrowed, widened
 from tests.engine.int8_ties import without_ties
 from tests.engine.native_isas import isas, kernels_of

@@ -109,6 +109,38 @@ def test_the_library_is_the_one_that_is_pinned_and_has_what_we_recognise_in_it()
     assert "cache" in inspect.signature(code).parameters
 
 
+def test_modules_are_taken_over_in_one_place() -> None:
+    assigning = {
+        str(file.relative_to(CHECKOUT))
+        for file in (CHECKOUT / "engine").rglob("*.py")
+        if re.search(r"\.forward = |__dict__.*[\"']forward[\"']|setattr\(.*[\"']forward[\"']", file.read_text("utf-8"))
+    }
+    assert assigning == {"engine/families/library.py"}
+
+
+def test_a_module_is_taken_over_once_or_by_what_falls_back() -> None:
+    module, other = torch.nn.Identity(), torch.nn.Identity()
+
+    class Twice:
+        def __init__(self) -> None:
+            self.in_library = module.forward
+
+        def __call__(self, x: int) -> int:
+            return 2 * self.in_library(x)
+
+    with pytest.raises(ZeroDivisionError), library.replaced([(module, lambda x: 5), (module, lambda x: 1 / x)]):
+        module(0)
+    assert library.own_forward(module) is None
+    assert library.take_over((each, Twice()) for each in (module, module)) == 2
+    assert module(1) == 4
+    with library.replaced([(module, lambda _: 5), (other, lambda _: 6)]):
+        assert (module(1), other(1)) == (5, 6)
+    assert (module(1), other(1)) == (4, 1)
+    with pytest.raises(RuntimeError, match=r"Identity is computed by .*Twice.* already"):
+        library.take_over([(module, abs)])
+    assert module(1) == 4
+
+
 def test_every_adapter_can_be_imported_and_belongs_to_a_family() -> None:
     adapted = [model_type for model_type in PACKAGES if family_of(model_type).adapter]
     assert all(adapter_for(model_type) is not None for model_type in adapted)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.families.library import own_forward, take_over
 from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.gpu.norms import is_alike
@@ -110,15 +111,13 @@ def speed_up_angles(module: Any, dtype: torch.dtype) -> bool:
         or not isinstance(getattr(module, "attention_scaling", None), int | float)
         or any(each in kind for each in _CHANGING)
         or list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]
-        or "forward" in module.__dict__
+        or own_forward(module) is not None
         or dtype not in STATES
     ):
         return False
     kernel = on_card(frequencies.device, CudaAngles)
     made = _made(module, kernel, frequencies, dtype) if kernel is not None else None
-    if made is not None:
-        module.forward = made
-    return made is not None
+    return made is not None and take_over([(module, made)]) > 0
 
 
 @torch.inference_mode()

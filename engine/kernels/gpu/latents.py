@@ -8,14 +8,14 @@ it lies.  Each attention module is tried: what it returns, and what it keeps of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from engine.families.library import code_of
+from engine.families.library import code_of, own_forward, take_over
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.cuda.compiled import STATES
 from engine.kernels.cuda.driver import on_card
@@ -140,7 +140,7 @@ def _matrix(module: Any) -> TiledMatrix | torch.Tensor | None:
     """What a linear layer without a bias multiplies with."""
     if module.bias is not None:
         return None
-    forward = module.__dict__.get("forward")
+    forward = own_forward(module)
     if isinstance(forward, CardLinear):
         return forward.matrix if isinstance(forward.matrix, TiledMatrix) else None
     weight: torch.Tensor = module.weight
@@ -153,8 +153,11 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
     Args:
         angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
     """
+    return take_over(_made_in(model, angles))
+
+
+def _made_in(model: Any, angles: Callable[[torch.Tensor], Any]) -> Iterator[tuple[Any, CardLatents]]:
     kernels: dict[torch.device, CudaLatents | None] = {}
-    count = 0
     for module in model.modules():
         norm = _norm_of(module)
         if norm is None:
@@ -165,15 +168,13 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
         kernel = kernels[place]
         made = _made(module, kernel, norm, angles) if kernel is not None else None
         if made is not None:
-            module.forward = made
-            count += 1
-    return count
+            yield module, made
 
 
 def _norm_of(module: Any) -> CardNorm | None:
     """That of the latents of a module which is nothing but latent attention, and a kernel's."""
     forward = code_of(module)
-    if forward is None or "forward" in module.__dict__:
+    if forward is None or own_forward(module) is not None:
         return None
     children = {name for name, child in module.named_children() if child is not None}
     called = {name for name in forward.__code__.co_names if isinstance(forward.__globals__.get(name), FunctionType)}
@@ -185,7 +186,7 @@ def _norm_of(module: Any) -> CardNorm | None:
         or not hasattr(module, "expand_kv")
     ):
         return None
-    norm = module.kv_a_layernorm.__dict__.get("forward")
+    norm = own_forward(module.kv_a_layernorm)
     return norm if isinstance(norm, CardNorm) else None
 
 

@@ -8,12 +8,12 @@ The sum behind the MLP goes to the norm of the next layer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from engine.families.library import own_forward, replaced, take_over
 from engine.kernels.gpu.norms import CardNorm, scaled_sum
 
 _log = logging.getLogger(__name__)
@@ -71,26 +71,23 @@ def speed_up_layers(layers: Sequence[Any], last_norm: Any) -> int:
         layers: of a model, in order.
         last_norm: module behind them, or `None`.
     """
-    count = 0
+    return take_over(_made_in(layers, last_norm))
+
+
+def _made_in(layers: Sequence[Any], last_norm: Any) -> Iterator[tuple[Any, CardLayer]]:
     norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]] + [last_norm]
     for layer, norm in zip(layers, norms[: len(layers)], strict=True):  # there may be no such layers
-        if "forward" in layer.__dict__ or not all(hasattr(layer, name) for name in _PARTS) or mlp_of(layer) is None:
+        if own_forward(layer) is not None or not all(hasattr(layer, name) for name in _PARTS) or mlp_of(layer) is None:
             continue
-        if not all(isinstance(_card_norm(layer, name), CardNorm) for name in (_PARTS[0], _PARTS[2])):
+        if not all(isinstance(own_forward(getattr(layer, name)), CardNorm) for name in (_PARTS[0], _PARTS[2])):
             continue
-        following = norm.__dict__.get("forward") if norm is not None else None
-        own, its = _card_norm(layer, _PARTS[2]), following if isinstance(following, CardNorm) else None
+        following = own_forward(norm)
+        own, its = own_forward(getattr(layer, _PARTS[2])), following if isinstance(following, CardNorm) else None
         if its is not None and its.weight.device != own.weight.device:
             its = None
         made = _made(layer, its)
         if made is not None:
-            layer.forward = made
-            count += 1
-    return count
-
-
-def _card_norm(layer: Any, name: str) -> Any:
-    return getattr(layer, name).__dict__.get("forward")
+            yield layer, made
 
 
 @torch.inference_mode()
@@ -103,7 +100,7 @@ def _made(layer: Any, following: CardNorm | None) -> CardLayer | None:
         given = dict.fromkeys(("attention_mask", "position_embeddings", "cache", "position_ids"))
         attended, computed = _Stub(0.75, is_tuple=True), _Stub(1.25, is_tuple=is_tuple)
         try:
-            with _instead(layer.self_attn, attended), _instead(mlp_of(layer), computed):
+            with replaced([(layer.self_attn, attended), (mlp_of(layer), computed)]):
                 wanted, found = layer.forward(x, **given), made(x, **given)
             if attended.calls[0] != attended.calls[1] or computed.calls[0] != computed.calls[1]:
                 return None  # it is given something else by the library
@@ -135,16 +132,3 @@ class _Stub:
         hidden = args[0] if args else kwargs["hidden_states"]
         result = hidden * self._factor
         return (result, None) if self._is_tuple else result
-
-
-@contextmanager
-def _instead(module: Any, stub: Callable[..., Any]) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.forward = stub
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 
+from engine.families.library import take_over
 from engine.formats import TiledFormat
 from engine.formats.ggml import BlockType
 from engine.formats.tiles import TiledMatrix, rows_of
@@ -277,7 +278,7 @@ def quantise_on_cards(model: Any, formats: Formats, matrix: MatrixOf, place_of: 
             module = modules[name]
             module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
             module.register_buffer("tiles", record, persistent=False)  # registered only to be counted
-            module.forward = forward
+            take_over([(module, forward)])
 
 
 def _is_read(of_weights: TiledFormat | BlockType) -> bool:

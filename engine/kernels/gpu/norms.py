@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine.families.library import own_forward, take_over
 from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import OnCard, on_card
 
@@ -172,7 +174,11 @@ def scaled_sum(hidden_states: torch.Tensor, more: torch.Tensor, scale: float) ->
 
 def speed_up_norms(model: Any) -> int:
     """Gives every norm that lies on a card with the kernel its forward, if that has been seen to give the same."""
-    count = 0
+    weighted = take_over(_made_in(model))
+    return weighted + sum(take_over(_plain_in(parent)) for parent in model.modules())
+
+
+def _made_in(model: Any) -> Iterator[tuple[Any, CardNorm]]:
     for module in model.modules():
         epsilon = _epsilon_of(module)
         kernel = on_card(module.weight.device, CudaNorm) if epsilon is not None else None
@@ -180,44 +186,39 @@ def speed_up_norms(model: Any) -> int:
             continue
         made = _made(module, epsilon, kernel)
         if made is not None:
-            module.forward = made
-            count += 1
-    return count + sum(_speed_up_plain(parent) for parent in model.modules())
+            yield module, made
 
 
 @torch.inference_mode()
-def _speed_up_plain(parent: Any) -> int:
+def _plain_in(parent: Any) -> Iterator[tuple[Any, CardPlainNorm]]:
     """The same of the norms without a weight right in a module, which lie where its other parts do."""
     beside = next((p for p in parent.parameters() if p.is_floating_point()), None)
     kernel = on_card(beside.device, CudaNorm) if beside is not None and beside.dtype in STATES else None
     if beside is None or kernel is None:
-        return 0
-    count = 0
+        return
     for norm in parent.children():
         if (
             not type(norm).__name__.endswith("RMSNorm")
             or any(True for _ in norm.parameters())
             or getattr(norm, "with_scale", True)
             or not isinstance(getattr(norm, "eps", None), float)
-            or "forward" in norm.__dict__
+            or own_forward(norm) is not None
         ):
             continue
         made = CardPlainNorm(norm, kernel, beside.device)
         x = torch.randn(_ROWS, _PLAIN_WIDTH, generator=torch.Generator().manual_seed(3)).to(beside.device, beside.dtype)
         try:
             if is_alike(made(x), norm.forward(x)):
-                norm.forward = made
-                count += 1
+                yield norm, made
         except Exception:  # any compiler or driver error: the library's operators do it
             _log.warning("norms are not computed by a kernel on %s", beside.device, exc_info=True)
-    return count
 
 
 def _epsilon_of(module: Any) -> float | None:
     """Of a norm with a weight and nothing else; `None` for any other module."""
     if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
-    if module.weight.dim() != 1 or module.weight.dtype not in STATES or "forward" in module.__dict__:
+    if module.weight.dim() != 1 or module.weight.dtype not in STATES or own_forward(module) is not None:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:  # one with a gate
         return None

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from engine.families.library import code_of
+from engine.families.library import code_of, forward_with, own_forward, replaced, take_over
 from engine.kernels.cuda.compiled import STATES, Argument, Kernel
 from engine.kernels.cuda.driver import OnCard, on_card
 from engine.kernels.gpu.norms import CardNorm, is_alike
@@ -145,7 +144,7 @@ class Rotation:
     def norm_later(self, norms: tuple[CardNorm, CardNorm]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """What takes the places of the norms of queries and keys."""
         self._norms = norms
-        return [_Later(self, number) for number in range(2)]
+        return [_Later(self, number, norm) for number, norm in enumerate(norms)]
 
     def wait(self, number: int, states: torch.Tensor) -> torch.Tensor:
         """Queries (0) or keys (1), normed when they are rotated, or now."""
@@ -231,8 +230,8 @@ class Rotation:
 class _Later:
     """The `forward` of a norm of queries or keys."""
 
-    def __init__(self, rotation: Rotation, number: int) -> None:
-        self._rotation, self._number = rotation, number
+    def __init__(self, rotation: Rotation, number: int, norm: CardNorm) -> None:
+        self.in_library, self._rotation, self._number = norm, rotation, number
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self._rotation.wait(self._number, hidden_states)
@@ -265,7 +264,7 @@ def speed_up_rotations(model: Any, angles: Callable[[torch.Tensor], Any]) -> int
 def _rotation_in_library(module: Any) -> Callable[..., Any] | None:
     """The function by which an attention module of the library rotates, as long as its code is called as it is."""
     forward = code_of(module)
-    if forward is None or "forward" in module.__dict__:
+    if forward is None or own_forward(module) is not None:
         return None
     found = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
     return found if callable(found) else None
@@ -281,7 +280,6 @@ def _speed_up(
     forms: dict[tuple[object, torch.dtype], RotaryForm | None],
 ) -> bool:
     norms: tuple[Any, ...] = tuple(getattr(module, name, None) for name in ("q_norm", "k_norm"))
-    forwards = [norm.__dict__.get("forward") if norm is not None else None for norm in norms]
     try:
         hidden = _hidden(module, weight)
         embeddings = angles(hidden)
@@ -291,27 +289,17 @@ def _speed_up(
         if form is None:
             return False
         wanted = _attended(module, library, hidden, embeddings)
-        alike = [norm for norm in forwards if isinstance(norm, CardNorm)]
+        alike = [norm for norm in map(own_forward, norms) if isinstance(norm, CardNorm)]
         for is_later in (True, False) if _can_wait(module, alike) else (False,):
             rotation = Rotation(library, kernel, form)
-            if is_later:
-                for norm, later in zip(norms, rotation.norm_later((alike[0], alike[1])), strict=True):
-                    norm.forward = later
-            found = _attended(module, rotation, hidden, embeddings)
+            later = list(zip(norms, rotation.norm_later((alike[0], alike[1])), strict=True)) if is_later else []
+            with replaced(later):
+                found = _attended(module, rotation, hidden, embeddings)
             if all(is_alike(mine, its) for mine, its in zip(found, wanted, strict=True)):
-                module.forward = forward_with(module, {_NAME: rotation})
-                return True
-            _undo(norms, forwards)
+                return take_over([*later, (module, forward_with(module, {_NAME: rotation}))]) > 0
     except Exception as error:  # any compiler or driver error, or whatever a module wants to be given: operators do it
-        _undo(norms, forwards)
         _log.info("%s is not rotated by a kernel (%s: %s)", type(module).__name__, type(error).__name__, error)
     return False
-
-
-def _undo(norms: tuple[Any, ...], forwards: list[Any]) -> None:
-    for norm, forward in zip(norms, forwards, strict=True):
-        if forward is not None:
-            norm.forward = forward
 
 
 def _can_wait(module: Any, norms: list[CardNorm]) -> bool:
@@ -321,17 +309,6 @@ def _can_wait(module: Any, norms: list[CardNorm]) -> bool:
     first, second = norms
     same = (first.epsilon, first.form, first.weight.dtype) == (second.epsilon, second.form, second.weight.dtype)
     return same and first.weight.is_contiguous() and second.weight.is_contiguous()
-
-
-def forward_with(module: Any, names: dict[str, Any]) -> Any:
-    """A module's `forward`: the same code, but for what these names mean in it."""
-    code = code_of(module)
-    assert code is not None  # what the names mean in it was found
-    made = FunctionType(
-        code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__, code.__closure__
-    )
-    made.__kwdefaults__ = code.__kwdefaults__
-    return MethodType(made, module)
 
 
 def _hidden(module: Any, weight: torch.Tensor) -> torch.Tensor:

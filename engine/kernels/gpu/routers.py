@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.families import family_at
+from engine.families.library import own_forward, take_over
 from engine.kernels.cuda.compiled import STATES, Kernel
 from engine.kernels.cuda.driver import Launcher, OnCard, on_card
 
@@ -181,7 +182,11 @@ class CardRouter:
 
 def speed_up_routers(model: Any) -> int:
     """Gives every router that lies on a card with the kernel its forward, if that has been seen to give the same."""
-    count, kernels = 0, dict[torch.device, CudaRouter | None]()
+    return take_over(_made_in(model))
+
+
+def _made_in(model: Any) -> Iterator[tuple[Any, CardRouter]]:
+    kernels = dict[torch.device, CudaRouter | None]()
     for module in model.modules():
         if not _is_router(module):
             continue
@@ -191,15 +196,13 @@ def speed_up_routers(model: Any) -> int:
         kernel = kernels[place]
         made = _made(module, kernel) if kernel is not None else None
         if made is not None:
-            module.forward = made
-            count += 1
-    return count
+            yield module, made
 
 
 def _holder(module: Any) -> Any:
     """What has a router's weight and bias: itself, or its only linear layer."""
     inner = getattr(module, _LINEAR, None)
-    return inner if type(inner) is torch.nn.Linear and "forward" not in inner.__dict__ else module
+    return inner if type(inner) is torch.nn.Linear and own_forward(inner) is None else module
 
 
 def _is_router(module: Any) -> bool:
@@ -215,7 +218,7 @@ def _is_router(module: Any) -> bool:
         and isinstance(getattr(module, "top_k", None), int)
         and tensors <= {f"{prefix}weight", f"{prefix}bias", *_CORRECTIONS}
         and all(each.numel() == len(weight) for each in _corrections(module))
-        and "forward" not in module.__dict__
+        and own_forward(module) is None
         and given in ([], [_CORRECTIONS[0]])
     )
 

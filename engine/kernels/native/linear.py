@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 import torch
 
+from engine.families.library import own_forward, take_over
 from engine.formats import BF16, SMALLEST, TiledFormat, head_format, is_router, tiled_format
 from engine.formats.ggml import BLOCK_TYPES, BlockType
 from engine.formats.tiles import TiledMatrix
@@ -39,13 +40,7 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
 
     Other types and subclasses (which may behave differently) are unchanged.
     """
-    count = 0
-    for module in model.modules():
-        if _is_plain(module):
-            assert isinstance(module, torch.nn.Linear)
-            module.forward = _PlainLinear(module, kernels)  # type: ignore[method-assign]
-            count += 1
-    return count
+    return take_over((module, _PlainLinear(module, kernels)) for module in model.modules() if _is_plain(module))
 
 
 _TILE_BYTES = {1: 1024, 2: 512, 3: 512}
@@ -66,7 +61,7 @@ def hold_linears(model: torch.nn.Module, formats: Formats, matrix: MatrixOf, ker
     for name in formats:
         module = model.get_submodule(name)
         assert isinstance(module, torch.nn.Linear)
-        module.forward = QuantisedLinear(module, matrix(name), kernels, is_head=module is head)  # type: ignore[method-assign]
+        take_over([(module, QuantisedLinear(module, matrix(name), kernels, is_head=module is head))])
 
 
 def large_linears(
@@ -107,7 +102,7 @@ def _head_of(model: torch.nn.Module) -> object:
 
 def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
     """The weights of a linear layer for native kernels, or `None` if unsupported."""
-    forward = module.__dict__.get("forward")
+    forward = own_forward(module)
     if isinstance(forward, QuantisedLinear):
         return forward.struct
     weight = module.weight
@@ -175,7 +170,7 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
 
 def keeps_rows_apart(module: object) -> bool:
     """Whether a layer's results for up to 8 rows are those of each row alone, bit by bit."""
-    return isinstance(getattr(module, "__dict__", {}).get("forward"), QuantisedLinear | _PlainLinear)
+    return isinstance(own_forward(module), QuantisedLinear | _PlainLinear)
 
 
 def _is_large(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
@@ -186,7 +181,7 @@ def _is_large(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     return kinds == {torch.bfloat16} and weight.numel() >= SMALLEST
 
 
-def _is_plain(module: torch.nn.Module) -> bool:
+def _is_plain(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     return _is_large(module) and module.weight.device.type == "cpu" and module.weight.is_contiguous()
 
 
@@ -288,7 +283,7 @@ class MixedRows:
         for at, matrix in enumerate(stored):
             part = torch.nn.Linear(1, 1, bias=False)
             part.weight = torch.nn.Parameter(module.weight.new_empty(matrix.rows, matrix.columns), requires_grad=False)
-            part.forward = QuantisedLinear(part, matrix, kernels)  # type: ignore[method-assign]
+            take_over([(part, QuantisedLinear(part, matrix, kernels))])
             module.add_module(f"part{at}", part)
             self.parts.append(part)
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)

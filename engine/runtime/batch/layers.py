@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.common import clock
 from engine.experts.dispatch import experts_forward
 from engine.experts.whole_layer import STANDS_IN
+from engine.families.library import own_forward, replaced
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import RowsLinear, attention_rows, route_rows
@@ -461,7 +462,7 @@ def _nothing(hidden: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor
 
 
 def _state_mixers(layers: DecoderLayers) -> dict[int, StateMixer]:
-    steps = {index: layers[index].__dict__.get("forward") for index in range(len(layers))}
+    steps = {index: own_forward(layers[index]) for index in range(len(layers))}
     return {
         index: step.attention
         for index, step in steps.items()
@@ -483,7 +484,7 @@ def _through_mixer(mixer: StateMixer, hidden: torch.Tensor, held: PagesStruct, p
 
 def _latent_rows(layers: DecoderLayers, states: PagedStates, others: int) -> dict[int, LatentRows]:
     """Of a model whose layers, but so many others, all have latent attention that native steps compute."""
-    fast = [layers[index].__dict__.get("forward") for index in range(len(layers))]
+    fast = [own_forward(layers[index]) for index in range(len(layers))]
     found = {
         index: LatentRows(layers[index], step.attention, states)
         for index, step in enumerate(fast)
@@ -513,20 +514,3 @@ def _linears(part: Any, kernels: NativeKernels, apart: AbstractSet[Any] = frozen
         and RowsLinear.can(module)
         and module.in_features * module.out_features >= _FEWEST_WEIGHTS
     ]
-
-
-@contextmanager
-def replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Replaces these modules' `forward` inside the context and restores it afterwards, as chats may run in between."""
-    pairs = list(forwards)
-    own = [module.__dict__.get("forward") for module, _ in pairs]
-    try:
-        for module, forward in pairs:
-            module.forward = forward
-        yield
-    finally:
-        for (module, _), forward in zip(pairs, own, strict=True):
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward

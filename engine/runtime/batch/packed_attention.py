@@ -1,4 +1,4 @@
-"""The library's attention modules over pages: registered under our own name with its attention interface.
+"""The library's attention modules over pages.
 
 All rows of a micro-batch pass through a module as one sequence; the function that the module calls for attention
 separates the rows' tokens.  The library's masks are not built: what a token attends to follows from its row and from
@@ -8,15 +8,12 @@ only the mask is reliable: some modules never pass their window on, others pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import (
@@ -29,10 +26,8 @@ from engine.kernels.native.paged_attention import (
     attend,
 )
 from engine.kernels.reference import attend_in_torch
+from engine.runtime.kv.library_attention import window_of
 from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.kv.window_masks import attending_by, window_of
-
-IMPLEMENTATION = "switchyard_paged"
 
 
 class PagedStates:
@@ -216,42 +211,8 @@ class PagedStates:
         )
 
 
-_active: list[PagedStates] = []
-"""The states of the batch whose layer is being computed; one at most, because a single thread computes."""
-
-
-@contextmanager
-def paged(states: PagedStates, configs: list[Any]) -> Iterator[None]:
-    """Inside this context the modules of these configurations attend over pages, without masks once probed."""
-    _active.append(states)
-    try:
-        with attending_by(IMPLEMENTATION, configs):
-            yield
-    finally:
-        _active.pop()
-
-
 def _by_token(states: torch.Tensor) -> torch.Tensor:
     tokens = states[0].transpose(0, 1)
     if tokens.dtype not in (torch.bfloat16, torch.float32):
         tokens = tokens.float()
     return tokens if tokens.stride(2) == 1 else tokens.contiguous()
-
-
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    return _active[-1].attend(module, query, key, value, attention_mask, options).to(query.dtype), None
-
-
-def _mask(*_args: Any, mask_function: Callable[..., Any], **_options: Any) -> torch.Tensor | None:
-    return _active[-1].mask(mask_function)
-
-
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)

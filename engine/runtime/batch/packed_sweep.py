@@ -24,7 +24,7 @@ from engine.jobs.rows import Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
-from engine.runtime.batch.packed_attention import PagedStates, paged
+from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.pipeline.parts import PartsTimer
@@ -38,11 +38,11 @@ from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.library_attention import attending_by, configs_of
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.pages import PageSizes
 from engine.runtime.kv.reuse import exact_tokens, long_rope_boundary
-from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
@@ -733,7 +733,7 @@ class _Attending:
     """Attention over pages, without gradients, while a part of the model runs."""
 
     def __init__(self, states: PagedStates, configs: list[Any]) -> None:
-        self._contexts = (paged(states, configs), torch.inference_mode())
+        self._contexts = (attending_by(states, configs), torch.inference_mode())
 
     def __enter__(self) -> None:
         for context in self._contexts:

@@ -16,8 +16,8 @@ from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import BATCH_ROWS, SWEEP_TOKENS
 from engine.planner.plan_parts import CHUNKS_TOGETHER, BatchPlan
 from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, SCHEDULES, Schedule
+from engine.runtime.kv.library_attention import window_of_cache_alone
 from engine.runtime.kv.reuse import kinds_by_length
-from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
 
 

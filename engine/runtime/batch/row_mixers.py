@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from engine.families.library import own_forward, replaced
 from engine.kernels.native.paged_attention import Pieces
-from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
-from engine.runtime.batch.packed_attention import PagedStates, paged
+from engine.runtime.batch.layers import DecoderLayers, Further, Recording
+from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.library_attention import attending_by, configs_of
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, has_index
 from engine.runtime.kv.reuse import exact_tokens
-from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
 
@@ -89,7 +90,7 @@ class RowMixers(DecoderLayers):
         with torch.inference_mode():
             try:
                 may_attend = loaded.kernels is not None and loaded.device.type == "cpu" and not has_index(loaded.model)
-                with paged(states, configs_of(loaded.model)) if may_attend else nullcontext():
+                with attending_by(states, configs_of(loaded.model)) if may_attend else nullcontext():
                     self._mixers, self.read = self._probe()
             except LookupError:  # it attends in another way
                 states.shapes.clear()
@@ -157,7 +158,7 @@ class RowMixers(DecoderLayers):
         assert isinstance(recording, RowsRecording)
         args, kwargs = self._given(index, recording)
         layer, spans = self[index], recording.spans
-        fast = layer.__dict__.get("forward")
+        fast = own_forward(layer)
         forwards: list[tuple[Any, Callable[..., Any]]] = [
             (mixer, partial(_row_by_row, mixer.forward, spans, partial(self._goes_on_with, recording.pieces)))
             for mixer in self._mixers[index]

@@ -11,6 +11,7 @@ import torch
 
 from engine.common.errors import CancelCheck, never_cancelled
 from engine.families import family_of
+from engine.families.library import own_forward
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.runtime.decode.encoder_decoder import EncoderDecoderStep
 from engine.runtime.decode.generation import ProgressCallback
@@ -42,7 +43,7 @@ def packs_mixers(loaded: LoadedModel) -> bool:
         return loaded.device.type != "mps"  # which has no kernel that attends over pages
     if loaded.devices is not None or loaded.stream is not None or loaded.device.type != "cpu":
         return False
-    steps = [layer.__dict__.get("forward") for layer in decoder_layers(loaded.model)]
+    steps = [own_forward(layer) for layer in decoder_layers(loaded.model)]
     return any(map(_has_state, steps)) and all(
         isinstance(step, SingleTokenLayer)
         and step.is_native
@@ -295,7 +296,7 @@ class PagedSteps:
 def _are_native(loaded: LoadedModel) -> bool:
     """Whether native calls compute steps."""
     layers = decoder_layers(loaded.model)
-    if loaded.devices is not None and any(_has_state(layer.__dict__.get("forward")) for layer in layers):
+    if loaded.devices is not None and any(_has_state(own_forward(layer)) for layer in layers):
         return False  # states in pages are those of the library then
     if loaded.device.type != "cpu" or loaded.graph_device is not None:
         return False
@@ -307,10 +308,10 @@ def _are_native(loaded: LoadedModel) -> bool:
 def _can_attend(layer: Any, kv_type: KvType | None) -> bool:
     """Whether native attention over pages holds of a decoder layer's tokens what the library does."""
     return (
-        _has_state(layer.__dict__.get("forward"))
+        _has_state(own_forward(layer))
         or NoAttention.can_step(layer)
         or GroupedAttention.can_step(layer)
-        or (kv_type is None and (LatentAttention.can_step(layer) or _is_compressed(layer.__dict__.get("forward"))))
+        or (kv_type is None and (LatentAttention.can_step(layer) or _is_compressed(own_forward(layer))))
     )
 
 

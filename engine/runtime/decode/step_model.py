@@ -19,6 +19,7 @@ from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.footprint import SHORT_TOKENS
 from engine.experts.card_tokens import CardTokens
 from engine.families import fast_path_of
+from engine.families.library import own_forward
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
@@ -191,7 +192,7 @@ def _last_layer(model: Any) -> SingleTokenLayer | None:
     """The last layer of a model of a known kind: what its layers give is the next one's input, and nothing else."""
     if fast_path_of(model, "model") is None:
         return None
-    layer = model.model.layers[-1].__dict__.get("forward")
+    layer = own_forward(model.model.layers[-1])
     is_attention = isinstance(layer, SingleTokenLayer) and isinstance(layer.attention, NativeAttention)
     return layer if is_attention else None
 
@@ -219,7 +220,7 @@ class TokenStep:
         self._multiple: float = inner.embedding_multiplier if path.has_multiples else 1.0
         self._divisor: float = model.config.logits_scaling if path.has_multiples else 1.0
         self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
+        self._layers: list[SingleTokenLayer] = [own_forward(layer) for layer in inner.layers]
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         rotary = getattr(inner, "rotary_emb", getattr(inner, "pos_emb", None))
         self._angles = Rotations(rotary, {layer.attention.type for layer in self._layers})
@@ -233,7 +234,7 @@ class TokenStep:
         if fast_path_of(model, "model") is None or _embedding(model).weight.dtype != torch.bfloat16:
             return None
         layers = model.model.layers
-        if not all(isinstance(layer.__dict__.get("forward"), SingleTokenLayer) for layer in layers):
+        if not all(isinstance(own_forward(layer), SingleTokenLayer) for layer in layers):
             return None
         return cls(model, has_card=has_card)
 

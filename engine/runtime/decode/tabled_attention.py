@@ -1,4 +1,4 @@
-"""The library's attention modules over pages of a card: registered under our own name with its attention interface.
+"""The library's attention modules over pages of a card.
 
 The library's masks are not built.  What a token sees follows from the rule by which a mask would be, which is looked at
 when a step is computed for the first time; later steps ask for the same masks in the same order.
@@ -12,16 +12,12 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.kernels.gpu.attention_proof import ProvenAttention, attention_of
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms
 from engine.runtime.decoder_layers import stays
+from engine.runtime.kv.library_attention import attending_by, configs_of, window_of
 from engine.runtime.kv.tabled import RowsCache, RowsLayer, gathered_pages
-from engine.runtime.kv.window_masks import attending_by, configs_of, window_of
-
-IMPLEMENTATION = "switchyard_tabled"
 
 
 class TabledAttention:
@@ -48,12 +44,10 @@ class TabledAttention:
         """Within it the model attends over this cache."""
         self._cache, self._masks, self._seen = cache, [], {}
         cache.window_of = self._window_of
-        _active.append(self)
         try:
-            with attending_by(IMPLEMENTATION, self._configs):
+            with attending_by(self, self._configs):
                 yield
         finally:
-            _active.pop()
             cache.window_of = None
             self._cache = None
 
@@ -183,26 +177,3 @@ def _attended(
         scores = torch.cat((scores, sinks), 3)
     shares = scores.softmax(3)[..., : keys.shape[2]]
     return (shares @ values.float()).flatten(1, 2).to(queries.dtype)
-
-
-_active: list[TabledAttention] = []
-"""Of the step that is being computed; one at most, because a single thread computes."""
-
-
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    return _active[-1].attend(module, query, key, value, attention_mask, options), None
-
-
-def _mask(*_args: Any, mask_function: Callable[..., Any], **_options: Any) -> torch.Tensor:
-    return _active[-1].mask(mask_function)
-
-
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)

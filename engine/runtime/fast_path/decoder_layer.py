@@ -8,13 +8,13 @@ takes the fast path, and the parity tests hold it to the library's result.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from engine.common import clock
 from engine.families import fast_path_of
+from engine.families.library import own_forward, replaced, take_over
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces
@@ -39,25 +39,25 @@ def knows_layer(layer: Any) -> bool:
 
 def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
     """Gives every decoder layer that the kernels know its fast path for single tokens; returns how many."""
-    count = 0
-    for name, layer in model.named_modules():
-        kind = _attention_of(layer) if knows_layer(layer) else None
-        if kind is not None:
-            layer.forward = SingleTokenLayer(
-                layer, kind(layer, kernels), SparseBlock.of(layer, kernels), lanes.layer_number(name)
-            )
-            count += 1
-    if count:
+    if count := take_over(_steps_in(model, kernels)):
         known = [layer for layer in model.modules() if knows_layer(layer)]
         keep_in_floats(model, known, all_native=count == len(known))
         RECORDER.layers.follow(kernels.stamps)
     return count
 
 
+def _steps_in(model: Any, kernels: NativeKernels) -> Iterator[tuple[Any, SingleTokenLayer]]:
+    for name, layer in model.named_modules():
+        kind = _attention_of(layer) if knows_layer(layer) else None
+        if kind is not None:
+            sparse, number = SparseBlock.of(layer, kernels), lanes.layer_number(name)
+            yield layer, SingleTokenLayer(layer, kind(layer, kernels), sparse, number)
+
+
 def route_in_library(model: Any) -> None:
     """Lets the library's own routers choose the experts again, in all layers, so that they can be recorded."""
     for layer in model.modules():
-        fast_path = layer.__dict__.get("forward")
+        fast_path = own_forward(layer)
         if isinstance(fast_path, SingleTokenLayer):
             fast_path.leave_routing()
 
@@ -208,31 +208,15 @@ def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]
     """
     norms = LayerNorms.of(layer)
     attention = mixer_of(layer)
-    with _only_last_rows(attention):
+    path = fast_path_of(attention, "attention")
+    assert path is not None
+    # Projections whose other rows nobody reads give the last row's result to all: a query serves its token alone.
+    modules = [part for name in ("q_proj", path.output) if (part := getattr(attention, name, None)) is not None]
+    with replaced((part, _LastRow(part.forward)) for part in modules):
         attended: torch.Tensor = attention(hidden_states=norms.before_attention(hidden_states), **options)[0]
     last = attended[:, -1:]
     last = last if norms.after_attention is None else norms.after_attention(last)
     return torch.add(hidden_states[:, -1:], last, alpha=multiple_of(layer))
-
-
-@contextmanager
-def _only_last_rows(attention: Any) -> Iterator[None]:
-    """While in use, projections whose other rows nobody reads give the last row's result to all: a token's query serves
-    that token alone."""
-    path = fast_path_of(attention, "attention")
-    assert path is not None
-    modules = [module for name in ("q_proj", path.output) if (module := getattr(attention, name, None)) is not None]
-    before = [module.__dict__.get("forward") for module in modules]
-    for module in modules:
-        module.forward = _LastRow(module.forward)
-    try:
-        yield
-    finally:
-        for module, forward in zip(modules, before, strict=True):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
 
 class _LastRow:

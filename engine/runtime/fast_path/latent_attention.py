@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.families import fast_path_of
+from engine.families.library import own_forward
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import (
@@ -145,7 +146,7 @@ def _projections(attention: Any) -> tuple[Any, ...]:
 
 def _heads_of(projection: Any) -> LatentHeads | None:
     """What makes keys and values of latents, if a file has both apart."""
-    forward = projection.__dict__.get("forward")
+    forward = own_forward(projection)
     return forward if isinstance(forward, LatentHeads) else None
 
 

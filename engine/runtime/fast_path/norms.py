@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.families import family_at, fast_path_of
-from engine.families.library import code_of
-from engine.kernels.gpu.rotations import forward_with
+from engine.families.library import code_of, forward_with, own_forward, take_over
 from engine.kernels.native.linear import BlockEmbedding
 
 
@@ -114,8 +113,8 @@ def keep_in_floats(model: Any, layers: Sequence[Any], *, all_native: bool) -> No
     kinds = {type(LayerNorms.of(layer).before_attention) for layer in layers}
     for norm in model.modules():
         weight = getattr(norm, "weight", None) if type(norm) in kinds else None
-        if weight is not None and weight.dtype == torch.bfloat16 and "forward" not in norm.__dict__:
-            norm.forward = _NormOfSums(norm)
+        if weight is not None and weight.dtype == torch.bfloat16 and own_forward(norm) is None:
+            take_over([(norm, _NormOfSums(norm))])
     for layer in filter(has_experts_beside, layers):  # a router with a norm that has no weight
         layer.router.proj.register_forward_pre_hook(lambda proj, inputs: (inputs[0].to(proj.weight.dtype),))
     path = fast_path_of(model, "model")
@@ -127,24 +126,23 @@ def keep_in_floats(model: Any, layers: Sequence[Any], *, all_native: bool) -> No
     rotating = [_rotating_in_floats(attention) for attention in attentions]
     if not all(rotating):
         return  # keys would be in float32 as well
-    for attention, forward in zip(attentions, rotating, strict=True):
-        attention.forward = forward
+    take_over(zip(attentions, rotating, strict=True))
     table = getattr(model.model, path.embedding)
-    rows = table.__dict__.get("forward")
+    rows = own_forward(table)
     if isinstance(rows, BlockEmbedding):
         rows.dtype = torch.float32
     else:
-        table.forward = _FloatRows(table)
+        take_over([(table, _FloatRows(table))])
 
 
 class _NormOfSums:
     """The `forward` of a norm: rounded once, to the type of its weight."""
 
     def __init__(self, norm: Any) -> None:
-        self._in_library, self._weight = norm.forward, norm.weight
+        self.in_library, self._weight = norm.forward, norm.weight
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self._in_library(hidden_states.float())
+        normed: torch.Tensor = self.in_library(hidden_states.float())
         return normed.to(self._weight.dtype)
 
 
@@ -152,17 +150,17 @@ class _FloatRows:
     """The `forward` of an embedding."""
 
     def __init__(self, table: Any) -> None:
-        self._in_library = table.forward
+        self.in_library = table.forward
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self._in_library(ids)
+        rows: torch.Tensor = self.in_library(ids)
         return rows.float()
 
 
 def _rotating_in_floats(attention: Any) -> Any:
     """Its `forward`, with queries and keys rounded only once they are rotated; `None` if it rotates in another way."""
     code = code_of(attention)
-    if code is None or "forward" in attention.__dict__:
+    if code is None or own_forward(attention) is not None:
         return None
     names = {name: code.__globals__.get(name) for name in _ROTATIONS if name in code.__code__.co_names}
     if not names and "apply_rotary_emb" in code.__code__.co_names:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.families import fast_path_of
+from engine.families.library import own_forward, take_over
 from engine.kernels.native.library import NativeKernels, out_of_memory
 from engine.kernels.native.linear import (
     MixedRows,
@@ -104,7 +105,7 @@ class _Parts(NamedTuple):
         if hasattr(net, "in_proj_qkv"):
             inputs = net.in_proj_qkv, None, None, net.in_proj_z, net.in_proj_b, net.in_proj_a
         else:
-            mixed = net.in_proj_qkvz.__dict__.get("forward")
+            mixed = own_forward(net.in_proj_qkvz)
             first, z = mixed.parts if isinstance(mixed, MixedRows) else (net.in_proj_qkvz, None)
             inputs = first, None, None, z, net.in_proj_ba, None
         heads = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
@@ -127,7 +128,7 @@ def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _turned(parts: _Parts) -> TurnedLinear | None:
     """The output's matrix, if it is stored with its columns in another order."""
-    forward = parts.o.__dict__.get("forward")
+    forward = own_forward(parts.o)
     return forward if isinstance(forward, TurnedLinear) else None
 
 
@@ -189,8 +190,8 @@ class StateMixer:
             multiple_of(layer),
             *map(address_of, self._more_held),
         )
-        self._in_library = net.forward
-        net.forward = self._forward
+        self.in_library = net.forward
+        take_over([(net, self._forward)])
         self.address = ctypes.addressof(self._struct)
         self.kernels = kernels
         self._index: int = net.layer_idx
@@ -295,7 +296,7 @@ class StateMixer:
             pieces = Pieces([Piece(_NO_PAGES, 0, hidden_states.shape[1])])
             answer = self._output(self._answer(hidden_states, held, pieces))
         else:
-            answer = self._in_library(hidden_states, cache=cache, attention_mask=attention_mask, **options)
+            answer = self.in_library(hidden_states, cache=cache, attention_mask=attention_mask, **options)
         return answer
 
     def _answer(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.families import family_of
-from engine.runtime.kv.window_masks import window_of_cache_alone
+from engine.runtime.kv.library_attention import window_of_cache_alone
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds whose angles depend on how long the context of a forward is, and not on the position alone."""

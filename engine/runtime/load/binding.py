@@ -54,7 +54,7 @@ from engine.kernels.native.linear import speed_up_linears
 from engine.planner.placement import cache_slots, expert_ranges
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
-from engine.runtime.fast_path.native_attention import speed_up_prompts
+from engine.runtime.kv.library_attention import speed_up_prompts
 from engine.runtime.load.devices import DeviceExperts
 from engine.runtime.load.foresight import (
     Popularity,

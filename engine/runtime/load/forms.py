@@ -7,7 +7,7 @@ bf16 and fp16.  With a card, experts in blocks are read into RAM that it can cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from engine.common.footprint import PASSING_MATRICES
 from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.dispatch import ExpertsSite
 from engine.experts.record import HugePages
+from engine.families.library import own_forward, take_over
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, careful, format_of, is_router
 from engine.formats.ggml import GGML, BlockType
 from engine.formats.tiles import Pairing, PartSpec, RecordLayout, TiledMatrix
@@ -193,43 +194,45 @@ def bind_matrices_in_place(
     *,
     besides: Collection[str] = (),
 ) -> None:
-    model, made = opened.model, dict[int, Blocks]()  # one for all who share it, which then count it once
+    take_over(_forwards_in_place(opened.model, matrices, kernels, reader, besides))
+
+
+def _forwards_in_place(
+    model: Any,
+    matrices: Mapping[str, TensorEntry],
+    kernels: NativeKernels,
+    reader: TensorReader,
+    besides: Collection[str],
+) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    made = dict[int, Blocks]()  # one for all who share it, which then count it once
     for name, entry in matrices.items():
         if name in besides:
             continue
-        stacks = heads_in_rows(entry)
+        own, raw_of = model.get_submodule(name.removesuffix(".weight")), reader.bytes_of
+        stacks, turned, mixed = heads_in_rows(entry), in_columns(entry), mixed_rows(entry)
         if stacks is not None:
-            own = model.get_submodule(name.removesuffix(".weight"))
             keys, values = (
-                Blocks(GGML[stack.dtype], reader.bytes_of(stack).view(stack.shape[0] * stack.shape[1], -1))
-                for stack in stacks
+                Blocks(GGML[stack.dtype], raw_of(stack).view(stack.shape[0] * stack.shape[1], -1)) for stack in stacks
             )
-            own.forward = LatentHeads(own, keys, values, kernels)
-            continue
-        turned = in_columns(entry)
-        if turned is not None:
-            stored_matrix, order = turned
-            own, kind = model.get_submodule(name.removesuffix(".weight")), GGML[stored_matrix.dtype]
-            raw = reader.bytes_of(stored_matrix).view(stored_matrix.shape[0], -1)
-            own.forward = TurnedLinear(QuantisedLinear(own, Blocks(kind, raw), kernels), torch.from_numpy(order))
-            continue
-        mixed = mixed_rows(entry)
-        if mixed is not None:
+            yield own, LatentHeads(own, keys, values, kernels)
+        elif turned is not None:
+            source, order = turned
+            matrix = Blocks(GGML[source.dtype], raw_of(source).view(source.shape[0], -1))
+            yield own, TurnedLinear(QuantisedLinear(own, matrix, kernels), torch.from_numpy(order))
+        elif mixed is not None:
             sources, rows = mixed
-            own, raw_of = model.get_submodule(name.removesuffix(".weight")), reader.bytes_of
             each = [Blocks(GGML[source.dtype], raw_of(source).view(source.shape[0], -1)) for source in sources]
-            own.forward = MixedRows(own, each, torch.from_numpy(rows), kernels)
-            continue
-        if id(entry) not in made:
-            stored = blocks_of(entry)
-            assert stored is not None
-            made[id(entry)] = stored.read(reader.bytes_of)
-        table, module = made[id(entry)], model.get_submodule(name.removesuffix(".weight"))
-        if isinstance(module, torch.nn.Embedding):
-            module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
+            yield own, MixedRows(own, each, torch.from_numpy(rows), kernels)
         else:
-            is_head = module is model.get_output_embeddings()
-            module.forward = QuantisedLinear(module, table, kernels, is_head=is_head)
+            if id(entry) not in made:
+                stored = blocks_of(entry)
+                assert stored is not None
+                made[id(entry)] = stored.read(raw_of)
+            table = made[id(entry)]
+            if isinstance(own, torch.nn.Embedding):
+                yield own, BlockEmbedding(own, table, kernels)
+            else:
+                yield own, QuantisedLinear(own, table, kernels, is_head=own is model.get_output_embeddings())
 
 
 def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[str, TensorEntry]:
@@ -351,7 +354,7 @@ class MatricesOnCards:
             if f"{name}.weight" in besides:
                 continue
             module, place = model.get_submodule(name), place_of(name)
-            forward = getattr(heads.get(f"{name}.weight"), "forward", None)
+            forward = own_forward(heads.get(f"{name}.weight"))
             if isinstance(forward, CardLinear) and isinstance(forward.matrix, Blocks):
                 table = Blocks(forward.matrix.kind, forward.matrix.raw.to(place))
             else:
@@ -362,7 +365,7 @@ class MatricesOnCards:
             scale = scale_of_rows(module)
             module.weight = torch.nn.Parameter(module.weight.new_empty(0, device=place), requires_grad=False)
             module.register_buffer("tiles", table.raw, persistent=False)  # registered only to be counted
-            module.forward = CardEmbedding(table, kernels, scale)
+            take_over([(module, CardEmbedding(table, kernels, scale))])
 
 
 _USED_OTHERWISE = ("dt_proj",)

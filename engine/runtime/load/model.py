@@ -28,6 +28,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_automatic, open_devices
 from engine.experts.container import UnusableContainerError, reopen
 from engine.experts.dispatch import verify
+from engine.families.library import own_forward
 from engine.families.replies.reader import may_think, template_text, thinking_choices
 from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
@@ -337,7 +338,7 @@ def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = N
         return None, ""
     cache, layers = library_cache(model), decoder_layers(model)
     whole = cache is not None and all(type(held) in (DynamicLayer, DynamicSlidingWindowLayer) for held in cache.layers)
-    fast = (layer.__dict__.get("forward") for layer in layers)
+    fast = (own_forward(layer) for layer in layers)
     if whole and layers and all(isinstance(path, SingleTokenLayer) and path.reads_narrow for path in fast):
         return wanted, ""
     if whole and captures is not None and attention_of(captures) is not None:

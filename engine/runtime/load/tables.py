@@ -23,6 +23,7 @@ from engine.checkpoint.stored import rows_of
 from engine.common.errors import RequestCancelled
 from engine.common.footprint import KEPT_ROWS_BYTES, LARGE_TABLE_BYTES
 from engine.experts.direct_file import OpenFiles, bytes_of
+from engine.families.library import take_over
 from engine.formats.ggml import GGML
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import BlockEmbedding
@@ -275,7 +276,7 @@ def bind_tables(
         module = model.get_submodule(name)
         dtype, place = dtype_of(weight, module.weight), place_of(f"{name}.")
         own = reads.tables[name] = RowTable(module, table, reads, kernels, dtype, place, rounds=weight not in in_place)
-        module.forward = own
+        take_over([(module, own)])
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     if len(tables) > 1 or any(table.per_token > 1 for table in tables.values()):
         decoder.register_forward_pre_hook(_Expecting(model, reads), with_kwargs=True)
