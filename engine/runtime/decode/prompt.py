@@ -220,7 +220,10 @@ def _render(
     own = {
         **thinking_values(template, thinking),
         "add_generation_prompt": answers,
-        **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
+        **{
+            name: [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+        },
     }
     try:
         return UNTRUSTED_TEXT.render(template, values, cancelled, own=own)
@@ -291,10 +294,6 @@ def _encode_here(tokenizer: Any, text: str, *, special: bool, written: Spans | N
             ids.append(control[mark[0]])
             at = mark.end()
     return _as_ids(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
-
-
-def _as_text(token: Any) -> Any:
-    return [str(entry) for entry in token] if isinstance(token, list | tuple) else str(token)
 
 
 def _fold_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

@@ -480,9 +480,13 @@ class ContinuousBatch:
         return source
 
     def _drop_cancelled(self) -> None:
-        for new in [new for new in self.own.waiting if _is_cancelled(new)]:
-            self.own.waiting.remove(new)
-            self.own.on_row(new.result())
+        for new in list(self.own.waiting):
+            is_cancelled = False
+            with suppress(SequenceError):  # which is told once it is admitted
+                is_cancelled = new.request.cancelled()
+            if is_cancelled:
+                self.own.waiting.remove(new)
+                self.own.on_row(new.result())
         for row in [*self.rows, *self._aside]:
             with self._work_for(row):
                 if row.beams is None and row.request.cancelled():
@@ -582,30 +586,22 @@ class ContinuousBatch:
                 return False
         return True
 
-    def _make_room(self) -> None:
-        """Reserves a page for each next token of an answer; where there is none left the newest rows step aside."""
-        for row in list(self.rows):
-            while row in self.rows and not row.is_reading and not self._found(row.reserve_next):
-                self.give_way()
-
     def _next(self) -> list[Work]:
         """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep; of a round
         of sweeps one, where some of them are computed as if alone."""
         self._admit()
-        self._make_room()
+        for row in list(self.rows):  # a page for each next token of an answer, or the newest rows step aside
+            while row in self.rows and not row.is_reading and not self._found(row.reserve_next):
+                self.give_way()
         for _ in range(2):  # rows may have gone since the round began
             if (work := next(self._round, None)) is not None:
                 return work
-            self._round = self._turns([row for row in self.rows if not row.source.rests])
+            rows = [row for row in self.rows if not row.source.rests]
+            if self.exact is not None:
+                self._round = self._sweeps(self.exact, rows)
+            else:
+                self._round = iter([work] if (work := self._packed(rows)) else [])
         return next(self._round, [])
-
-    def _turns(self, rows: list[PagedRow]) -> Iterator[list[Work]]:
-        """A round after which each of these rows has got on."""
-        if self.exact is not None:
-            yield from self._sweeps(self.exact, rows)
-            return
-        if work := self._packed(rows):
-            yield work
 
     def _sweeps(self, exact: PagedSteps, rows: list[PagedRow]) -> Iterator[list[Work]]:
         """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
@@ -689,10 +685,6 @@ class ContinuousBatch:
         ended it."""
         if row.state is not None and not row.request.repeats and not row.undivided:
             tokens = self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
-        return self._looked_at(row, tokens)
-
-    def _looked_at(self, row: PagedRow, tokens: int) -> int:
-        """How many of its next tokens a row reads once pictures among them have been looked at."""
         if row.layout is None:
             return tokens
         before = RECORDER.request  # what reads pictures is recorded before its sweep begins
@@ -737,8 +729,10 @@ class ContinuousBatch:
                 each.row.has_read(each.tokens, self.exact.chunk_tokens if each.is_exact and self.exact else 0)
                 if isinstance(self.model.caches, LibraryCaches):
                     each.row.forget_last_state(self.model.caches)
-                if each.row.is_reading and each.row.state is not None:
-                    self._passes(each.row)
+                if each.row.is_reading and each.row.state is not None and (caches := self.model.caches) is not None:
+                    parts = self._partings.ends(each.row, each.row.held)
+                    if parts or (self._keeps and each.row.leaves_state(caches)):
+                        each.row.leave_state(caches)  # others may go on from there
         if RECORDER.on and is_single:
             RECORDER.phase(lanes.PREFILL, work[0].tokens)
         for row, of_row in zip(choosing, logits, strict=False):
@@ -751,12 +745,6 @@ class ContinuousBatch:
         for row in choosing:
             if row.over is not None and row.error is None:
                 self._ended(row)
-
-    def _passes(self, row: PagedRow) -> None:
-        """In the midst of a prompt: leaves a state where others may go on from it."""
-        parts, caches = self._partings.ends(row, row.held), self.model.caches
-        if caches is not None and (parts or (self._keeps and row.leaves_state(caches))):
-            row.leave_state(caches)
 
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
@@ -843,13 +831,6 @@ class ContinuousBatch:
                 if not row.request.cancelled() and row.reserve_next():
                     able.append(row)
         return able
-
-
-def _is_cancelled(new: Sequence) -> bool:
-    """Whether nobody wants the answer to a request that still waits; what goes wrong is told once it is admitted."""
-    with suppress(SequenceError):
-        return new.request.cancelled()
-    return False
 
 
 def _too_long(new: Sequence, tokens: int) -> EngineError:

@@ -721,11 +721,9 @@ class _RowBeams:
         """What the next tokens take."""
         place = self.held // PAGE_TOKENS
         states = (len(self._states) - len(self._next)) * self._pool.state_weight
+        windows = sum(self._wants_window(table, place) for table in self._tables) if self._kind.window else 0
         new = sum(place == len(table.pages) or self._pool.is_forked(table.pages[place]) for table in self._tables)
-        return states + new * self._pool.page_weight + self._new_windows(place) * self._pool.window_weight
-
-    def _new_windows(self, place: int) -> int:
-        return sum(self._wants_window(table, place) for table in self._tables) if self._kind.window else 0
+        return states + new * self._pool.page_weight + windows * self._pool.window_weight
 
     def _wants_window(self, table: _Tables, place: int) -> bool:
         return place not in table.windows or self._pool.is_window_forked(table.windows[place])
