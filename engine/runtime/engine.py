@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
+from engine.devices.card_proof import prove_cards
+from engine.devices.device import Device
+from engine.devices.memory_budget import MemoryCategory
 from engine.experts.file_image import EARLY_READS, remember
 from engine.runtime.decode.generation import (
     BatchRequest,
@@ -31,7 +35,7 @@ from engine.runtime.decode.generation import (
     ignore_text,
 )
 from engine.runtime.decode.prompt import encode
-from engine.runtime.failback import Failback
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
@@ -60,6 +64,11 @@ TIMED_PROMPT = (
     "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
 )
 _FEWEST_TOKENS = 4
+_FIRST_S = 10.0
+"""A card that the model left is asked so long after that, and then after twice as long each time."""
+_MOST_S = 600.0
+_SOON_S = 900.0
+"""A card that the model leaves again within this time after it returned is waited for twice as long."""
 
 
 class Engine:
@@ -286,7 +295,7 @@ class Engine:
     def _tell_of_card(self) -> None:
         """Says once that a new process could use the card that this one lost."""
         loaded = self._loaded
-        if loaded is None or self._failback is None or loaded.info.card_is_back or not self._failback.is_for_others:
+        if loaded is None or self._failback is None or loaded.info.card_is_back or not self._failback.is_proven:
             return
         loaded.info = replace(loaded.info, device_note=_BACK, card_is_back=True)
         self.on_moved(loaded.info)
@@ -482,3 +491,79 @@ def time_decode(
     (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
     rate = (last - first) / (last_s - first_s) if last > first else 0.0
     return DecodeRate(rate, first_s - begun, last - first)
+
+
+class Failback:
+    """Asks the cards that a model was loaded on whether they compute, and have memory for it.
+
+    A process whose card has failed cannot use it again on most systems, even where another process can.  So a process
+    of its own tries cards that do not answer this one, while requests go on.
+
+    Args:
+        devices: of the model, just loaded.
+        open_devices: opens them anew; their owner closes them.
+
+    Attributes:
+        is_proven: whether the cards compute again, but only for a process that begins now.
+    """
+
+    def __init__(self, devices: ModelDevices, open_devices: Callable[[], tuple[Sequence[Device], str]]) -> None:
+        self._open, self._prove = open_devices, prove_cards
+        uses = {device.name: device.memory.use() for device in devices.devices}
+        # With half of its experts a model is worth moving.
+        self._needed = {name: use.used - use.by_category[MemoryCategory.EXPERTS] // 2 for name, use in uses.items()}
+        self._wait_s, self._next_s = _FIRST_S, float("inf")
+        self._returned_s = float("-inf")
+        self._proving: threading.Thread | None = None
+        self._is_lost = self.is_proven = False
+
+    def left(self, now_s: float, *, is_lost: bool) -> None:
+        """The model has left the cards.
+
+        Args:
+            now_s: of a clock that never goes back.
+            is_lost: whether a card does not respond any more; otherwise others have taken its memory.
+        """
+        self._is_lost = is_lost
+        self._wait_s = min(2 * self._wait_s, _MOST_S) if now_s < self._returned_s + _SOON_S else _FIRST_S
+        self._next_s = now_s + self._wait_s
+
+    def returned(self, now_s: float) -> None:
+        """The model is on the cards again."""
+        self._returned_s, self._next_s, self.is_proven = now_s, float("inf"), False
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether the model may return now; nothing is asked before it is time."""
+        if now_s < self._next_s or self.is_proven:
+            return False
+        self._wait_s = min(2 * self._wait_s, _MOST_S)
+        self._next_s = now_s + self._wait_s
+        try:
+            with contextlib.ExitStack() as opened:
+                devices, _ = self._open()
+                for device in devices:
+                    opened.callback(device.close)
+                answering = {device.name: device for device in devices if device.responds()}
+                if answering.keys() >= self._needed.keys():
+                    return all(_has_room(answering[name], nbytes) for name, nbytes in self._needed.items())
+        except (EngineError, RuntimeError) as error:
+            _log.info("the graphics card does not answer yet: %s", error)
+        if self._is_lost and (self._proving is None or not self._proving.is_alive()):
+            self._proving = threading.Thread(target=self._try_apart, name="card proof", daemon=True)
+            self._proving.start()
+        return False
+
+    def close(self) -> None:
+        """What a process of its own says is not wanted any more."""
+        self._next_s, self._proving = float("inf"), None
+
+    def _try_apart(self) -> None:
+        proofs = self._prove() or []
+        if self._proving is threading.current_thread():
+            self.is_proven = sum(not proof.failed for proof in proofs) >= len(self._needed)
+
+
+def _has_room(device: Device, nbytes: int) -> bool:
+    if device.memory.total < nbytes:
+        return False
+    return device.watch is None or device.watch.free >= nbytes + device.watch.reserve

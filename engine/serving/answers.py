@@ -218,6 +218,16 @@ class Endpoint(NamedTuple):
         return Route(self.path, endpoint, methods=[self.method])
 
 
+def counted(asked: Callable[[Call], Awaitable[tuple[str, Ask]]], **head: str) -> Callable[[Call], Awaitable[Any]]:
+    """Says how many tokens the prompt has that is asked for so."""
+
+    async def count(call: Call) -> Any:
+        _name, ask = await asked(call)
+        return {**head, "input_tokens": await call.service.prompt_length(call.request, ask)}
+
+    return count
+
+
 def versioned(paths: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
     """Each below `/v1` and, as some clients are told the address without the version, at the top."""
     return tuple(each._replace(path=f"{version}{each.path}") for each in paths for version in ("/v1", ""))
