@@ -80,6 +80,13 @@ def decode_beams(logits: torch.Tensor, asked: Sequence, prefix: list[int]) -> Be
     """
     sampling, tokenizer, end_ids = asked.request.sampling, asked.tokenizer, asked.end_ids
 
+    # A token is at least a byte, but for special ones: the end of the answer that can hold a new stop string.
+    tail = max((len(text.encode()) for text in asked.stop), default=0) + 16
+
+    def ends_in_stop(ids: list[int]) -> bool:
+        text = decode_text(tokenizer, ids[-tail:])
+        return any(entry in text for entry in asked.stop)
+
     def after_step(length: int) -> bool:
         asked.tell("", length)
         return asked.request.cancelled()
@@ -90,7 +97,7 @@ def decode_beams(logits: torch.Tensor, asked: Sequence, prefix: list[int]) -> Be
         max_tokens=asked.max_tokens,
         end_ids=end_ids,
         adjust=_beam_penalties(prefix, asked.earlier, sampling, end_ids, tokenizer),
-        ends_in_stop=_stop_check(tokenizer, asked.stop),
+        ends_in_stop=alone_with(ends_in_stop) if asked.stop else None,
         after_step=alone_with(after_step),
     )
     stops = StopStrings(asked.stop)
@@ -225,16 +232,3 @@ def _beam_penalties(
         return torch.cat(rows)
 
     return alone_with(adjust)
-
-
-def _stop_check(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
-    if not stop:
-        return None
-    # A token is at least a byte, but for special ones: the end of the answer that can hold a new stop string.
-    tail = max(len(text.encode()) for text in stop) + 16
-
-    def ends_in_stop(ids: list[int]) -> bool:
-        text = decode_text(tokenizer, ids[-tail:])
-        return any(entry in text for entry in stop)
-
-    return alone_with(ends_in_stop)

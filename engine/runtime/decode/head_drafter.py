@@ -7,7 +7,7 @@ one: what it would guess after its own guess comes true too seldom for what it c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -16,18 +16,15 @@ from engine.common import clock
 from engine.runtime.decode.drafter import Experience, Guess
 from engine.runtime.draft_head import DraftHead
 
+if TYPE_CHECKING:
+    from engine.runtime.schedule.row import PagedRow
+
 _KINDS = (0.3, 0.6, 0.85)
 """How sure of itself the head is, from which a guess is more likely than with less."""
 _PRIORS = (0.2, 0.45, 0.7, 0.9)
 _MOST_WAITING = 32
 """Tokens that the head is given together at the latest; a prompt's come in its chunks."""
 _NEWEST = 0.25
-
-
-class _Sequence(Protocol):
-    @property
-    def read(self) -> list[int]:
-        """The tokens that are there."""
 
 
 class HeadDrafter:
@@ -55,7 +52,7 @@ class HeadDrafter:
         self._cache = DynamicCache()
         self._cache.layers = [DynamicLayer()]
 
-    def take(self, start: int, ids: Sequence[int], hidden: torch.Tensor, of: _Sequence | None = None) -> None:
+    def take(self, start: int, ids: Sequence[int], hidden: torch.Tensor, of: PagedRow | None = None) -> None:
         """The hidden states [1, q, H] of tokens from position `start` on.
 
         Args:

@@ -111,10 +111,12 @@ class Background:
             while self.is_busy:
                 self._answer_calls()
                 self._settle()
-                lane = self._next_lane()
-                if lane is None:
+                lanes = list(dict.fromkeys(run.lane for run in self._runs if not run.lane.is_resting))
+                if not lanes:
                     return
-                self._last = lane
+                # Whose turn it is: the first after the last one.
+                after = lanes.index(self._last) + 1 if self._last in lanes else 0
+                lane = self._last = lanes[after % len(lanes)]
                 if not self._go_on_with(lane, until) and not any(run.is_over for run in self._runs):
                     sleep(_IDLE_S)  # for room that requests still have
                     return
@@ -179,13 +181,6 @@ class Background:
                     return
                 call = self._calls.popleft()
             call()
-
-    def _next_lane(self) -> ContinuousBatch | None:
-        """Whose turn it is: the first after the last one."""
-        lanes = list(dict.fromkeys(run.lane for run in self._runs if not run.lane.is_resting))
-        if self._last in lanes:
-            lanes = lanes[lanes.index(self._last) + 1 :] + lanes[: lanes.index(self._last) + 1]
-        return lanes[0] if lanes else None
 
     def _go_on_with(self, lane: ContinuousBatch, until: Check) -> bool:
         """Whether there was anything to go on with."""

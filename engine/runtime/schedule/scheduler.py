@@ -88,12 +88,6 @@ class Scheduler:
         return [*self._admitted.values(), *self._waiting]
 
     @property
-    def note(self) -> str:
-        """Why requests are answered one by one, for the user; empty if they share sweeps."""
-        apart = self._batch.model.apart if self._batch is not None else ""
-        return f"Requests are answered one by one: {apart}." if apart else ""
-
-    @property
     def kv_tokens(self) -> int:
         return self._batch.kv_tokens if self._batch is not None else 0
 

@@ -75,7 +75,13 @@ class Times:
         now = self._clock()
         took_s = now - self._since_s
         if counts:
-            self._owed_s = max(self._owed_s - took_s + self._too_much_s(took_s), -_MOST_OWED_S)
+            self._unpriced_s += took_s
+            if self._tokens >= 1:  # what they took beyond their price need not be paid for, once they have come
+                tokens, all_s = self._tokens, self._unpriced_s
+                self._tokens = self._unpriced_s = 0.0
+                self._costs.observe(Cost.TOKEN, 1, all_s / tokens)
+                took_s -= max(0.0, min(all_s - tokens * self.token_s, _MOST_CREDIT * all_s))
+            self._owed_s = max(self._owed_s - took_s, -_MOST_OWED_S)
         else:
             self._tokens = self._unpriced_s = 0.0
         self._since_s = now
@@ -91,13 +97,3 @@ class Times:
     def leave(self) -> None:
         self.rest()
         self._is_background = True
-
-    def _too_much_s(self, seconds: float) -> float:
-        """After so much more time: what tokens took beyond their price, once they have come."""
-        self._unpriced_s += seconds
-        if self._tokens < 1:
-            return 0.0
-        tokens, took_s = self._tokens, self._unpriced_s
-        self._tokens = self._unpriced_s = 0.0
-        self._costs.observe(Cost.TOKEN, 1, took_s / tokens)
-        return max(0.0, min(took_s - tokens * self.token_s, _MOST_CREDIT * took_s))
