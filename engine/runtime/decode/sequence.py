@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections import abc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -23,7 +23,14 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_fault_of_device, is_out_of_memory
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
-from engine.runtime.decode.generation import BatchRequest, GenerationResult, OnEnd, Outcome, TokenConstraint
+from engine.runtime.decode.generation import (
+    BatchRequest,
+    GenerationResult,
+    OnEnd,
+    Outcome,
+    TokenConstraint,
+    ignore_text,
+)
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sampling import (
     DryPenalty,
@@ -287,7 +294,7 @@ class Sequence:
             self.on_token()
         if self._reader is None:
             self.request.on_text(text, tokens)
-        else:
+        elif self.request.on_text is not ignore_text:  # else it is read at its end
             self._read(self._reader.feed(text))
 
     def _read(self, parts: list[Part]) -> None:
@@ -326,14 +333,16 @@ class Sequence:
     def _end_reading(self) -> None:
         was_read, self._is_read = self._is_read, True
         with of_one():
-            if self._reader is not None and not was_read and (parts := self._reader.end()):
-                self._read(parts)
+            if self._reader is not None and not was_read:
+                unread = self.text if self.request.on_text is ignore_text else ""
+                if parts := [*self._reader.feed(unread), *self._reader.end()]:
+                    self._read(parts)
 
     def ended(self, outcome: Outcome) -> None:
         """Tells how it ended; that nobody can be told harms no other."""
+        with suppress(SequenceError):
+            self._end_reading()
         try:
-            if isinstance(outcome, BaseException):
-                self._end_reading()
             with of_one():
                 self.on_end(outcome)
         except SequenceError as error:
