@@ -20,14 +20,14 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from benchmarks.local_ray import LocalRay
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.bench.report import Report, in_turn, there_and_back
 from engine.checkpoint.shards import content_digest
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
-from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, never
 from engine.process.ray_driver import INSTALL
 from engine.protocol import ClusterEvent, ClusterJob, ClusterNodes
 from engine.remote.ray_rows import Link, RayLink, RayRows
@@ -104,11 +104,11 @@ class _OnNodes:
                 raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, self.rows.note)
 
     def run(self, count: int, tokens: int, seed: int) -> _Run:
-        answers = list[RowAnswer]()
+        answers = list[Answer]()
         before, begun_s = self._processor_s(), time.perf_counter()
         outcome = self.rows.run(iter(requests(count, tokens, seed)), answers.append, never, never)
         took_s, after = time.perf_counter() - begun_s, self._processor_s()
-        failed = next((answer.error for answer in answers if answer.error), "")
+        failed = next((answer.problem for answer in answers if answer.failed), "")
         if outcome is not BatchOutcome.FINISHED or failed:
             raise EngineError(ErrorCode.INTERNAL, f"Rows were not answered: {failed or outcome}.")
         generated = sum(answer.generated_tokens for answer in answers)

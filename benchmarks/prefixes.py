@@ -20,11 +20,11 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.kept_context import keep_chat, kept_context_dir, kept_files
 from engine.measure.link import forget_cached
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.kept.files import KeptFiles
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.kept_context import open_kept, why_not_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.files import SpillFiles
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 
@@ -87,8 +87,8 @@ def _turns(
     def open_store() -> None:
         usual = open_kept(loaded)
         assert usual is not None
-        files = KeptFiles(folder, lambda _folder, _held: _ROOM, lambda: key)
-        loaded.kept = KeptPrefixes(usual.root, usual.ram_budget, files)
+        files = SpillFiles(folder, lambda _folder, _held: _ROOM, lambda: key)
+        loaded.kept = PrefixCache(usual.root, usual.ram_budget, files)
         usual.close()
 
     def close_store() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from engine.bench.decode import batch_rate, prompts_of
 from engine.bench.opened import opened
@@ -15,13 +17,16 @@ from engine.common import clock
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord, Device, Direction
-from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES
-from engine.planner.simulator.sweeps import predicted_seconds
+from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES, Schedule
+from engine.planner.simulator.sweeps import CopyCost, LayerTimes, SweepParts, predicted_seconds
+from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.schedule.executor import BatchExecutor
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
+
+T = TypeVar("T")
 
 _WARM_UP_TOKENS = 2
 SIMPLE = "simple pipeline"
@@ -93,13 +98,12 @@ def _timed(
 
 def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
     """Tokens per second by each schedule that is simulated, from sweeps whose parts are timed separately."""
-    policies = _policies(loaded, plan)
-    executor = BatchExecutor(loaded, policies[CGOPIPE.name])
+    timer = PartsTimer()
+    executor = BatchExecutor(loaded, replace(_policies(loaded, plan)[CGOPIPE.name], schedule=timer.schedule))
     try:
-        timer = executor.time_parts()
-        if timer is None:
-            return {}
         batch_rate(executor, prompts, _WARM_UP_TOKENS)
+        if not timer.sweeps:  # they follow no schedule
+            return {}
         timer.sweeps.clear()
         timer.inside_s = 0.0
         begun_s = clock.now()
@@ -115,6 +119,121 @@ def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Seque
     ] * rounds
     found[SIMPLE] = predicted_seconds(MULTI_BATCH, alone)
     return {name: plan.rows * plan.tokens / seconds for name, seconds in found.items() if seconds}
+
+
+class PartsTimer:
+    """Sweeps without overlap, each of their parts timed: schedules are predicted from these times.
+
+    Attributes:
+        schedule: by which they run; answers are those of any other.
+        sweeps: times of the parts of each sweep, without what is outside the layers.
+        inside_s: time inside the layers over all sweeps, including work that was repeated.
+    """
+
+    def __init__(self) -> None:
+        self.schedule = Schedule("timed", self._order)
+        self.sweeps: list[SweepParts] = []
+        self.inside_s = 0.0
+
+    def _order(self, layers: Sequence[Any]) -> Iterator[None]:
+        times, wanted = _Times(), list[float]()
+        for index, layer in enumerate(layers):
+            begun_s = clock.now()
+            self._layer(index, layer, times, wanted)
+            self.inside_s += clock.now() - begun_s
+            if layer is layers[-1]:
+                self._end(layers, times, wanted)
+            yield
+
+    def _end(self, layers: Sequence[Any], times: _Times, wanted: list[float]) -> None:
+        pipeline, used = layers[0].pipeline, max(1, round(statistics.fmean(wanted))) if wanted else 1
+        experts = pipeline.experts.most
+        layer = LayerTimes(
+            count=layers[0].count,
+            before_s=times.mean("before"),
+            between_s=times.mean("between"),
+            after_s=times.mean("after"),
+            attention_s=times.mean("attention"),
+            card_attention_s=times.mean("card attention"),
+            cache=CopyCost(times.mean("cache")),
+            experts_s=times.mean("experts"),
+            expert_s=times.mean("together") / used,
+            host_experts_s=times.mean("host experts"),
+            expert=CopyCost(times.mean("weights") / experts),
+            experts=experts,
+            wanted=used,
+            hot=min(pipeline.experts_per_token, used),
+        )
+        self.sweeps.append(SweepParts(len(layers), layer))
+
+    def _layer(self, index: int, layer: Any, times: _Times, wanted: list[float]) -> None:
+        experts, begun_s = layer.pipeline.experts, clock.now()
+        if _load(experts.cards[0].experts, index):
+            times.seconds.setdefault("weights", []).append(clock.now() - begun_s)
+        for number in range(layer.count):
+            times.time("before", partial(layer.begin, number))
+        for number, run in layer.runs.items():
+            if isinstance(run.call, AttentionCall):
+                self._attend(index, layer, number, run, run.call, times)
+        calls = [run.call for run in layer.runs.values() if isinstance(run.call, ExpertsCall)]
+        if calls:
+            times.time("together", lambda: experts.compute_together(calls))
+            wanted.append(len({expert for call in calls for expert in call.index.flatten().tolist()}))
+        for number, run in list(layer.runs.items()):
+            while isinstance(run.call, ExpertsCall):
+                call = run.call
+                times.time("host experts", partial(experts.compute_in_ram, call))
+                result = times.time("experts", partial(experts.compute, call))
+                times.time("after", partial(run.answer, result))
+            layer.finish(number)
+
+    @staticmethod
+    def _attend(index: int, layer: Any, number: int, run: LayerRun, call: AttentionCall, times: _Times) -> None:
+        def in_ram() -> torch.Tensor:
+            layer.attend_in_ram(number)
+            attended: torch.Tensor = layer.attended.pop(number)()
+            return attended
+
+        def cache_there() -> Any:
+            layer.fetch_cache(number)
+            cache = layer.caches.pop(number)
+            for part in cache.parts:
+                part.arrived.result().wait()
+            return cache
+
+        attended = times.time("attention", in_ram)
+        cache = times.time("cache", cache_there)
+        times.time("card attention", lambda: layer.pipeline.attend_there(index, call, cache))
+        times.time("between", lambda: run.answer(attended))
+
+
+def _load(experts: Any, index: int) -> bool:
+    """Transfers a layer's experts and waits for them; returns whether any was missing."""
+    number = experts._first_of[index]
+    if number is None:
+        return False
+    half = experts._buffers.begin(number)
+    before = len(half.copied)
+    experts.bring_layer(index)
+    for arrived in half.copied.values():
+        arrived.wait()
+    return len(half.copied) > before
+
+
+@dataclass
+class _Times:
+    """Seconds by part, one entry per run."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def time(self, name: str, work: Callable[[], T]) -> T:
+        begun_s = clock.now()
+        found = work()
+        self.seconds.setdefault(name, []).append(clock.now() - begun_s)
+        return found
+
+    def mean(self, name: str) -> float:
+        return statistics.fmean(self.seconds.get(name, [0.0]))
 
 
 def busy_share(copies: Sequence[CopyRecord], since_s: float, until_s: float) -> float:

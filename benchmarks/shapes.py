@@ -219,7 +219,7 @@ def make_synthetic_gguf(model: str, kind: str, say: Callable[[str], None] = lamb
     return file
 
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of the file's name: increase it when the content for a shape and type changes."""
 _LARGEST = 2**22
 """Elements of the largest tensor that is more than a hole on its way into the file."""

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import psutil
 
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.bench.report import Report
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
-from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, never
 from engine.protocol import (
     ClusterEvent,
     ClusterJob,
@@ -110,7 +110,7 @@ class SimulatedRay:
         node.owed += node.rate * _TELL_S * self._chance.uniform(0.7, 1.3)
         count = min(int(node.owed), len(node.rows))
         node.owed = min(node.owed - count, node.owed % 1.0 + node.places)
-        answers = tuple(RowAnswer(ticket, "An answer.", "stop", 20, 30) for ticket in islice(node.rows, count))
+        answers = tuple(Answer(ticket, "An answer.", "stop", 20, 30) for ticket in islice(node.rows, count))
         for _ in range(count):
             node.rows.popleft()
         return NodeAnswers(node.ident, node.life, answers, (min(node.places, len(node.rows)), 0))
@@ -156,7 +156,7 @@ def simulate(rows: int, nodes: int) -> SimulatedJob:
     before = most_memory = process.memory_info().rss
     most_open = count = 0
 
-    def on_row(answer: RowAnswer) -> None:
+    def on_row(answer: Answer) -> None:
         nonlocal count, most_open, most_memory
         assert not answered[answer.row]
         answered[answer.row] = 1

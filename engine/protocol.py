@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
 from engine.batch_files.job_watcher import Pace
-from engine.batch_files.rows import Constraint, RowRequest
+from engine.batch_files.rows import Answer, Constraint, RowRequest
 from engine.common.channel import MAX_LINE_BYTES as MAX_LINE_BYTES
 from engine.common.chat import ChatMessage as ChatMessage
 from engine.common.chat import FinishReason as FinishReason
@@ -31,7 +31,6 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import from_fields
 from engine.common.model_info import ModelInfo
 from engine.common.model_info import PredictorRate as PredictorRate
-from engine.jobs.rows import RowAnswer
 from engine.planner.batch_prediction import JobPrediction
 from engine.remote.endpoint import RemoteModel
 
@@ -962,7 +961,7 @@ class NodeReady(NodeEvent):
 class NodeAnswers(NodeEvent):
     """Answers, by their tickets, and what it has under way: rows, and the tokens generated for them."""
 
-    answers: tuple[RowAnswer, ...]
+    answers: tuple[Answer, ...]
     under_way: tuple[int, int]
 
 

@@ -4,9 +4,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.errors import ErrorCode
-from engine.jobs.rows import RowAnswer
 from engine.protocol import (
     ClusterEvent,
     ClusterNode,
@@ -133,10 +132,10 @@ class MadeUpRay:
         elif self.engines:
             self.kill(self.chance.choice(sorted(self.engines)))
 
-    def _answer(self, node: str, row: RowRequest) -> RowAnswer:
+    def _answer(self, node: str, row: RowRequest) -> Answer:
         question = row.messages[-1].content
         self.answered.append((node, question))
-        return RowAnswer(row.row, question.upper(), "stop", 2, 3)
+        return Answer(row.row, question.upper(), "stop", 2, 3)
 
 
 def _failed(why: str) -> Failed:

@@ -19,7 +19,6 @@ from engine.batch_files.documents import DOCUMENTS
 from engine.batch_files.job_watcher import Between, noop
 from engine.batch_files.rows import (
     DelimitedRows,
-    FileRows,
     JsonLines,
     Row,
     RowSource,
@@ -34,34 +33,31 @@ from engine.common.plain_text import plain_line, quoted
 from engine.common.untrusted import open_untrusted, reason
 
 
-class DocumentText(FileRows):
+class DocumentText(RowSource):
     """The whole file is one row with the columns `file`, `pages` and `text`; if unreadable, the row has a problem."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._row: Row | None = None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("file", "pages", "text") if self._path.suffix.lower() == ".pdf" else ("file", "text")
+        self.columns = ("file", "pages", "text") if path.suffix.lower() == ".pdf" else ("file", "text")
 
     def rows(self) -> Iterator[Row]:
         if self._row is None:  # a long book takes a while
-            read = DOCUMENTS.read(self._path)
-            fields = {"file": self._path.name, "pages": read.pages, "text": read.text}
+            read = DOCUMENTS.read(self.path)
+            fields = {"file": self.path.name, "pages": read.pages, "text": read.text}
             self._row = Row(0, {name: fields[name] for name in self.columns}, read.problem, 1.0)
         yield self._row
 
 
-class FolderRows(FileRows):
+class FolderRows(RowSource):
     """Rows of several files, each with a first column `file`; a column that a file itself calls so has another name."""
 
     def __init__(self, path: Path, files: Sequence[Path], open_file: Callable[[Path], RowSource]) -> None:
         super().__init__(path)
-        self._files = list(files)
+        self.files = tuple(files)
         self._open = open_file
         columns: dict[str, None] = {}
-        for file in self._files:
+        for file in self.files:
             try:
                 source = open_file(file)
             except EngineError:  # reported in its row
@@ -73,16 +69,8 @@ class FolderRows(FileRows):
         if "file" in columns:
             told = f"The column 'file' of files in {plain_line(path.name)} is called {quoted(self._called)}."
             self.remark = f"{told} {self.remark}".strip()
-        self._columns = unique
+        self.columns = unique
         self._seen = SeenColumns(unique)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self._columns
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self._files)
 
     def all_columns(self) -> tuple[str, ...]:
         return self._seen.all_of(self.rows())
@@ -92,19 +80,19 @@ class FolderRows(FileRows):
 
     def _rows(self) -> Iterator[Row]:
         index = 0
-        for place, file in enumerate(self._files):
-            name = file.relative_to(self._path).as_posix()
+        for place, file in enumerate(self.files):
+            name = file.relative_to(self.path).as_posix()
             try:
                 source = self._open(file)
                 for row in source.rows():
-                    share = (place + row.share) / len(self._files)
+                    share = (place + row.share) / len(self.files)
                     yield Row(index, self._with_file(name, source, row), row.problem, share)
                     index += 1
             except EngineError as error:
-                yield Row(index, {"file": name}, f"cannot be read: {error.message}", (place + 1) / len(self._files))
+                yield Row(index, {"file": name}, f"cannot be read: {error.message}", (place + 1) / len(self.files))
                 index += 1
             except OSError as error:
-                yield Row(index, {"file": name}, f"cannot be read ({reason(error)})", (place + 1) / len(self._files))
+                yield Row(index, {"file": name}, f"cannot be read ({reason(error)})", (place + 1) / len(self.files))
                 index += 1
 
     def _with_file(self, name: str, source: RowSource, row: Row) -> dict[str, Any]:
@@ -220,19 +208,12 @@ def _folder(path: Path, form: InputForm) -> RowSource:
 _BLOCK = 4 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """Cheap signs of a change: checked often; the hash is computed only if they differ."""
-
-    signs: tuple[tuple[str, int, int], ...]
-
-
 def files_of(source: RowSource) -> tuple[Path, ...]:
     return source.files if isinstance(source, FolderRows) else (source.path,)
 
 
-def stamp(source: RowSource) -> Stamp:
-    """Size and modification time of every file; (-1, -1) for a missing one."""
+def stamp(source: RowSource) -> tuple[tuple[str, int, int], ...]:
+    """Cheap signs of a change: size and modification time of every file; (-1, -1) for a missing one."""
     signs = []
     for path in files_of(source):
         try:
@@ -240,7 +221,7 @@ def stamp(source: RowSource) -> Stamp:
             signs.append((str(path), status.st_size, status.st_mtime_ns))
         except OSError:
             signs.append((str(path), -1, -1))
-    return Stamp(tuple(signs))
+    return tuple(signs)
 
 
 def file_digest(path: Path) -> str:
@@ -250,7 +231,7 @@ def file_digest(path: Path) -> str:
 def content_hash(source: RowSource, between: Between = noop) -> str:
     """A hash of all content and of the file names in a folder; reads everything once."""
     whole = hashlib.sha256()
-    total = max(1, sum(size for _name, size, _time in stamp(source).signs))
+    total = max(1, sum(size for _name, size, _time in stamp(source)))
     done = 0
 
     def tell(read: int) -> None:
@@ -288,7 +269,7 @@ _TOLD_BY = 200
 
 def counted_rows(source: RowSource, between: Between = noop) -> int | None:
     """The number of rows; None if the input is too big to count quickly."""
-    if sum(size for _name, size, _time in stamp(source).signs) > _COUNTED_BYTES:
+    if sum(size for _name, size, _time in stamp(source)) > _COUNTED_BYTES:
         return None
     count = 0
     for count, row in enumerate(source.rows(), start=1):
@@ -299,7 +280,7 @@ def counted_rows(source: RowSource, between: Between = noop) -> int | None:
 
 def has_rows(source: RowSource, rows: int) -> bool:
     """Whether there are at least `rows` rows; False if the input is too big to count quickly."""
-    nbytes = sum(size for _name, size, _time in stamp(source).signs)
+    nbytes = sum(size for _name, size, _time in stamp(source))
     # A line takes at least one byte, unless compressed.
     if nbytes > _COUNTED_BYTES or (nbytes < rows and source.path.suffix.lower() in _UNPACKED):
         return False

@@ -18,7 +18,7 @@ from decimal import Decimal
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from engine.batch_files.job_watcher import Between, noop
 from engine.batch_files.journal import Journal, NothingWritten, WrittenFile, absolute, is_there, put_in_place
@@ -316,8 +316,13 @@ def write_result(
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is unchanged.
     """
     owned = ledger or NothingWritten()
-    counted = _Counted(_answered(source, iter(answers), between))
-    failures = 0
+    count = failures = 0
+
+    def counted() -> Answered:
+        nonlocal count
+        for count, pair in enumerate(_answered(source, iter(answers), between), 1):  # noqa: B007 - told in the end
+            yield pair
+
     columns = None if openai else _columns(source, extras)
     if path.suffix.lower() == ".xlsx" and columns is not None and not fits_a_sheet(columns, rows):
         path = path.with_suffix(".csv")
@@ -325,15 +330,15 @@ def write_result(
         new = undo.enter_context(NewFile(path))
         if columns is None:
             bad = undo.enter_context(NewFile(errors_path(path)))
-            failures = write_openai(new.path, bad.path, counted, created_s)
+            failures = write_openai(new.path, bad.path, counted(), created_s)
             if failures:
                 bad.finish()  # before either is renamed: if there is no room, neither is
         else:
-            suffix, answered = path.suffix.lower(), cast("Answered", counted)
+            suffix, answered = path.suffix.lower(), counted()
             if suffix in (".csv", ".tsv") and not raw_text:
                 answered = (
                     (row, replace(answer, text=harmless(answer.text), reasoning=harmless(answer.reasoning)))
-                    for row, answer in counted
+                    for row, answer in answered
                 )
             _FORMATS[suffix](new.path, source, columns, answered)
         files = [put_in_place(new, path, "result", owned)]
@@ -345,7 +350,7 @@ def write_result(
         asked if file.path == absolute(asked) else Path(file.path)
         for file, asked in zip(files, (path, errors_path(path)), strict=False)
     ]
-    return Written(counted.count, places[0], path, *places[1:])
+    return Written(count, places[0], path, *places[1:])
 
 
 def _remove_old_errors(files: Sequence[WrittenFile], ledger: Journal | NothingWritten) -> None:
@@ -370,20 +375,6 @@ def _number(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return (status.st_dev, status.st_ino) if status.st_ino else None
-
-
-class _Counted:
-    def __init__(self, pairs: Iterator[tuple[Row, Answer]]) -> None:
-        self._pairs = pairs
-        self.count = 0
-
-    def __iter__(self) -> Iterator[tuple[Row, Answer]]:
-        return self
-
-    def __next__(self) -> tuple[Row, Answer]:
-        pair = next(self._pairs)
-        self.count += 1
-        return pair
 
 
 def _answered(source: RowSource, answers: Iterator[Answer], between: Between) -> Iterator[tuple[Row, Answer]]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from engine.common.chat import ChatMessage, ToolCall, calls_text
 from engine.common.config import SamplingParams
@@ -50,7 +50,7 @@ class Row:
     share: float = 0.0
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """An input that streams its rows: only what the format requires is in memory.
 
     Attributes:
@@ -59,29 +59,19 @@ class RowSource(Protocol):
         remark: which columns have other names here than in the file, and which sheets are not read, in sentences.
     """
 
-    @property
-    def path(self) -> Path: ...
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-    @property
-    def remark(self) -> str: ...
-
-    def all_columns(self) -> tuple[str, ...]:
-        """The columns of all rows, including later ones; may read all rows."""
-        ...
-
-    def rows(self) -> Iterator[Row]:
-        """All rows from the first; may be called again."""
-        ...
-
-
-class FileRows(ABC):
-    """What the inputs share: their file or folder, and columns that its beginning tells, unless a subclass has more."""
-
+    columns: tuple[str, ...]
     remark = ""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
+
+    def all_columns(self) -> tuple[str, ...]:
+        """The columns of all rows, including later ones; may read all rows."""
+        return self.columns
+
+    @abstractmethod
+    def rows(self) -> Iterator[Row]:
+        """All rows from the first; may be called again."""
 
     def _named(self, names: Sequence[str]) -> tuple[str, ...]:
         """Unique names of columns that the file calls so, with a remark about those that were renamed."""
@@ -90,20 +80,8 @@ class FileRows(ABC):
         if other:
             told = ", ".join(f"another {quoted(old)} is called {quoted(new)}" for old, new in other[:TOLD])
             more = f" and {len(other) - TOLD:,} more have new names" if len(other) > TOLD else ""
-            self.remark = f"Several columns of {plain_line(self._path.name)} have the same name: {told}{more}."
+            self.remark = f"Several columns of {plain_line(self.path.name)} have the same name: {told}{more}."
         return unique
-
-    @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
-    @abstractmethod
-    def columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-
-    def all_columns(self) -> tuple[str, ...]:
-        return self.columns
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -244,17 +222,18 @@ CUT_OFF = "length"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The final outcome of a row.
+    """The outcome of a row, or of one try of it.
 
     Attributes:
         row: its index in the input.
         text: the answer, possibly partial if the row failed.
-        finish_reason: as in `Finished`; `failed` if the row could not be answered.
+        finish_reason: as in `Finished`; `failed` if the row could not be answered, `cancelled` if nobody wants it.
         prompt_tokens, generated_tokens: 0 if the model never saw it.
         problem: why it failed, completing a sentence about the row; empty on success.
         reasoning: what the model thought before its answer.
         by: the name of the endpoint that answered; empty for this machine.
         tool_calls: what it asks to run, as JSON in OpenAI's form; empty if it is text.
+        is_complete: whether it satisfies the row's constraint; another try may be made if not.
     """
 
     row: int
@@ -266,6 +245,7 @@ class Answer:
     reasoning: str = ""
     by: str = ""
     tool_calls: str = ""
+    is_complete: bool = True
 
     @property
     def failed(self) -> bool:
@@ -432,20 +412,18 @@ MAX_LINE_CHARACTERS = 16 * 2**20
 """Longer than any model's context: such a line is not read completely."""
 
 
-class TextLines(FileRows):
+class TextLines(RowSource):
     """Every non-blank line is a row with one column, `text`."""
+
+    columns = ("text",)
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
         super().__init__(path)
         self._encoding = encoding_of(path, encoding)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("text",)
-
     def rows(self) -> Iterator[Row]:
         index = 0
-        with open_text(self._path, self._encoding) as (file, share):
+        with open_text(self.path, self._encoding) as (file, share):
             for line, whole in _lines(file):
                 if not line.strip():
                     continue
@@ -456,19 +434,17 @@ class TextLines(FileRows):
                 index += 1
 
 
-class WholeText(FileRows):
+class WholeText(RowSource):
     """The whole file is one row, with the columns `file` and `text`."""
+
+    columns = ("file", "text")
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
         super().__init__(path)
         self._encoding = encoding_of(path, encoding)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("file", "text")
-
     def rows(self) -> Iterator[Row]:
-        with open_text(self._path, self._encoding) as (file, _share):
+        with open_text(self.path, self._encoding) as (file, _share):
             text = file.read(MAX_LINE_CHARACTERS + 1).replace("\r\n", "\n")
         problem = ""
         if len(text) > MAX_LINE_CHARACTERS:
@@ -477,7 +453,7 @@ class WholeText(FileRows):
             problem = WRONG_ENCODING
         elif not text.strip():
             problem = "contains no text"
-        yield Row(0, {"file": self._path.name, "text": "" if problem else text}, problem, 1.0)
+        yield Row(0, {"file": self.path.name, "text": "" if problem else text}, problem, 1.0)
 
 
 def _lines(file: Iterator[str]) -> Iterator[tuple[str, bool]]:
@@ -501,7 +477,7 @@ _COMPARED = 50
 """First records that tell the separator from a character in the names."""
 
 
-class DelimitedRows(FileRows):
+class DelimitedRows(RowSource):
     """One row per record.  A first line `sep=;`, as spreadsheets write it, names the separator."""
 
     def __init__(self, path: Path, *, separator: str | None = None, encoding: str | None = None) -> None:
@@ -528,11 +504,7 @@ class DelimitedRows(FileRows):
                 f"{path} does not begin with a readable line of column names: add one"
                 f"{', or name the encoding with --encoding' if any(names) else ''}.",
             )
-        self._columns = self._named([name.strip() for name in names])
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self._columns
+        self.columns = self._named([name.strip() for name in names])
 
     def rows(self) -> Iterator[Row]:
         with self._records() as (records, share):
@@ -555,18 +527,18 @@ class DelimitedRows(FileRows):
 
     def _row(self, index: int, values: list[str], share: float) -> Row:
         problem = ""
-        if any(values[len(self._columns) :]):
-            problem = f"has {len(values)} fields, but the header has {len(self._columns)}"
+        if any(values[len(self.columns) :]):
+            problem = f"has {len(values)} fields, but the header has {len(self.columns)}"
         elif not all(map(is_text, values)):
             values = [value if is_text(value) else value.encode("utf-8", "replace").decode() for value in values]
             problem = WRONG_ENCODING
-        return Row(index, dict(zip(self._columns, values, strict=False)), problem, share)
+        return Row(index, dict(zip(self.columns, values, strict=False)), problem, share)
 
     @contextmanager
     def _records(self, separator: str = "", *, strict: bool = False) -> Iterator[tuple[Any, Callable[[], float]]]:
         """A `csv.reader` of the header and all that follows, and the share read so far."""
         csv.field_size_limit(MAX_FIELD_CHARACTERS)
-        with open_text(self._path, self._encoding) as (file, share):
+        with open_text(self.path, self._encoding) as (file, share):
             if self._hinted:
                 file.readline()
             yield csv.reader(file, delimiter=separator or self._separator, strict=strict), share
@@ -599,25 +571,21 @@ _FIRST_ROWS = 200
 """Number of first rows that determine the columns; further ones in later rows are kept too."""
 
 
-class JsonLines(FileRows):
+class JsonLines(RowSource):
     """One row per non-blank line; a string is a row with a single column `text`."""
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
         super().__init__(path)
         self._lines = TextLines(path, encoding=encoding)
         first = list(itertools.islice(self._rows(), _FIRST_ROWS))
-        self._columns = tuple(dict.fromkeys(name for row in first for name in row.fields))
-        self._seen = SeenColumns(self._columns)
-        if first and not self._columns:
+        self.columns = tuple(dict.fromkeys(name for row in first for name in row.fields))
+        self._seen = SeenColumns(self.columns)
+        if first and not self.columns:
             why = first[0].problem or "has no columns"
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
                 f"{path} has no usable rows: its first line {why}; write one JSON object per line.",
             )
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self._columns
 
     def all_columns(self) -> tuple[str, ...]:
         return self._seen.all_of(self.rows())

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.rows import TOLD, FileRows, Row, unique_names
+from engine.batch_files.rows import TOLD, Row, RowSource, unique_names
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line, quoted
 from engine.common.sizes import about
@@ -23,15 +23,11 @@ from engine.common.untrusted import open_untrusted, without_half_pairs
 _ROWS_AT_ONCE = 256
 
 
-class ParquetRows(FileRows):
+class ParquetRows(RowSource):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         with self._opened() as file:
-            self._columns = self._named(file.schema_arrow.names)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self._columns
+            self.columns = self._named(file.schema_arrow.names)
 
     @property
     def schema(self) -> Any:
@@ -39,7 +35,7 @@ class ParquetRows(FileRows):
         import pyarrow as pa
 
         with self._opened() as file:
-            fields = zip(file.schema_arrow, self._columns, strict=True)
+            fields = zip(file.schema_arrow, self.columns, strict=True)
             return pa.schema([field.with_name(name) for field, name in fields])
 
     def rows(self) -> Iterator[Row]:
@@ -49,7 +45,7 @@ class ParquetRows(FileRows):
         for batch in self.batches():
             columns = [_values(column) for column in batch.columns]
             for values in zip(*columns, strict=True):
-                yield Row(index, dict(zip(self._columns, values, strict=True)), "", (index + 1) / total)
+                yield Row(index, dict(zip(self.columns, values, strict=True)), "", (index + 1) / total)
                 index += 1
 
     def batches(self) -> Iterator[Any]:
@@ -63,12 +59,12 @@ class ParquetRows(FileRows):
         import pyarrow.parquet
 
         try:
-            with pa.parquet.ParquetFile(self._path) as file:
+            with pa.parquet.ParquetFile(self.path) as file:
                 yield file
         except (pa.ArrowException, OSError) as error:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{self._path} cannot be read as parquet ({str(error).splitlines()[0][:120]}): "
+                f"{self.path} cannot be read as parquet ({str(error).splitlines()[0][:120]}): "
                 f"check that it is complete and not encrypted.",
             ) from None
 
@@ -127,7 +123,7 @@ MAX_RATIO = 200
 _SMALL_BYTES = 50 * 10**6
 
 
-class SpreadsheetRows(FileRows):
+class SpreadsheetRows(RowSource):
     """One row per non-empty line of a sheet.
 
     Args:
@@ -153,15 +149,11 @@ class SpreadsheetRows(FileRows):
                 f"{path} has no sheet {quoted(self.sheet[:60])} with rows: choose {_listed(self.sheet_names)}.",
             )
         header, unread = first[self.sheet], [name for name in first if name != self.sheet]
-        self._columns = self._named(["" if value in _NONE else str(value).strip() for value in header])
+        self.columns = self._named(["" if value in _NONE else str(value).strip() for value in header])
         if unread:
             names = ", ".join(map(quoted, unread[:TOLD]))
             more = f" and {len(unread) - TOLD:,} more" if len(unread) > TOLD else ""
             self.remark = f"{self.remark} Other sheets of {plain_line(path.name)} were not read: {names}{more}.".strip()
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self._columns
 
     def rows(self) -> Iterator[Row]:
         lines = self._values()
@@ -174,25 +166,25 @@ class SpreadsheetRows(FileRows):
             except EngineError as error:
                 yield Row(index, {}, f"and all later rows cannot be read ({error.message})", 1.0)
                 return
-            padded = [*cells, *([None] * (len(self._columns) - len(cells)))]
+            padded = [*cells, *([None] * (len(self.columns) - len(cells)))]
             problem = ""
-            if any(value is not None for value in padded[len(self._columns) :]):
-                problem = f"has cells beyond the {len(self._columns)} columns of the first row"
+            if any(value is not None for value in padded[len(self.columns) :]):
+                problem = f"has cells beyond the {len(self.columns)} columns of the first row"
             elif _UNCOMPUTED in padded:
                 problem = "has a formula without its result; open the file in a spreadsheet program and save it"
             values = (None if value is _UNCOMPUTED else value for value in padded)
-            yield Row(index, dict(zip(self._columns, values, strict=False)), problem, share)
+            yield Row(index, dict(zip(self.columns, values, strict=False)), problem, share)
 
     def sheets(self) -> Iterator[tuple[str, Iterator[list[Any]]]]:
         """All sheets that are shown: the name and the non-empty lines of each."""
-        with _opened(self._path) as book:
+        with _opened(self.path) as book:
             for sheet in _sheets(book):
                 lines = (line for _share, line in self._lines(book, sheet))
                 yield sheet.title, ([None if value in _NONE else value for value in line] for line in lines)
 
     def _values(self) -> Iterator[tuple[float, list[Any]]]:
         """Non-empty lines, the first of them the header, each with the share read so far."""
-        with _opened(self._path) as book:
+        with _opened(self.path) as book:
             chosen = next((sheet for sheet in _sheets(book) if sheet.title == self.sheet), None)
             if chosen is not None:
                 yield from self._lines(book, chosen)
@@ -201,7 +193,7 @@ class SpreadsheetRows(FileRows):
         try:
             yield from _lines(book, sheet)
         except Exception as error:  # anything a damaged file makes the parsers raise
-            raise _no_sheet(self._path, error) from None
+            raise _no_sheet(self.path, error) from None
 
 
 def _listed(names: tuple[str, ...]) -> str:

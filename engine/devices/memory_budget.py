@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 
@@ -42,6 +43,19 @@ class DeviceMemoryError(EngineError):
             remedy = "close other programs that use its memory, or allow the model less with --vram"
         super().__init__(ErrorCode.NOT_ENOUGH_MEMORY, f"{why}: {remedy}.")
         self.asked, self.free = asked, free
+
+
+_Result = TypeVar("_Result")
+
+
+def with_room(work: Callable[[], _Result], give_back: Callable[[int], int]) -> _Result:
+    """What `work` returns, and where a device has no room for it, once more with what `give_back` frees of it."""
+    try:
+        return work()
+    except DeviceMemoryError as refused:
+        if not give_back(refused.asked):
+            raise
+    return work()
 
 
 @dataclass(frozen=True, slots=True)

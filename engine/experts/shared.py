@@ -10,16 +10,17 @@ once all cards have been given what they can do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.common import clock
-from engine.devices.device import Device, Direction, Event, upload
-from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.devices.device import Device, Direction, Event, Label, upload
+from engine.devices.memory_budget import MemoryCategory, with_room
 from engine.experts.activations import Buffer
 from engine.experts.dispatcher import BUNDLED_BYTES, DECODE_TOKENS, HybridExperts, Working
 from engine.experts.executor import StepObserver
@@ -231,7 +232,8 @@ class SharedExperts:
             mine = mine.masked_fill((mine < 0) | (mine >= len(part.own)), len(part.own))
             there, gates = hidden, weights
             if part.ways is not None:
-                there, arrived = _carried(part.ways.there, experts, hidden, landed)
+                carry = partial(part.ways.there.carry, hidden, landed=landed)
+                there, arrived = with_room(carry, experts.cache.give_back)
                 gates = upload(shares.clone(), experts.device.torch_device)
                 experts.device.compute_stream.wait(arrived)
             under_way.append((part, experts.part(there, mine, gates, landed, misses_on_cpu=misses_on_cpu)))
@@ -249,42 +251,37 @@ class SharedExperts:
         return self._added(hidden, [(part, result) for (part, _), result in zip(under_way, results, strict=True)])
 
     def _added(self, hidden: torch.Tensor, parts: Sequence[tuple[Part, torch.Tensor | None]]) -> torch.Tensor:
-        device, came = self._home.device, list[tuple[Ways, torch.Tensor, Event]]()
+        came = list[tuple[Ways, torch.Tensor, Event]]()
         for part, result in parts[:-1]:
             assert part.ways is not None
             assert result is not None
-            landed, arrived = _carried(part.ways.back, self._home, result, None)
+            landed, arrived = with_room(partial(part.ways.back.carry, result), self._home.cache.give_back)
             part.ways.there.read_until(part.experts.device.compute_stream.record())
             came.append((part.ways, landed, arrived))
         total = parts[-1][1]
         assert total is not None
         rounded = torch.empty_like(hidden)
-        for _, _, arrived in came:
-            device.compute_stream.wait(arrived)
 
         def work() -> None:
             for _, landed, _ in came:
                 total.add_(landed)
             rounded.copy_(total)
 
-        end = device.compute_stream.submit(work, (lanes.FINISH, None, -1, 0))
-        for ways, _, _ in came:
-            ways.back.read_until(end)
-        if not device.compute_follows_caller:
-            end.wait()
+        joined(self._home.device, came, work, (lanes.FINISH, None, -1, 0))
         return rounded
 
 
-def _carried(
-    way: Between, experts: HybridExperts, tensor: torch.Tensor, landed: torch.Tensor | None
-) -> tuple[torch.Tensor, Event]:
-    """A tensor on another card, whose cache gives way if there is no memory for it."""
-    try:
-        return way.carry(tensor, landed=landed)
-    except DeviceMemoryError as refused:
-        if not experts.cache.give_back(refused.asked):
-            raise
-    return way.carry(tensor, landed=landed)
+def joined(
+    home: Device, came: Sequence[tuple[Ways, torch.Tensor, Event]], work: Callable[[], None], label: Label | None = None
+) -> None:
+    """Has the first card do what needs all that came from the others."""
+    for _, _, arrived in came:
+        home.compute_stream.wait(arrived)
+    end = home.compute_stream.submit(work, label)
+    for ways, _, _ in came:
+        ways.back.read_until(end)
+    if not home.compute_follows_caller:
+        end.wait()
 
 
 def _begun(step: Working) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_result
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.errors import EngineError, ErrorCode
-from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowExecutor, never
+from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowExecutor, never
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +74,23 @@ class Asking:
             self._under_way[again.row] = _UnderWay(again, last.tries + 1)
             yield again
 
-    def ended(self, answer: RowAnswer) -> tuple[Answer, str] | None:
+    def ended(self, answer: Answer) -> tuple[Answer, str] | None:
         """A row's outcome and the message it answers; None if the row is tried again, or was cancelled."""
         if answer.finish_reason == "cancelled":
             return None
         row = self._under_way.pop(answer.row)
         problem = ""
-        if answer.error:
-            problem = f"could not be answered: {answer.error}"
+        if answer.problem:
+            problem = f"could not be answered: {answer.problem}"
         elif not answer.is_complete:
             # This machine gives the same greedy answer every time; others need not.
             if (answer.by or not row.asked.sampling.is_greedy) and row.tries < self._tries:
                 self._again.append(row)
                 return None
-            is_cut = answer.finish_reason == "length" or not answer.by
+            is_cut = answer.is_cut_off or not answer.by
             cut = f"was cut after {answer.generated_tokens:,} tokens, before it was complete"
             problem = f"has an answer that {cut if is_cut else 'does not satisfy its schema or choices'}"
-        ending = Answer(
-            answer.row,
-            answer.text,
-            answer.finish_reason,
-            answer.prompt_tokens,
-            answer.generated_tokens,
-            problem,
-            answer.reasoning,
-            answer.by,
-            answer.tool_calls,
-        )
-        return ending, question_of(row.asked)
+        return replace(answer, problem=problem), question_of(row.asked)
 
 
 def question_of(asked: RowRequest) -> str:
@@ -232,7 +221,7 @@ def run_first_rows(
     watcher: JobWatcher,
     should_yield: Check = never,
     leave: Callable[[], None] = lambda: None,
-) -> list[RowAnswer]:
+) -> list[Answer]:
     """Answers the first rows of a job without keeping anything.
 
     Args:
@@ -244,9 +233,9 @@ def run_first_rows(
     """
     asking = Asking(prepared.job.tries)
     feed = RowFeed(islice(prepared.asked(), rows), lambda _row: False, asking, RowCount(None), watcher.on_answer, never)
-    tries = list[RowAnswer]()
+    tries = list[Answer]()
 
-    def answered(answer: RowAnswer) -> None:
+    def answered(answer: Answer) -> None:
         tries.append(answer)
         ended = asking.ended(answer)
         if ended is not None:
@@ -411,7 +400,7 @@ class JobRun:
             with self._clock.stopped():
                 self._watcher.give_way()
 
-    def _answered(self, answer: RowAnswer) -> None:
+    def _answered(self, answer: Answer) -> None:
         ended = self._asking.ended(answer)
         if ended is not None:
             self._keep(*ended)

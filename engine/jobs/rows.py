@@ -6,12 +6,11 @@ All of it is plain data: rows may be answered by this process, by another one or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 
 Check = Callable[[], bool]
 
@@ -36,35 +35,8 @@ class BatchOutcome(Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class RowAnswer:
-    """What has become of one try of a row.
-
-    Attributes:
-        row: its index in the input.
-        text: the answer alone; for a failed row, its text so far.
-        finish_reason: as in `Finished`; `failed` if the row could not be answered, `cancelled` if nobody wants it.
-        prompt_tokens, generated_tokens: lengths.
-        reasoning: what was thought before the answer.
-        error: why the row could not be answered, as a sentence; empty if it was.
-        is_complete: whether the answer satisfies the row's constraint; another try may be made if not.
-        by: the name of the endpoint that answered; empty for this machine.
-        tool_calls: as of `Answer`.
-    """
-
-    row: int
-    text: str
-    finish_reason: str
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    reasoning: str = ""
-    error: str = ""
-    is_complete: bool = True
-    by: str = ""
-    tool_calls: str = ""
-
-
-RowCallback = Callable[[RowAnswer], None]
+RowCallback = Callable[[Answer], None]
+"""Told what has become of one try of a row: `problem` is a sentence then, and not yet one about the row."""
 
 
 class RowExecutor(Protocol):

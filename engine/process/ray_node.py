@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
-from engine.jobs.rows import RowAnswer
 from engine.protocol import (
     ClusterJob,
     DropRows,
@@ -54,7 +53,7 @@ class RayNode:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._rows: deque[RowRequest] = deque()
-        self._answers: list[RowAnswer] = []
+        self._answers: list[Answer] = []
         self._said: list[NodeEvent] = []
         self._gone: NodeGone | None = None
         self._is_dry = self._is_closing = False
@@ -165,7 +164,7 @@ class RayNode:
         """Asked between layers: rows that came after the others were read join them."""
         return self._is_dry and bool(self._rows)
 
-    def _answered(self, answer: RowAnswer) -> None:
+    def _answered(self, answer: Answer) -> None:
         with self._changed:
             self._answers.append(answer)
             self._changed.notify_all()

@@ -94,7 +94,7 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
     found = lacking(found, set())
     if model:
         found = replace(found, blind=tuple(each for each in found.blind if each != model))  # it is asked again
-    client.has_found(found)
+    client.found = found
     if not model:
         return About(found, "", latency_s)
     lacks: set[Lack] = set()
@@ -120,7 +120,7 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
     found = lacking(found, lacks)
     if not _can(client, RemoteRequest((_pictured(),), few, model), cancelled):
         found = replace(found, blind=(*found.blind, model))
-    client.has_found(found)
+    client.found = found
     return About(found, model, latency_s, answer.first_token_s, "")
 
 
@@ -136,7 +136,7 @@ def _first_answer(
             if error.kind is not Trouble.REFUSED or lack is None:
                 raise
             lacks.add(lack)
-            client.has_found(lacking(client.found, lacks))
+            client.found = lacking(client.found, lacks)
     raise AssertionError
 
 

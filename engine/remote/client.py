@@ -215,7 +215,8 @@ class Client:
         self._thread: threading.Thread | None = None
         self._http: httpx2.AsyncClient | None = None
         self._is_closed = False
-        self._found = endpoint.found
+        self.found = endpoint.found
+        """What requests are made for."""
 
     def __enter__(self) -> Client:
         return self
@@ -237,14 +238,14 @@ class Client:
             raise no_such_server(self.endpoint, "it does not list its models")
         entries = [each for each in listed[:MOST_MODELS] if isinstance(each, dict) and _id_of(each)]
         server, version = _server_of(self.endpoint, entries), plain_line(str(said.get("version") or ""))[:60]
-        known = self._found
+        known = self.found
         if server == "other":
             server, version = known.server or server, known.version
         models = tuple(map(_id_of, entries))
         said_blind = {_id_of(each) for each in (*entries, *_details_in(said)) if _reads_pictures(each) is False}
         blind = tuple(model for model in models if model in said_blind or model in known.blind)
         found = Found(server, version, models, tuple(map(_context_of, entries)), known.lacks, blind)
-        self._found = found
+        self.found = found
         return found
 
     def get(self, url: str, cancelled: CancelCheck = never_cancelled) -> Any:
@@ -263,10 +264,10 @@ class Client:
     ) -> RemoteAnswer:
         """The answer, of which `on_delta` is told on this thread as it comes."""
         model = request.model or self.endpoint.model or self.only_model(cancelled)
-        if not self._found.server:
+        if not self.found.server:
             with contextlib.suppress(RemoteError):  # it may answer all the same
                 self.models(cancelled)
-        context = dict(zip(self._found.models, self._found.contexts, strict=False)).get(model) or math.inf
+        context = dict(zip(self.found.models, self.found.contexts, strict=False)).get(model) or math.inf
         most = request.sampling.max_tokens
         while True:
             # Some refuse more than they have room for, where others answer as far as there is.
@@ -287,14 +288,6 @@ class Client:
             return models[0]
         there = f"has {len(models):,}: name one of {', '.join(models[:5])}" if models else "has none loaded"
         raise RemoteError(Trouble.WRONG_MODEL, f"No model was named, and {called(self.endpoint)} {there}.")
-
-    @property
-    def found(self) -> Found:
-        return self._found
-
-    def has_found(self, found: Found) -> None:
-        """From now on requests are made for such a server."""
-        self._found = found
 
     def close(self) -> None:
         """Closes the connections; who still waits is told that they broke off.  May be called again."""
@@ -401,7 +394,7 @@ class Client:
             raise
 
     async def _answer(self, request: RemoteRequest, model: str, tell: Callable[[Token], None]) -> RemoteAnswer:
-        body, left_out = request_body(request, model, self._found.server, self._found.lacks)
+        body, left_out = request_body(request, model, self.found.server, self.found.lacks)
         url, begun, first_s = f"{self.endpoint.url}/chat/completions", time.monotonic(), None
         gathered = Gathered()
         async with contextlib.AsyncExitStack() as opened:

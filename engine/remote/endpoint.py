@@ -357,18 +357,18 @@ def variable_of(endpoint: Endpoint) -> str:
 def read_key(endpoint: Endpoint) -> str:
     """The endpoint's key, or an empty string.  The keyring is asked once, so this may wait for people who unlock it."""
     named = os.environ.get(variable_of(endpoint), "").strip()
-    return named or key_of_this_run(endpoint) or _in_keyring(_account(endpoint))
+    return named or key_of_this_run(endpoint) or _in_keyring(endpoint.url)
 
 
 def key_of_this_run(endpoint: Endpoint) -> str:
     """What was given to this process; never waits."""
-    return _this_run.get(_account(endpoint), "")
+    return _this_run.get(endpoint.url, "")
 
 
 def save_key(endpoint: Endpoint, key: str) -> bool:
     """Keeps a key; returns whether it stays after this run."""
     key = check_key(endpoint, key)
-    account = _account(endpoint)
+    account = endpoint.url
     _this_run[account] = key
     tell_keyring(account, key)
     with _asking:
@@ -378,8 +378,8 @@ def save_key(endpoint: Endpoint, key: str) -> bool:
 
 def forget_key(endpoint: Endpoint) -> None:
     """Removes what `save_key` kept, unless another saved endpoint has the same address."""
-    account = _account(endpoint)
-    if any(_account(each) == account and each.name != endpoint.name for each in saved_endpoints()):
+    account = endpoint.url
+    if any(each.url == account and each.name != endpoint.name for each in saved_endpoints()):
         return
     _this_run.pop(account, None)
     forget_in_keyring(account)
@@ -403,10 +403,6 @@ def check_key(endpoint: Endpoint, key: str) -> str:
             "without a key.",
         )
     return key
-
-
-def _account(endpoint: Endpoint) -> str:
-    return endpoint.url
 
 
 def _in_keyring(account: str) -> str:

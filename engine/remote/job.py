@@ -17,12 +17,12 @@ from typing import Any, Protocol
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace
 from engine.batch_files.journal import KnownJob, journal_path, read_job
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.rows import Constraint, RowRequest, grammar_of
+from engine.batch_files.rows import Answer, Constraint, RowRequest, failed, grammar_of
 from engine.common.chat import calls_as_json
 from engine.common.config import HERE
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.jobs.job import Answerer, run_first_rows, run_job
-from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowCallback
 from engine.protocol import BatchSampled, Token
 from engine.remote.chat_form import RemoteAnswer, RemoteRequest
 from engine.remote.client import Client
@@ -90,9 +90,9 @@ def run_remote_sample(
             return _sampled(tries, time.monotonic() - begun_s, executor.places)
 
 
-def _sampled(tries: Sequence[RowAnswer], seconds: float, places: Sequence[PlacePace]) -> BatchSampled | None:
+def _sampled(tries: Sequence[Answer], seconds: float, places: Sequence[PlacePace]) -> BatchSampled | None:
     """What tries that took so many seconds say; None if none was answered."""
-    rows = len({answer.row for answer in tries if not answer.error})
+    rows = len({answer.row for answer in tries if not answer.failed})
     if not rows:
         return None
     costs = [place.cost for place in places if place.cost is not None]
@@ -484,13 +484,13 @@ class SpreadRows:
                 ErrorCode.ENDPOINT_FAILED, f"Nobody answered for {self._patience_s:.0f} s. {whys} {_KEPT}"
             )
 
-    def _answered(self, turn: Turn, answer: RowAnswer, on_row: RowCallback) -> None:
+    def _answered(self, turn: Turn, answer: Answer, on_row: RowCallback) -> None:
         now = time.monotonic()
         tokens = answer.prompt_tokens, answer.generated_tokens
         for other in self._spread.others_of(turn):
             if (running := self._running.get(other)) is not None:
                 running.is_unwanted = True
-        if self._spread.answered(turn, now, *tokens, failed=bool(answer.error)):
+        if self._spread.answered(turn, now, *tokens, failed=answer.failed):
             on_row(answer)
 
     def _stop(self) -> None:
@@ -542,9 +542,7 @@ class SpreadRows:
             read = sum(len(message.content) for message in turn.row.messages) // 4
         finish = answer.finish_reason
         counts = finish, read, generated
-        ended = RowAnswer(
-            turn.row.row, text, *counts, answer.reasoning, is_complete=is_complete, by=turn.at, tool_calls=calls
-        )
+        ended = Answer(turn.row.row, text, *counts, "", answer.reasoning, turn.at, calls, is_complete)
         self._answered(turn, ended, on_row)
 
     def _failed(self, running: _Running, error: RemoteError, on_row: RowCallback) -> None:
@@ -556,7 +554,7 @@ class SpreadRows:
         now = time.monotonic()
         self._spread.came(turn, running.pieces, now)
         if self._spread.failed(turn, now, error.kind, error.message, error.retry_after_s):
-            on_row(RowAnswer(turn.row.row, "", "failed", error=error.message, by=turn.at))
+            on_row(replace(failed(turn.row.row, error.message), by=turn.at))
 
     def _dropped(self, running: _Running) -> None:
         self._running.pop(running.turn, None)
@@ -568,7 +566,7 @@ class SpreadRows:
 
     # --- this machine -----------------------------------------------------------------------------
 
-    def _from_here(self, turn: Turn, answer: RowAnswer, on_row: RowCallback) -> None:
+    def _from_here(self, turn: Turn, answer: Answer, on_row: RowCallback) -> None:
         if answer.finish_reason == "cancelled":
             self._spread.dropped(turn)
         else:
@@ -592,7 +590,7 @@ class _Here:
         self,
         rows: ClosingExecutor,
         post: Callable[[_Event], None],
-        answered: Callable[[Turn, RowAnswer, RowCallback], None],
+        answered: Callable[[Turn, Answer, RowCallback], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self.rows = rows
@@ -643,6 +641,6 @@ class _Here:
             self._turns[turn.row.row] = turn
             yield turn.row
 
-    def _has_answered(self, answer: RowAnswer) -> None:
+    def _has_answered(self, answer: Answer) -> None:
         turn = self._turns.pop(answer.row)
         self._post(lambda on_row: self._answered(turn, answer, on_row))

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace, PlaceState
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest, failed
 from engine.checkpoint.names import name_of, resolve
 from engine.checkpoint.shards import content_digest
 from engine.common.channel import ANY_LENGTH, Channel, Pipes
@@ -33,7 +33,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
 from engine.formats import AUTO
 from engine.jobs.job import Answerer, run_job
-from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, RowCallback
 from engine.protocol import (
     ClusterEvent,
     ClusterJob,
@@ -180,10 +180,10 @@ class RayNodeState:
         self.stage, self.why = "gone", "it left the cluster"
         self.under_way = self.under_way_tokens = 0
 
-    def answered(self, answer: RowAnswer, now: float) -> None:
+    def answered(self, answer: Answer, now: float) -> None:
         self.failures = 0
         self.rows += 1
-        self.failed += bool(answer.error)
+        self.failed += answer.failed
         self.prompt_tokens += answer.prompt_tokens
         self.generated_tokens += answer.generated_tokens
         passed = max(0.0, now - self._since_s)
@@ -431,7 +431,7 @@ class RayRows:
         rows, self._given_up = self._given_up, []
         for row in rows:
             why = "several nodes of the cluster ended while they answered it, and nothing else"
-            self._on_row(RowAnswer(row.row, "", "failed", error=f"{why}."))
+            self._on_row(failed(row.row, f"{why}."))
 
     # --- nodes ------------------------------------------------------------------------------------
 
@@ -555,7 +555,7 @@ class RayRows:
             )
 
 
-def _nobody(_answer: RowAnswer) -> None:
+def _nobody(_answer: Answer) -> None:
     """While no job runs nothing is kept: rows are answered for `run` alone."""
 
 

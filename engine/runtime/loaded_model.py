@@ -24,12 +24,12 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import KvType
 from engine.protocol import LoadPhase
 from engine.runtime.decoder_layers import LayerDevices
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.tables import TableReads
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.pictures import Blind, Sight
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.untrusted_text.process import UNTRUSTED_TEXT
 
 
@@ -123,7 +123,7 @@ class LoadedModel(ModelParts):
     kv_type: KvType | None = None
     kv_fixed_bytes: int = 0
     read: Any = None
-    kept: KeptPrefixes | None = None
+    kept: PrefixCache | None = None
     sight: Sight | None = None
     blind: Blind | None = None
 

@@ -12,7 +12,7 @@ from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob
 from engine.jobs.job import JobRun
-from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, RowCallback
 
 
 class ShuffledExecutor:
@@ -52,22 +52,22 @@ class ShuffledExecutor:
                 return BatchOutcome.FINISHED
             if cancelled():
                 for request in self._held:
-                    on_row(RowAnswer(request.row, "", "cancelled"))
+                    on_row(Answer(request.row, "", "cancelled"))
                 return BatchOutcome.CANCELLED
             if should_yield():
                 return BatchOutcome.YIELDED
             request = self._held.pop(self._chance.randrange(len(self._held)))
             on_row(self._answer(request))
 
-    def _answer(self, request: RowRequest) -> RowAnswer:
+    def _answer(self, request: RowRequest) -> Answer:
         question = request.messages[-1].content
         if "too long" in question:
-            return RowAnswer(request.row, "", "failed", error="The prompt is too long.")
+            return Answer(request.row, "", "failed", problem="The prompt is too long.")
         is_cut = bool(self._cut.get(request.row))
         if request.constraint is not None and not is_cut:
-            return RowAnswer(request.row, "yes", "stop", 3, 2)
+            return Answer(request.row, "yes", "stop", 3, 2)
         self._cut[request.row] = self._cut.get(request.row, 1) - 1
-        return RowAnswer(request.row, question.upper(), "length", 3, 2, is_complete=request.constraint is None)
+        return Answer(request.row, question.upper(), "length", 3, 2, is_complete=request.constraint is None)
 
 
 class Watch:

@@ -18,10 +18,10 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.decode.step_model import StepModel, TokenStep
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.executor import batch_for
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
@@ -119,9 +119,7 @@ class PagedSequence:
 class Alone:
     """One request at a time, each with all of what the ones before it have left."""
 
-    def __init__(
-        self, loaded: LoadedModel, *, kept: KeptPrefixes | None = None, speculates: bool | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, *, kept: PrefixCache | None = None, speculates: bool | None = None) -> None:
         if speculates is not None:
             loaded = replace(loaded, speculates=speculates)
         self._batch = batch_for(loaded, kept)

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from engine.common.config import SamplingParams
+from engine.families import TABLE
 from engine.planner.placement import NotEnoughRamError
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.pages import PagePool
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
@@ -25,6 +26,7 @@ from tests.engine.single_streams import Alone
 from tests.engine.test_background import Job, serve
 from tests.engine.test_family_parity import loaded as loaded_there
 from tests.engine.test_kept_prefixes import ROOT, A, ask, files_in
+from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config
 
 LENGTHS = [1, 40, 70, 12, 33]
@@ -44,17 +46,17 @@ def _alone(loaded: LoadedModel) -> dict[int, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.takes_turns(2)
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gpt_oss",  # sinks, windows in every other layer, biases
-        "qwen2_moe",  # a shared expert behind a gate
-        "deepseek_v3",  # latent keys and values, a dense first layer, shared experts
-        "glm4_moe",  # sigmoid router
-        "mixtral",  # a window in every layer
-    ],
-)
+PACKED = [
+    kind
+    for name, family in TABLE.items()
+    if family.packs_rows
+    for kind in family.types or (name,)
+    if kind in {**FAMILIES, **ADAPTED}
+]
+"""Whose layers schedules stop and call again: their modules may not change what others have returned."""
+
+
+@pytest.mark.parametrize("family", some(PACKED, every=12))
 def test_answers_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(family, tmp_path)
     with on_devices.opened(folder, 0) as loaded:
@@ -137,7 +139,7 @@ def test_what_lies_behind_a_window_is_compressed_in_pages_of_cards(tmp_path: Pat
     again, found = [*A, *wanted[-1], 7, 8, 9], dict[int, tuple[object, ...]]()
     for cards in (0, 1, 2):
         with on_devices.opened(folder, cards, **({"cache_slots": 3} if cards else {})) as loaded:
-            loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path / f"kept {cards}"))
+            loaded.kept = kept = PrefixCache(ROOT, 2**26, files_in(tmp_path / f"kept {cards}"))
             with on_devices.chatting(loaded) as chats:
                 assert [on_devices.answer(chats, prompt).token_ids for prompt in prompts] == wanted
                 assert chats.together(prompts, 8) == wanted

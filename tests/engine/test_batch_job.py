@@ -22,7 +22,6 @@ from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, Row, RowRequest
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.jobs.rows import RowAnswer
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
 from tests.refusals import refused
 
@@ -102,11 +101,11 @@ class Speaker(ShuffledExecutor):
         super().__init__()
         self.limits: dict[int, int] = {}
 
-    def _answer(self, request: RowRequest) -> RowAnswer:
+    def _answer(self, request: RowRequest) -> Answer:
         wanted, most = 4 * request.row, request.sampling.max_tokens
         self.limits[request.row] = most
         tokens = min(wanted, most)
-        return RowAnswer(request.row, "x" * tokens, "length" if wanted > most else "stop", 3, tokens)
+        return Answer(request.row, "x" * tokens, "length" if wanted > most else "stop", 3, tokens)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])

@@ -1,5 +1,6 @@
 """The order in which schedules hand out a sweep's work: alone, by the simulator, and by the executor."""
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -329,17 +330,19 @@ def test_a_new_schedule_is_a_function_and_runs_everywhere(
 def test_layers_that_were_begun_ahead_are_let_go_of(
     on_card: LoadedModel, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs: list[LayerRun] = []
+    runs, waiting = list[weakref.ref[LayerRun]](), list[bool]()
     begin = DevicePipeline.begin
 
     def begun(pipeline: DevicePipeline, *args: Any) -> LayerRun:
-        runs.append(begin(pipeline, *args))
-        return runs[-1]
+        run = begin(pipeline, *args)
+        runs.append(weakref.ref(run))
+        waiting.append(run.call is not None)
+        return run
 
     monkeypatch.setattr(DevicePipeline, "begin", begun)
     executor, looks = BatchExecutor(on_card, _policy(CGOPIPE)), iter(range(stop))
     outcome = executor.run(iter(_rows()), lambda answer: None, cancelled=lambda: next(looks, None) is None)
     executor.close()
     assert outcome is BatchOutcome.CANCELLED
-    assert any(run._result is None for run in runs)
-    assert all(run.call is None and run._greenlet.dead for run in runs)
+    assert any(waiting)
+    assert not any(run() for run in runs)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedules import PartsTimer
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord
@@ -225,7 +226,7 @@ def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     assert isinstance(batch, ContinuousBatch)
     pipeline = batch.model._pipeline
     assert pipeline is not None
-    record = next(iter(pipeline.experts.sites.values())).experts.cache.layout.nbytes
+    record = next(iter(pipeline.experts.cards[0].experts.sites.values())).experts.cache.layout.nbytes
     copies: list[CopyRecord] = []
     stop = card.copy_log.listen(copies.append)
     sweeps = 0
@@ -245,14 +246,13 @@ def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     executor.close()
     weights = sum(copy.nbytes == record and copy.direction == "h2d" for copy in copies)
     assert {copy.direction for copy in copies} == {"h2d", "d2h"}
-    return weights, sweeps, pipeline, len(pipeline.experts.sites)
+    return weights, sweeps, pipeline, len(pipeline.experts.cards[0].experts.sites)
 
 
 def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wanted: dict[int, tuple[int, ...]]) -> None:
     answers: dict[int, tuple[int, ...]] = {}
-    executor = BatchExecutor(on_card, _policy(CGOPIPE, rows=3))
-    timer = executor.time_parts()
-    assert timer is not None
+    timer = PartsTimer()
+    executor = BatchExecutor(on_card, _policy(timer.schedule, rows=3))
     try:
         executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
     finally:

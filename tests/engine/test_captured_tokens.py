@@ -22,7 +22,7 @@ from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.load import binding
 from engine.runtime.load import model as loading
 from engine.runtime.load.forms import Forms
@@ -149,7 +149,11 @@ def test_tokens_are_those_of_the_dispatcher(
         steps = Steps(model, tokens)
         steps.go_on(TOKENS)
         counters = steps.graphs.counters
-        assert (counters.warm_ups, counters.captures, counters.replays, counters.eager) == (1, 1, TOKENS - 2, 0)
+        # Without a kernel for them, latents are tried in their pages first and then gathered, a token at a time.
+        gathers = int(keeps_latents(model.model))
+        warm_ups = 1 + gathers
+        assert (counters.warm_ups, counters.captures) == (warm_ups, 1)
+        assert (counters.replays, counters.eager) == (TOKENS - warm_ups - 1, 0)
         assert step_of(steps.graphs).pieces == 1
         of_cache = model.caches[0].counters
         assert min(of_cache.hits, of_cache.misses, of_cache.post_fetches) > 0
@@ -157,10 +161,12 @@ def test_tokens_are_those_of_the_dispatcher(
         # In two trials launch by launch and captured, and captured again: repetitions launch nothing of their own.
         layers = len(tokens._layers)
         assert launched == [*["begin", *["post", "join"] * layers, "finish"] * 5]
-        steps.go_on(TOKENS, rows=3)
-        assert (counters.warm_ups, counters.captures, counters.replays, counters.eager) == (2, 2, 2 * TOKENS - 4, 0)
-        assert step_of(steps.graphs, 3).pieces == 1
-        assert (tokens.records()["rows"] == 3).all()
+        assert (steps.graphs.most == 1) == bool(gathers)
+        if not gathers:
+            steps.go_on(TOKENS, rows=3)
+            assert (counters.warm_ups, counters.captures, counters.replays, counters.eager) == (2, 2, 2 * TOKENS - 4, 0)
+            assert step_of(steps.graphs, 3).pieces == 1
+            assert (tokens.records()["rows"] == 3).all()
         steps.graphs.forget()
 
 

@@ -9,11 +9,13 @@ import torch
 from transformers import DogeConfig, DogeForCausalLM
 
 from engine.common.config import SamplingParams
-from engine.runtime.batch.policy import can_pack, why_not_packed
+from engine.runtime.batch.policy import BatchPolicy, can_pack, why_not_packed
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.reuse import exact_tokens, restart_angles
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, as_loaded, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
@@ -93,11 +95,27 @@ def test_a_dynamic_context_grows_and_the_user_is_told(tmp_path: Path) -> None:
         assert model.info.device_note == ""
 
 
-def test_the_note_about_a_batch_names_what_is_the_cause() -> None:
-    executor = BatchExecutor(tiny_loaded("qwen3_moe", **DYNAMIC))
-    assert "dynamic" in executor.note
-    assert "qwen3_moe" not in executor.note
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_rows_share_sweeps_while_angles_do_not_depend_on_their_lengths(family: str) -> None:
+    loaded, found = tiny_loaded(family, **(DYNAMIC if family == "qwen3_moe" else LONG)), dict[int, GenerationResult]()
+    lengths = [9, 30, 20, 60, 12, 36, 9, 15]
+    rows = [
+        BatchRequest(row, ids=tuple(random_prompt(each, seed=row)), sampling=GREEDY, end_ids=NO_END)
+        for row, each in enumerate(lengths)
+    ]
+    executor = BatchExecutor(loaded, BatchPolicy(rows=8, kv_bytes=2**22))
+    assert "longer than 40 tokens" in executor.note
+    assert family not in executor.note
+    assert executor._batch is not None
+    executor.run(iter(rows), lambda answer: found.__setitem__(answer.row, answer))
+    assert executor._batch.turns < 40  # of 64 tokens and 8 prompts, those of two rows by themselves
     executor.close()
+    for row in rows:
+        restart_angles(loaded.model)
+        assert found[row.row].token_ids == tuple(library_tokens(loaded.model, row.ids, 8)), row.row
+
+
+def test_what_never_shares_sweeps_is_named() -> None:
     assert "doge" in why_not_packed(tiny_loaded("doge").model)
 
 

@@ -19,13 +19,12 @@ from engine.jobs.rows import never
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, PartShape
-from engine.runtime.kept.files import KeptFiles
-from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.kept.state import StateLayout
 from engine.runtime.load.kept_context import kept_note, open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, Part
+from engine.runtime.prefix_cache.files import SpillFiles
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
@@ -39,10 +38,10 @@ native = pytest.mark.skipif(not library_path().exists(), reason="the native kern
 POLICY = BatchPolicy(rows=5, kv_bytes=2**24, sweep_tokens=64, micro_batch_tokens=64, ahead=16)
 
 
-def files_in(folder: Path) -> KeptFiles:
+def files_in(folder: Path) -> SpillFiles:
     """Which keep what is computed of one chat."""
     keep_chat(CHAT, folder)
-    return KeptFiles(folder, lambda _folder, _held: 2**28)
+    return SpillFiles(folder, lambda _folder, _held: 2**28)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +50,9 @@ def qwen() -> LoadedModel:
 
 
 @pytest.fixture
-def kept(qwen: LoadedModel, tmp_path: Path) -> Iterator[KeptPrefixes]:
+def kept(qwen: LoadedModel, tmp_path: Path) -> Iterator[PrefixCache]:
     """On disk too."""
-    qwen.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    qwen.kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     yield qwen.kept
     qwen.kept.close()
     qwen.kept = None
@@ -83,7 +82,7 @@ def further(prompt: Sequence[int], result: GenerationResult, seed: int = 5) -> l
 A, B = random_prompt(210, seed=1), random_prompt(150, seed=2)
 
 
-def test_a_chat_goes_on_after_another_one(qwen: LoadedModel, kept: KeptPrefixes) -> None:
+def test_a_chat_goes_on_after_another_one(qwen: LoadedModel, kept: PrefixCache) -> None:
     scheduler = Scheduler(qwen)
     (first,) = ask(scheduler, A)
     assert (first.reused_tokens, first.token_ids) == (0, fresh(qwen, A))
@@ -98,13 +97,13 @@ def test_a_chat_goes_on_after_another_one(qwen: LoadedModel, kept: KeptPrefixes)
     scheduler.close()
 
 
-def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path) -> None:
+def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: PrefixCache, tmp_path: Path) -> None:
     scheduler = Scheduler(qwen)
     (first,) = ask(scheduler, A)
     assert kept.settle(30)
     scheduler.close()
     kept.close()
-    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    qwen.kept = restarted = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler, again = Scheduler(qwen), further(A, first)
     (second,) = ask(scheduler, again)
     assert second.token_ids == fresh(qwen, again)
@@ -125,7 +124,7 @@ def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: KeptPrefixes, t
 )
 def test_an_index_of_tokens_is_kept_with_them(family: str, index: dict[str, int], tmp_path: Path) -> None:
     loaded = tiny_loaded(family, context_tokens=512, **index)
-    loaded.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    loaded.kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler = Scheduler(loaded)
     (first,) = ask(scheduler, A)
     ask(scheduler, B)
@@ -136,7 +135,7 @@ def test_an_index_of_tokens_is_kept_with_them(family: str, index: dict[str, int]
     assert loaded.kept.settle(30)
     scheduler.close()
     loaded.kept.close()
-    loaded.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    loaded.kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler, more = Scheduler(loaded), further(again, second)
     (third,) = ask(scheduler, more)
     assert third.token_ids == fresh(loaded, more)
@@ -145,7 +144,7 @@ def test_an_index_of_tokens_is_kept_with_them(family: str, index: dict[str, int]
     loaded.kept.close()
 
 
-def test_a_prompt_that_begins_as_the_present_one_brings_what_is_behind(qwen: LoadedModel, kept: KeptPrefixes) -> None:
+def test_a_prompt_that_begins_as_the_present_one_brings_what_is_behind(qwen: LoadedModel, kept: PrefixCache) -> None:
     scheduler = Scheduler(qwen)
     ask(scheduler, A)
     ask(scheduler, [*A[:100], *B[:90]])
@@ -171,7 +170,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @native
 def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedModel, tmp_path: Path) -> None:
-    quick.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    quick.kept = kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler, prompts = Scheduler(quick), [A[:140], B[:150], random_prompt(140, seed=3)]
     first = ask(scheduler, *prompts, tokens=20)
     together = scheduler._batch
@@ -202,7 +201,7 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
 
 @native
 def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
-    quick.kept = kept = KeptPrefixes(ROOT, 2**26)
+    quick.kept = kept = PrefixCache(ROOT, 2**26)
     scheduler = Scheduler(quick)
     ask(scheduler, A[:180])
     lane, answers = scheduler._job_lane(replace(POLICY, kv_type=quick.kv_type)), dict[int, GenerationResult]()
@@ -253,7 +252,7 @@ def assert_same_but_for_a_near_tie(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "another version"])
-def test_damaged_files_do_no_harm(qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path, damage: str) -> None:
+def test_damaged_files_do_no_harm(qwen: LoadedModel, kept: PrefixCache, tmp_path: Path, damage: str) -> None:
     scheduler = Scheduler(qwen)
     (first,) = ask(scheduler, A)
     assert kept.settle(30)
@@ -264,7 +263,7 @@ def test_damaged_files_do_no_harm(qwen: LoadedModel, kept: KeptPrefixes, tmp_pat
     damaged, content = files[1], bytearray(files[1].read_bytes())
     content[{"another version": 7}.get(damage, -5)] ^= 4
     damaged.write_bytes({"cut": content[:-9], "emptied": b""}.get(damage, content))
-    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    qwen.kept = restarted = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler, again = Scheduler(qwen), further(A, first)
     (second,) = ask(scheduler, again)
     assert second.token_ids == fresh(qwen, again)
@@ -278,7 +277,7 @@ def test_damaged_files_do_no_harm(qwen: LoadedModel, kept: KeptPrefixes, tmp_pat
 def test_a_folder_that_cannot_be_written_is_told_once(qwen: LoadedModel, tmp_path: Path) -> None:
     keep_chat(CHAT, tmp_path / "other")
     (tmp_path / "other" / "lock").mkdir()
-    qwen.kept = kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path / "other"))
+    qwen.kept = kept = PrefixCache(ROOT, 2**26, SpillFiles(tmp_path / "other"))
     scheduler = Scheduler(qwen)
     (first,) = ask(scheduler, A)
     kept.settle(30)
@@ -291,7 +290,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(qwen: LoadedModel, tmp_pat
     qwen.kept = None
 
 
-def test_nothing_is_written_while_somebody_is_answered(qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path) -> None:
+def test_nothing_is_written_while_somebody_is_answered(qwen: LoadedModel, kept: PrefixCache, tmp_path: Path) -> None:
     scheduler, seen = Scheduler(qwen), list[int]()
     request = BatchRequest(
         0,
@@ -311,9 +310,7 @@ def test_nothing_is_written_while_somebody_is_answered(qwen: LoadedModel, kept: 
     scheduler.close()
 
 
-def test_only_chats_reach_the_disk_and_each_finds_its_own(
-    qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path
-) -> None:
+def test_only_chats_reach_the_disk_and_each_finds_its_own(qwen: LoadedModel, kept: PrefixCache, tmp_path: Path) -> None:
     other = "another chat"
     keep_chat(other, tmp_path)
     scheduler = Scheduler(qwen)
@@ -326,7 +323,7 @@ def test_only_chats_reach_the_disk_and_each_finds_its_own(
     there = [file.path.parent for file in kept_files(tmp_path)]
     assert sorted(there) == sorted([folder_of(chat, tmp_path) for chat in (CHAT, other)] * 3)
     for chat, prompt, reused in (("", A, 0), (CHAT, B, 0), (other, A, 192), (CHAT, A, 192)):
-        qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+        qwen.kept = restarted = PrefixCache(ROOT, 2**26, SpillFiles(tmp_path, lambda _folder, _held: 2**28))
         scheduler = Scheduler(qwen)
         (result,) = ask(scheduler, [*prompt, 1], chat=chat)
         assert (result.from_disk, result.token_ids) == (reused, fresh(qwen, [*prompt, 1]))
@@ -335,7 +332,7 @@ def test_only_chats_reach_the_disk_and_each_finds_its_own(
 
 
 def test_a_chat_that_is_deleted_while_it_is_answered_leaves_nothing(
-    qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path
+    qwen: LoadedModel, kept: PrefixCache, tmp_path: Path
 ) -> None:
     scheduler = Scheduler(qwen)
     ask(scheduler, A)
@@ -359,7 +356,7 @@ def test_a_chat_that_is_deleted_while_it_is_answered_leaves_nothing(
 
 @native
 def test_a_prompt_goes_on_within_a_page_and_a_deleted_chat_is_found_no_more(quick: LoadedModel, tmp_path: Path) -> None:
-    quick.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    quick.kept = kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler = Scheduler(quick)
     for prompt in (A[:75], B[:50]):
         ask(scheduler, prompt)
@@ -406,13 +403,13 @@ def test_swapped_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) 
 def test_models_of_one_kind_share_nothing(tmp_path: Path) -> None:
     folder, ids = files_in(tmp_path), random_prompt(130)
     loaded = tiny_loaded("olmoe")
-    loaded.kept = KeptPrefixes(bytes(16), 2**26, folder)
+    loaded.kept = PrefixCache(bytes(16), 2**26, folder)
     scheduler = Scheduler(loaded)
     ask(scheduler, ids)
     assert loaded.kept.settle(30)
     scheduler.close()
     loaded.kept.close()
-    other = KeptPrefixes(bytes(15) + b"1", 2**26, folder)
+    other = PrefixCache(bytes(15) + b"1", 2**26, folder)
     assert other.find([*ids, 1], 0, CHAT) is None
     other.close()
     assert torch.is_grad_enabled()
@@ -423,7 +420,7 @@ def test_what_was_read_on_devices_is_kept_too(devices: int, tmp_path: Path) -> N
     folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
     with opened(folder, devices) as model:
         assert model.devices is not None
-        model.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path / "kept"))
+        model.kept = PrefixCache(ROOT, 2**26, files_in(tmp_path / "kept"))
         scheduler = Scheduler(model)
         (first,) = ask(scheduler, A[:150])
         ask(scheduler, B[:100])
@@ -438,7 +435,7 @@ def test_what_was_read_on_devices_is_kept_too(devices: int, tmp_path: Path) -> N
 
 def test_a_window_is_kept_before_and_after_something_slid_out_of_it(tmp_path: Path) -> None:
     loaded = tiny_loaded("mixtral", context_tokens=512, sliding_window=150)
-    loaded.kept = KeptPrefixes(ROOT, 2**26)
+    loaded.kept = PrefixCache(ROOT, 2**26)
     scheduler = Scheduler(loaded)
     for tokens, reused in ((130, 137), (170, 177)):
         prompt = random_prompt(tokens, seed=tokens)
@@ -464,7 +461,7 @@ class Held:
         part.copy_(piece.view(1, -1, 1))
 
 
-LAYOUT = BlockLayout(((PartShape(1, (1,), "float32"),),))
+LAYOUT = BlockLayout(0, ((Part("rows 0", (1, BLOCK_TOKENS, 1), "float32"),),))
 _TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 """What each block of a text consists of."""
 _DO = st.lists(
@@ -486,10 +483,10 @@ _DAMAGED: list[tuple[str, list[int], int]] = [
 def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, list[int], int]], room: int, on_disk: int
 ) -> None:
-    folder, size = tmp_path_factory.mktemp("kept"), LAYOUT.nbytes + 100
+    folder, size = tmp_path_factory.mktemp("kept"), LAYOUT.nbytes + 128
     keep_chat(CHAT, folder)
-    files = KeptFiles(folder, lambda _folder, _held: on_disk * size)
-    kept = KeptPrefixes(ROOT, room * LAYOUT.nbytes, files if on_disk else None)
+    files = SpillFiles(folder, lambda _folder, _held: on_disk * size)
+    kept = PrefixCache(ROOT, room * LAYOUT.nbytes, files if on_disk else None)
     for what, text, number in steps:
         ids = [token for token in text for _ in range(BLOCK_TOKENS)]
         if what == "offer":
@@ -499,7 +496,7 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
             kept.offer("two", ids, LAYOUT, Held(ids).copy, CHAT)
             kept.withdraw("two")
         elif what == "withdraw":
-            kept.withdraw("one", number)
+            kept.withdraw("one")
         elif what == "write":
             assert kept.settle(30)
         elif what == "damage":
@@ -530,8 +527,8 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
 
 def test_the_end_of_a_text_that_is_too_long_for_the_disk_does_not_replace_its_beginning(tmp_path: Path) -> None:
     keep_chat(CHAT, tmp_path)
-    room, ids = 3 * (LAYOUT.nbytes + 100), [token for token in range(5) for _ in range(BLOCK_TOKENS)]
-    kept = KeptPrefixes(ROOT, 2**20, KeptFiles(tmp_path, lambda _folder, _held: room))
+    room, ids = 3 * (LAYOUT.nbytes + 128), [token for token in range(5) for _ in range(BLOCK_TOKENS)]
+    kept = PrefixCache(ROOT, 2**20, SpillFiles(tmp_path, lambda _folder, _held: room))
     kept.offer("one", ids, LAYOUT, Held(ids).copy, CHAT)
     assert kept.settle(30)
     kept.withdraw("one")
@@ -540,7 +537,7 @@ def test_the_end_of_a_text_that_is_too_long_for_the_disk_does_not_replace_its_be
     assert found is not None
     assert found.tokens == len(ids)  # the rest is in RAM
     kept.close()
-    kept = KeptPrefixes(ROOT, 0, KeptFiles(tmp_path, lambda _folder, _held: room))
+    kept = PrefixCache(ROOT, 0, SpillFiles(tmp_path, lambda _folder, _held: room))
     found = kept.find([*ids, 7], 0, CHAT)
     assert found is not None
     assert found.tokens == 3 * BLOCK_TOKENS
@@ -550,7 +547,7 @@ def test_the_end_of_a_text_that_is_too_long_for_the_disk_does_not_replace_its_be
 def test_a_long_beginning_is_found_in_its_midst() -> None:
     loaded = tiny_loaded("lfm2_moe", context_tokens=4096)
     loaded.chunk_tokens = 512
-    loaded.kept = KeptPrefixes(ROOT, 2**28)
+    loaded.kept = PrefixCache(ROOT, 2**28)
     scheduler, rules = Scheduler(loaded), random_prompt(1400, seed=6)
     ask(scheduler, [*rules, *random_prompt(200, seed=7)])
     ask(scheduler, B)
@@ -562,9 +559,12 @@ def test_a_long_beginning_is_found_in_its_midst() -> None:
     loaded.kept.close()
 
 
-def test_descriptions_of_states_that_make_no_sense_are_of_no_use() -> None:
-    for description in (b"", b"[]", b"[1,[]]", b"[1,[[3]]]", b'[1,[[["keys",[-1],"int8"]]]]', b"[" * 10_000):
-        assert StateLayout.read(description) is None
+def test_descriptions_that_make_no_sense_are_of_no_use() -> None:
+    assert BlockLayout.read(LAYOUT.described) == LAYOUT
+    for description in (b"", b"[]", b"[1,[]]", b"[1,[[3]]]", b'[1,[[1,[["keys",[-1],"int8"]]]]]', b"[" * 10_000):
+        assert BlockLayout.read(description) is None
+    for described in (b"[0,[[5000,[]]]]", b'[0,[[1,[["keys",[1],"list"]]]]]', b"[-1,[[1,[]]]]"):
+        assert BlockLayout.read(described) is None
 
 
 def test_models_say_what_is_not_kept() -> None:

@@ -28,6 +28,7 @@ from engine.experts.whole_layer import LayerStream
 from engine.hardware.surroundings import _in_use
 from engine.kernels.native.library import usable_isas
 from engine.planner.placement import NotEnoughRamError
+from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.step_model import StepModel
@@ -350,6 +351,9 @@ def test_single_tokens_go_through_the_layers_and_never_past_them(tmp_path: Path)
     loaded = load(path, least(path))
     try:
         assert loaded.stream is not None
+        pages = PackedModel(loaded, POLICY, opens=False)
+        assert pages.sizes.nbytes > 1
+        assert loaded.stream.bytes_read < 2 * loaded.stream.nbytes  # once to open it, and the first layers ahead
         step, before = StepModel(loaded.model, 64), loaded.stream.bytes_read
         with torch.inference_mode():
             _, cache = step(torch.tensor([PROMPT]), None, 0)

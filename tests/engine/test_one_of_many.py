@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import is_fault_of_device
-from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, never
 from engine.runtime.batch.model_rows import ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
@@ -237,7 +237,7 @@ def test_a_row_whose_answer_cannot_be_read_fails_alone(mixtral: LoadedModel, mon
 
     monkeypatch.setattr(Sequence, "_end_reading", end)
     rows = ModelRows(BatchExecutor(mixtral), never_constrained)
-    answers = dict[int, RowAnswer]()
+    answers = dict[int, Answer]()
 
     def asked() -> Iterator[RowRequest]:
         for number, most in enumerate((5, 3, 6)):
@@ -246,7 +246,7 @@ def test_a_row_whose_answer_cannot_be_read_fails_alone(mixtral: LoadedModel, mon
     rows.run(asked(), lambda answer: answers.__setitem__(answer.row, answer), never, never)
     rows.close()
     assert [answers[n].finish_reason == "failed" for n in range(3)] == [False, True, False]
-    assert "Fault" in answers[1].error
+    assert "Fault" in answers[1].problem
 
 
 def never_constrained() -> Any:

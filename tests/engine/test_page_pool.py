@@ -31,11 +31,11 @@ from engine.kernels.native.paged_attention import (
     StatePages,
 )
 from engine.runtime.batch.pipeline.paged import PlacedRows
-from engine.runtime.kept.state import PagedState, StateLayout
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import Discard, PageKind, PagePool, PageSizes
 from engine.runtime.kv.tabled import RowPlaces
 from engine.runtime.load.devices import ModelDevices, PageRoom
+from engine.runtime.prefix_cache.blocks import PagedState
 from engine.runtime.schedule.row import PagedRow
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
@@ -617,7 +617,7 @@ def test_what_a_card_holds_is_kept_from_where_it_lies_now() -> None:
     caches, pages = PagedCaches(layers, [0, 0]), torch.tensor([0, 1], dtype=torch.int32)
     caches.resize(2, 0, 2)
     state = PagedState(caches, pages, 40, 1)
-    layout = StateLayout.of(state)
+    layout = state.layout
     caches.resize(3, 0, 3)
     made.states[1] = 5
     data = torch.empty(layout.nbytes, dtype=torch.uint8)

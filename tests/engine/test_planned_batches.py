@@ -26,7 +26,7 @@ from engine.planner.schedules import MULTI_BATCH, S3, Schedule
 from engine.planner.simulator.plans import CGOPIPE, FLEXGEN_S4, KLOTSKI, run_batch, system_of
 from engine.planner.simulator.sweeps import CopyCost, OffloadPolicy, PassCosts, SimulatedCard, Timeline
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
-from engine.runtime.batch.pipeline.layer_experts import LayerExperts
+from engine.runtime.batch.pipeline.layer_experts import LayerExperts, SharedLayerExperts
 from engine.runtime.batch.pipeline.layer_run import ExpertsCall
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.loaded_model import LoadedModel
@@ -182,7 +182,7 @@ def run(loaded: LoadedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> Ran
                 ran.held[kind] = max(ran.held[kind], nbytes)
             yield step
 
-    bring, in_ram = LayerExperts.bring_wanted, LayerExperts.compute_in_ram
+    bring, in_ram = LayerExperts.bring_wanted, SharedLayerExperts.compute_in_ram
 
     def there(experts: LayerExperts, call: ExpertsCall) -> set[int]:
         layer = experts.sites[id(call.module)].experts
@@ -193,14 +193,15 @@ def run(loaded: LoadedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> Ran
         ran.wanted[len(ran.moved)] += len(used - there(experts, calls[0]))
         bring(experts, calls)
 
-    def computed(experts: LayerExperts, call: ExpertsCall) -> torch.Tensor:
-        misses = [expert for expert in call.index.flatten().tolist() if expert not in there(experts, call)]
+    def computed(experts: SharedLayerExperts, call: ExpertsCall) -> torch.Tensor:
+        held = there(experts.cards[0].experts, call)
+        misses = [expert for expert in call.index.flatten().tolist() if expert not in held]
         ran.outputs[len(ran.moved)] += len(misses) * call.hidden[0].nbytes
         ran.hits[len(ran.moved)] += (call.index.numel() - len(misses)) * call.hidden[0].nbytes
         return in_ram(experts, call)
 
     monkeypatch.setattr(LayerExperts, "bring_wanted", brought)
-    monkeypatch.setattr(LayerExperts, "compute_in_ram", computed)
+    monkeypatch.setattr(SharedLayerExperts, "compute_in_ram", computed)
 
     monkeypatch.setattr(DevicePipeline, "sweep", swept)
     policy = replace(policy_for(loaded, plan), kv_bytes=2**24, by_hand=True)

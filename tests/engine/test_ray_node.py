@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.rows import Constraint, RowRequest
+from engine.batch_files.rows import Answer, Constraint, RowRequest
 from engine.checkpoint.shards import content_digest
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.installed import version
-from engine.jobs.rows import RowAnswer
 from engine.process.ray_node import RayNode
 from engine.protocol import (
     ClusterJob,
@@ -80,7 +79,7 @@ def test_rows_are_answered_while_others_come(node: RayNode, model: Path) -> None
     assert isinstance(ready, NodeReady)
     assert (ready.precision, ready.digest) == ("bf16", content_digest(model))
     assert ready.rows_per_s > 0
-    given, found = 0, dict[int, RowAnswer]()
+    given, found = 0, dict[int, Answer]()
     while len(found) < 40:
         if given < 40:
             give(node, *(asked(100 + given + more) for more in range(4)))
@@ -120,11 +119,11 @@ def test_a_node_says_what_it_does(node: RayNode, model: Path, monkeypatch: pytes
 def test_an_answer_keeps_to_its_choices_and_a_bad_row_fails_alone(node: RayNode, model: Path) -> None:
     assert isinstance(begun(node, model), NodeReady)
     give(node, asked(1, Constraint(choices=("yes", "no"))), replace(asked(2), messages=()))
-    found = dict[int, RowAnswer]()
+    found = dict[int, Answer]()
     while len(found) < 2:
         found |= {answer.row: answer for event in said_by(node) for answer in event.answers}
     assert found[1].text in ("yes", "no")
-    assert found[2].error
+    assert found[2].problem
 
 
 def test_rows_that_others_have_answered_are_left_out() -> None:

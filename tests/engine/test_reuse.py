@@ -91,7 +91,7 @@ def test_what_the_librarys_caches_hold_of_a_long_prompt_is_twice_as_much_at_most
     loaded.chunk_tokens = 128
     session, held = Alone(loaded), list[int]()
     with torch.no_grad():
-        cost = measure_kv(loaded.model, loaded.device)
+        cost, _ = measure_kv(loaded.model, loaded.device)
     asked = BatchRequest(0, ids=tuple(random_prompt(1600)), sampling=SamplingParams(max_tokens=2), end_ids=NO_END)
     session.answer(replace(asked, on_progress=lambda _done, _all: held.append(session.kv_bytes)))
     assert max(*held, session.kv_bytes) <= 2 * (cost.fixed + 1602 * cost.per_token)

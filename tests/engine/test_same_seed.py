@@ -9,9 +9,9 @@ import torch
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
@@ -82,7 +82,7 @@ def test_chunks_that_began_elsewhere_or_were_kept_are_computed_again(loaded: Loa
     one, other = ([*PROMPT[:300], *random_prompt(300, seed=seed)] for seed in (7, 8))
     own = ((one, None), (other, 3), (one, None), (one, 3))  # whole chunks of the first are as they would be
     for asked in (((one, None), (other, None), (other, 3)), own):
-        alone = Alone(loaded, kept=KeptPrefixes(ROOT, 2**26))
+        alone = Alone(loaded, kept=PrefixCache(ROOT, 2**26))
         for ids, seed in asked:
             result = alone.answer(_request(ids, seed))
         assert result.token_ids == Alone(loaded).answer(_request(*asked[-1])).token_ids
@@ -112,7 +112,7 @@ def test_in_company(loaded: LoadedModel) -> None:
 def test_after_a_restart_with_what_was_kept(loaded: LoadedModel, tmp_path: Path) -> None:
     expected = Alone(loaded).answer(_request(PROMPT, 3))
     for _restart in range(2):
-        loaded.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+        loaded.kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
         scheduler, ended = Scheduler(loaded), list[Any]()
         for ids, seed in ((random_prompt(200, seed=2), 1), (PROMPT[:290], None), (PROMPT, 3), (PROMPT, None)):
             scheduler.submit(_request(ids, seed), ended.append)

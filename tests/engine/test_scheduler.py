@@ -161,12 +161,18 @@ _DYNAMIC = {
     "max_position_embeddings": 40,
     "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
 }
-_BY_TURNS = [("doge", {}), ("nllb-moe", {}), ("qwen3_moe", _DYNAMIC), ("longcat_flash", {}), ("inkling2", {})]
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+_LONG |= {"original_max_position_embeddings": 40}
+_AGAIN = {"rope_parameters": {**_LONG, "short_mscale": 1.1, "long_mscale": 1.3}, "sliding_window": None}
+_AGAIN |= {"original_max_position_embeddings": 40}
+_BY_LENGTH = [("qwen3_moe", _DYNAMIC), ("llama", {"rope_parameters": _LONG}), ("phimoe", _AGAIN)]
+_BY_TURNS = [("doge", {}), ("nllb-moe", {}), *_BY_LENGTH, ("longcat_flash", {}), ("inkling2", {})]
 
 
 @pytest.mark.parametrize(("family", "changed"), _BY_TURNS)
 def test_what_cannot_share_steps_takes_turns(family: str, changed: dict[str, Any]) -> None:
-    """Prompts, tokens and beams one after the other, whoever comes or leaves; also over fewer pages than they want."""
+    """Prompts, tokens and beams one after the other, whoever comes or leaves; also over fewer pages than they want.
+    Where angles depend on the length of a context that is for those alone that are too long."""
     loaded = tiny_loaded(family, **changed)
     samplings = (
         SamplingParams(max_tokens=8),
@@ -193,6 +199,7 @@ def test_what_cannot_share_steps_takes_turns(family: str, changed: dict[str, Any
         if pages:
             turns = scheduler._batch
             assert turns is not None
+            assert turns.model.are_packed is ((family, changed) in _BY_LENGTH)
             scheduler._batch = ContinuousBatch(turns.model, turns._policy, pages, exact=True)
         order.clear()
         for number in range(5):

@@ -40,8 +40,8 @@ from engine.planner.schedules import (
     S4,
     Schedule,
 )
+from engine.runtime.batch.pipeline.device_attention import heads_of
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
-from engine.runtime.batch.pipeline.shared_attention import heads_of
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor

@@ -25,12 +25,11 @@ from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
-from engine.runtime.kept.block import BlockLayout
-from engine.runtime.kept.files import KeptFiles
-from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.kept.state import StateLayout
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.blocks import BlockLayout
+from engine.runtime.prefix_cache.files import SpillFiles
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import AHEAD_TOKENS, BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
@@ -254,7 +253,7 @@ def test_beams_go_on_from_states_of_others(loaded: LoadedModel) -> None:
 def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
     """Where an answer ended, shortly before it began, or far back in a long prompt; with a window also where prompts
     were seen to part, and in the midst of a page."""
-    loaded.kept = kept = KeptPrefixes(ROOT, 2**26)
+    loaded.kept = kept = PrefixCache(ROOT, 2**26)
     scheduler = Scheduler(loaded)
     has_window = lane_of(scheduler).pool.windows > 0
     (first,) = ask(scheduler, A, chat="")
@@ -287,17 +286,18 @@ def test_a_chat_goes_on_after_a_restart(
     loaded: LoadedModel, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the last state whose file is sound."""
-    tokens, write = dict[str, int](), KeptFiles.write
+    tokens, write = dict[str, int](), SpillFiles.write
 
-    def noting(files: KeptFiles, path: Path, chat: str, key: bytes, description: bytes, data: memoryview) -> None:
-        layout, block = StateLayout.read(description), BlockLayout.read(description)
-        tokens[path.stem] = layout.tokens if layout is not None else 0
-        if has_window and block is not None and block.layers[0]:
+    def noting(files: SpillFiles, path: Path, chat: str, key: bytes, description: bytes, data: memoryview) -> None:
+        layout = BlockLayout.read(description)
+        assert layout is not None
+        tokens[path.stem] = layout.tokens
+        if has_window and layout.layers[0]:
             tokens[path.stem] = whole  # of the first layer, which has a window: what is seen from there
         write(files, path, chat, key, description, data)
 
-    monkeypatch.setattr(KeptFiles, "write", noting)
-    loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    monkeypatch.setattr(SpillFiles, "write", noting)
+    loaded.kept = kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler, whole = Scheduler(loaded), 192
     has_window = lane_of(scheduler).pool.windows > 0
     (first,) = ask(scheduler, A)
@@ -312,7 +312,7 @@ def test_a_chat_goes_on_after_a_restart(
             content = bytearray(path.read_bytes())
             content[-70] ^= 4
             path.write_bytes(content)
-    loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    loaded.kept = kept = PrefixCache(ROOT, 2**26, files_in(tmp_path))
     scheduler, again = Scheduler(loaded), further(A, first)
     (second,) = ask(scheduler, again)
     assert second.token_ids == fresh(loaded, again)
@@ -326,7 +326,7 @@ def test_a_chat_goes_on_after_a_restart(
 def test_room_in_ram_is_needed_for_others(loaded: LoadedModel) -> None:
     """What pages lose is kept in RAM, as far as there is any for it."""
     for room in (0, 2**26):
-        loaded.kept = kept = KeptPrefixes(ROOT, room)
+        loaded.kept = kept = PrefixCache(ROOT, room)
         scheduler = Scheduler(loaded)
         (first,) = ask(scheduler, A)
         for seed in range(3):

@@ -11,10 +11,13 @@ from safetensors.torch import save_file
 from engine.checkpoint import packed
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import TensorEntry, read_header
-from engine.checkpoint.packed import PackedEntry, RotaryRows
+from engine.checkpoint.packed import PackedEntry, RotaryRows, Rows
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.experts.file_image import FileImage
+from engine.formats.ggml import GGML
 from engine.runtime.load import tensor_reader
-from engine.runtime.load.tensor_reader import LazyTensor, TensorReader, torch_dtype
+from engine.runtime.load.tensor_reader import LazyTensor, TensorReader, blocks_of, torch_dtype
+from tests.engine.ggml_blocks import made_up_blocks
 from tests.tiny_gguf import dequantised, write_gguf
 
 SHAPES = [(3, 5), (1,), (100, 37), (0, 4), (2, 1000, 3)]
@@ -105,3 +108,28 @@ def test_packed_tensors_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         lazy = LazyTensor(entries["q"], reader.read)
         assert (lazy.get_shape(), lazy.get_dtype(), lazy.is_floating_point()) == ([8, 5, 64], "BF16", True)
     assert torch_dtype(reordered) is None
+
+
+def test_joined_matrices_wait_for_a_file_that_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied into one piece while the file is read, and were copied before it was there."""
+    kind, path, asked = GGML["Q8_0"], tmp_path / "model.gguf", threading.Event()
+    content = made_up_blocks(kind, 12, 2, 1).raw
+    path.write_bytes(content.numpy().tobytes())
+    nbytes = content.nbytes // 4
+    parts = [
+        TensorEntry(path, f"part {at}", "Q8_0", (rows, 64), begin * nbytes, rows // 3 * nbytes)
+        for at, (begin, rows) in enumerate([(0, 3), (1, 9)])
+    ]
+    stored = blocks_of(PackedEntry.of("both", (12, 64), parts, Rows()))
+    read, wait = FileImage._read_piece, FileImage.wait_for
+    monkeypatch.setattr(FileImage, "_read_piece", lambda *args: (asked.wait(60), read(*args)))
+    monkeypatch.setattr(FileImage, "wait_for", lambda *args: (asked.set(), wait(*args))[1])
+    try:
+        with TensorReader(nothing, lambda: False, 0, whole=[path]) as reader:
+            assert stored is not None
+            found = reader.blocks_of(stored)
+    finally:
+        asked.set()
+        reader.close()
+    assert torch.equal(found.raw, content)
+    assert found.order is None

@@ -20,7 +20,6 @@ from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.hardware.machine import machine_names, read_machine
-from engine.jobs.rows import RowAnswer
 from engine.planner.batch_plan import best_batch, question_of
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows, predict_on_cpu, predicted_on_card
 from engine.planner.costs import engine_costs
@@ -196,7 +195,7 @@ def test_cold_rows_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(job_plan, "plan_job", lambda *_: SimpleNamespace(prediction=whole))
     monkeypatch.setattr(job_plan, "plan_rows", lambda rows, *_: SimpleNamespace(prediction=predicted(rows)))
     monkeypatch.setattr(job_plan, "find_shape", lambda _path: None)
-    answers = [RowAnswer(row, "", "length", 20, 16) for row in range(3)]
+    answers = [Answer(row, "", "length", 20, 16) for row in range(3)]
     loaded: Any = SimpleNamespace(info=SimpleNamespace(path=""))
     told = job_plan.predicted_after(None, loaded, answers, SampleTime(500.0, 3, warm_s))  # type: ignore[arg-type]
     assert told is not None

@@ -29,14 +29,14 @@ from engine.common.kept_context import (
     save_kept_context_settings,
 )
 from engine.common.paths import config_dir
-from engine.runtime.kept.files import KeptFiles
+from engine.runtime.prefix_cache.files import SpillFiles
 
 CHAT = "a chat"
 
 
-def files_in(folder: Path, room: int) -> KeptFiles:
+def files_in(folder: Path, room: int) -> SpillFiles:
     keep_chat(CHAT, folder)
-    files = KeptFiles(folder, lambda _folder, _held: room, lambda: bytes(range(32)))
+    files = SpillFiles(folder, lambda _folder, _held: room, lambda: bytes(range(32)))
     assert files.is_open(CHAT, 30)
     return files
 
@@ -50,12 +50,12 @@ def data_of(number: int, nbytes: int = 1000) -> memoryview:
     return memoryview(bytearray((once * (nbytes // 251 + 1))[:nbytes]))
 
 
-def read(files: KeptFiles, number: int, nbytes: int = 1000) -> bytes | None:
+def read(files: SpillFiles, number: int, nbytes: int = 1000) -> bytes | None:
     target = bytearray(nbytes)
     return bytes(target) if files.read_into(CHAT, key_of(number), memoryview(target)) else None
 
 
-def add(files: KeptFiles, *numbers: int, nbytes: int = 1000) -> list[bool]:
+def add(files: SpillFiles, *numbers: int, nbytes: int = 1000) -> list[bool]:
     with files.writing() as writing:
         assert writing is not None
         writing.spare(CHAT, map(key_of, numbers))
@@ -186,9 +186,9 @@ def test_the_verb_shows_clears_and_turns_off(capsys: pytest.CaptureFixture[str])
     assert main(["kept", "off", "--json"]) == 0
     assert '"on_disk": false' in capsys.readouterr().out
     assert kept_context_bytes() == clear_kept_context() == 0
-    assert not KeptFiles(kept_context_dir()).is_open(CHAT)
+    assert not SpillFiles(kept_context_dir()).is_open(CHAT)
     keep_chat(CHAT)
-    assert not KeptFiles(kept_context_dir()).is_open(CHAT)
+    assert not SpillFiles(kept_context_dir()).is_open(CHAT)
 
 
 def test_a_file_says_nothing_without_the_key_and_is_of_one_chat_and_block(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_file_says_nothing_without_the_key_and_is_of_one_chat_and_block(tmp_pa
     target = bytearray(len(secret))
     assert files.read_into(CHAT, key_of(1), memoryview(target))
     assert target == secret
-    other_key = KeptFiles(tmp_path, lambda _folder, _held: 10**8, lambda: bytes(32))
+    other_key = SpillFiles(tmp_path, lambda _folder, _held: 10**8, lambda: bytes(32))
     assert other_key.is_open(CHAT, 30)
     keep_chat("another", tmp_path)
     for reader, chat, number in ((other_key, CHAT, 1), (files, "another", 1), (files, CHAT, 2)):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.jobs.rows import BatchOutcome, never
 from engine.protocol import ClusterJob, ClusterNode, NodeDoes
 from engine.remote import ray_rows as ray_job
 from engine.remote.ray_rows import MOST_FAILURES, RayRows
@@ -43,8 +43,8 @@ def _passing(cluster: MadeUpRay) -> float:
     return cluster.now
 
 
-def answered(rows: RayRows, count: int, cluster: MadeUpRay) -> list[RowAnswer]:
-    found = list[RowAnswer]()
+def answered(rows: RayRows, count: int, cluster: MadeUpRay) -> list[Answer]:
+    found = list[Answer]()
     assert rows.open(never)
     outcome = rows.run(iter(rows_of(count)), found.append, never, never)
     assert outcome is BatchOutcome.FINISHED
@@ -69,12 +69,12 @@ def test_every_row_is_answered_once_whatever_happens(count: int, nodes: int, tro
     rows = opened(cluster)
     found = answered(rows, count, cluster)
     assert sorted(answer.row for answer in found) == list(range(count))
-    assert all(answer.text == f"ROW {answer.row}" or answer.error for answer in found)
+    assert all(answer.text == f"ROW {answer.row}" or answer.problem for answer in found)
 
 
 def test_a_job_that_gives_way_goes_on_where_it_was() -> None:
     cluster = MadeUpRay(["a"], speed=2)
-    rows, source, found = opened(cluster), iter(rows_of(40)), list[RowAnswer]()
+    rows, source, found = opened(cluster), iter(rows_of(40)), list[Answer]()
     assert rows.open(never)
     outcome, looks = BatchOutcome.YIELDED, 0
     while outcome is BatchOutcome.YIELDED:
@@ -88,7 +88,7 @@ def test_a_job_that_gives_way_goes_on_where_it_was() -> None:
 
 def test_a_cancelled_job_leaves_nothing_behind() -> None:
     cluster = MadeUpRay(["a"], speed=1)
-    rows, found = opened(cluster), list[RowAnswer]()
+    rows, found = opened(cluster), list[Answer]()
     assert rows.open(never)
     assert rows.run(iter(rows_of(40)), found.append, never, lambda: len(found) > 3) is BatchOutcome.CANCELLED
     rows.close()

@@ -212,6 +212,6 @@ def test_who_refuses_again_is_believed() -> None:
 
 def test_no_more_is_asked_for_than_a_known_context() -> None:
     with BadEndpoint() as server, Client(endpoint_at(server.url, "rack"), "") as client:
-        client.has_found(Found("vllm", models=("other", MODEL), contexts=(100, 2048)))
+        client.found = Found("vllm", models=("other", MODEL), contexts=(100, 2048))
         client.ask(RemoteRequest(HELLO.messages, SamplingParams(max_tokens=9000), MODEL))
         assert server.posted[0].body["max_tokens"] == 2048

@@ -20,7 +20,7 @@ from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError
 from engine.common.paths import jobs_dir
 from engine.jobs.job import Answerer
-from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, RowCallback
 from engine.remote import spread
 from engine.remote.client import Client, Patience
 from engine.remote.endpoint import Endpoint, save_endpoint
@@ -314,7 +314,7 @@ class Here:
                 raise EngineError(spread_code(), "The model broke.")
             row = self._held.pop()
             threading.Event().wait(0.005)
-            on_row(RowAnswer(row.row, row.messages[-1].content.upper(), "stop", 2, 2))
+            on_row(Answer(row.row, row.messages[-1].content.upper(), "stop", 2, 2))
         return BatchOutcome.FINISHED
 
     def close(self) -> None:

@@ -279,21 +279,21 @@ def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: Cancel
     return _download(key, plan, ended)
 
 
-def run_queue(*, on_progress: OnProgress = lambda _: None, cancelled: CancelCheck = never_cancelled) -> list[Download]:
+def run_queue(*, on_progress: OnProgress = lambda _: None) -> list[Download]:
     """Runs all that wait, in their order and one at a time, also those that are added meanwhile; returns what it ran.
 
     One that fails is left for people, one that another process runs to that process.
     """
     ran: list[Download] = []
     over: dict[str, int] = {}  # key -> the try that ended for good, which a full disk may not have taken
-    while not cancelled():
+    while True:
         waiting = [each.key for each in downloads() if each.state is DownloadState.WAITING]
         key = next((each for each in waiting if over.get(each) != records.read_wanted(each).tries), None)
         if key is None:
             break
         tries = records.read_wanted(key).tries
         try:
-            ran.append(run(key, on_progress=on_progress, cancelled=cancelled))
+            ran.append(run(key, on_progress=on_progress))
         except EngineError as error:
             if error.code is not ErrorCode.BUSY:  # taken by another process just now
                 over[key] = tries

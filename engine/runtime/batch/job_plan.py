@@ -26,7 +26,6 @@ from engine.hardware.machine import HardwareProfile, LinkProfile
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
-from engine.jobs.rows import RowAnswer
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_plan import GIVEN, best_batch, is_overtaken, policy_of, question_of
 from engine.planner.batch_prediction import (
@@ -176,7 +175,7 @@ def plan_asked(
 
 
 def predicted_after(
-    prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[RowAnswer], taken: SampleTime
+    prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[Answer], taken: SampleTime
 ) -> JobPrediction | None:
     """The speed of the whole job, after some of its rows were answered.
 

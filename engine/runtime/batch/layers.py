@@ -216,6 +216,20 @@ class Recording:
         return hidden.index_add(1, self.places.to(hidden.device), self.added[index].to(hidden)[None])
 
 
+@dataclass
+class MicroBatch:
+    """Rows that pass through a layer together.
+
+    Attributes:
+        wanted: positions of the tokens [T] whose logits are needed.
+    """
+
+    pieces: Pieces
+    recording: Recording
+    hidden: torch.Tensor
+    wanted: list[int]
+
+
 class DecoderLayers:
     """The layers of a causal language model.
 
@@ -250,21 +264,18 @@ class DecoderLayers:
         Args:
             given: what the model gets in their place, where pictures are among them.
         """
-        recording = Recording(torch.empty(0), [])
+        recording, last = Recording(torch.empty(0), []), len(self._layers) - 1
 
-        def stub(index: int) -> Callable[..., Any]:
-            def note(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                if index == 0:
-                    recording.hidden = hidden_states
-                recording.calls.append((args, kwargs))
-                if index == len(self._layers) - 1:
-                    raise _Enough
-                return self._returned(index, hidden_states)
-
-            return _standing_in(note)
+        def note(index: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if index == 0:
+                recording.hidden = hidden_states
+            recording.calls.append((args, kwargs))
+            if index == last:
+                raise _Enough
+            return self._returned(index, hidden_states)
 
         try:
-            with replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
+            with self._replaced(note):
                 self._forward(ids, positions, cache, given)
         except _Enough:
             return recording
@@ -288,19 +299,18 @@ class DecoderLayers:
         rows = hidden.shape[1]
         ids = torch.zeros(1, rows, dtype=torch.long, device=hidden.device)
 
-        def stub(index: int) -> Callable[..., Any]:
-            is_last = index == len(self._layers) - 1
+        def hand_on(index: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+            return self._returned(index, hidden if index == len(self._layers) - 1 else hidden_states)
 
-            def hand_on(hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
-                return self._returned(index, hidden if is_last else hidden_states)
-
-            return _standing_in(hand_on)
-
-        with replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
+        with self._replaced(hand_on):
             out = self._forward(ids, torch.zeros_like(ids))
         logits = out.logits[0]
         assert isinstance(logits, torch.Tensor)
         return logits
+
+    def _replaced(self, stub: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Has `stub` called in each layer's place, with its index first."""
+        return replaced((layer, _standing_in(partial(stub, index))) for index, layer in enumerate(self._layers))
 
     def _returned(self, index: int, hidden: torch.Tensor) -> Any:
         """What the model expects of a layer."""

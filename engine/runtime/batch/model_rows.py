@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Answer, RowRequest, failed
 from engine.common.falls import FALLS, passed_over
-from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.jobs.rows import BatchOutcome, Check, RowCallback
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import SequenceError, of_one
@@ -91,7 +91,7 @@ class ModelRows:
                 with of_one():
                     constraint = self._begun(asked)
             except SequenceError as error:
-                on_row(RowAnswer(asked.row, "", "failed", error=error.message))
+                on_row(failed(asked.row, error.message))
                 continue
             self._under_way[asked.row] = asked, constraint
             yield BatchRequest(asked.row, asked.messages, sampling=asked.sampling, constraint=constraint, splits=True)
@@ -103,7 +103,7 @@ class ModelRows:
             self._constrained = self._make_constrained()
         return self._constrained.begin(asked.constraint)
 
-    def _answer(self, answer: GenerationResult) -> RowAnswer:
+    def _answer(self, answer: GenerationResult) -> Answer:
         _, constraint = self._under_way.pop(answer.row)
         error, is_complete = answer.error, False
         try:
@@ -111,13 +111,13 @@ class ModelRows:
                 is_complete = constraint is None or constraint.complete
         except SequenceError as unreadable:
             error = error or unreadable
-        return RowAnswer(
+        return Answer(
             answer.row,
             answer.text,
             answer.finish_reason if error is None else "failed",
             answer.prompt_tokens,
             answer.generated_tokens,
-            answer.reasoning,
             error.message if error is not None else "",
-            is_complete,
+            answer.reasoning,
+            is_complete=is_complete,
         )

@@ -23,11 +23,10 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.jobs.rows import Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
-from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
+from engine.runtime.batch.layers import DecoderLayers, MicroBatch, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
-from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, ScheduleChoice, why_not_packed
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
@@ -42,7 +41,13 @@ from engine.runtime.kv.library_attention import attending_by, configs_of
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, keeps_latents
 from engine.runtime.kv.pages import PageSizes
-from engine.runtime.kv.reuse import exact_tokens, long_rope_boundary
+from engine.runtime.kv.reuse import (
+    exact_tokens,
+    kinds_by_length,
+    long_rope_boundary,
+    restart_angles,
+    together_tokens,
+)
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
@@ -102,20 +107,6 @@ class Work:
         return ids if self.guess is None else [*ids, *self.guess.ids]
 
 
-@dataclass
-class _MicroBatch:
-    """Rows that pass through a layer together.
-
-    Attributes:
-        wanted: positions of the tokens [T] whose logits are needed.
-    """
-
-    pieces: Pieces
-    recording: Recording
-    hidden: torch.Tensor
-    wanted: list[int]
-
-
 class PackedModel:
     """A model whose layers process tokens of many rows as one sequence, or all of them but their mixers.
 
@@ -140,6 +131,8 @@ class PackedModel:
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._may_have_pages = has_pages(loaded) and policy.on_device == (loaded.devices is not None)
         self._configs = configs_of(loaded.model)
+        self._follows_length = "dynamic" in kinds_by_length(loaded.model)
+        self.together_tokens = together_tokens(loaded.model)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
@@ -434,6 +427,8 @@ class PackedModel:
             logits = few()
             self._record(work, since_ns)
             return logits
+        if self._follows_length:
+            restart_angles(self._loaded.model)  # one that was computed alone may have been longer
         sees = any(each.picture is not None for each in work)
         # Pipelines hand hidden states from layer to layer as they are.
         chosen = HYBRID if sees else self._schedule(tokens, len(work), reads)
@@ -502,7 +497,7 @@ class PackedModel:
                     torch.tensor([positions], device=self._loaded.device),
                 )
             )
-        batch = _MicroBatch(own, recording, recording.hidden, list(range(len(ids))))
+        batch = MicroBatch(own, recording, recording.hidden, list(range(len(ids))))
         for index in range(len(self._layers)):
             self._step(index, batch)
         with self._attending(None):
@@ -532,7 +527,7 @@ class PackedModel:
         else:
             RECORDER.swept(since_ns, tokens - read, read)
 
-    def _steps(self, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
+    def _steps(self, micro_batches: list[MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
         """The steps of a sweep; it may be interrupted between them."""
         if self._pipeline is None or schedule is HYBRID:
             for index in range(len(self._layers)):
@@ -551,7 +546,7 @@ class PackedModel:
         with self._attending(None), self._native.linears(both) if self._native is not None else nullcontext():
             next(sweep)
 
-    def _step(self, index: int, batch: _MicroBatch) -> None:
+    def _step(self, index: int, batch: MicroBatch) -> None:
         with self._attending(batch.pieces), self._where_pages_are():
             batch.hidden = batch.recording.after(index, self._run(index, batch))
 
@@ -585,13 +580,6 @@ class PackedModel:
         if (rows := self._placed[1].get(terms.window)) is None:
             rows = self._placed[1][terms.window] = PlacedRows(pieces, terms.window)
         return attention.attend(layer, terms, rows, *states)[None]
-
-    def time_parts(self) -> PartsTimer | None:
-        pipeline = self._pipeline
-        if pipeline is None:
-            return None
-        pipeline.timer = PartsTimer(pipeline.experts.most, pipeline.experts_per_token)
-        return pipeline.timer
 
     def close(self) -> None:
         """Releases the device memory that sweeps use, and what rows left.  Safe to call twice."""
@@ -647,7 +635,7 @@ class PackedModel:
             FALLS.tell("The plan for rows", said)
             raise PlanOutdatedError(ErrorCode.BUSY, said)
 
-    def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
+    def _run(self, index: int, batch: MicroBatch) -> torch.Tensor:
         if self._native is None:
             return self._layers.run(index, batch.hidden, batch.recording)
         return self._native.run(index, batch.hidden, batch.recording, batch.pieces)
@@ -657,10 +645,9 @@ class PackedModel:
         count = -(-sum(lengths) // self._micro_batch_tokens)
         if self._policy.micro_batch_rows and schedule is not HYBRID:
             count = max(count, -(-len(work) // self._policy.micro_batch_rows))
-        parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))
-        return [[work[place] for place in part] for part in parts]
+        return [[work[place] for place in part] for part in balanced(lengths, max(count, 1))]
 
-    def _prepare(self, work: list[Work]) -> _MicroBatch:
+    def _prepare(self, work: list[Work]) -> MicroBatch:
         device = self._loaded.device
         pieces = Pieces([each.row.piece(each.tokens) for each in work])
         own, positions, wanted = list[list[int]](), list[int](), list[int]()
@@ -683,7 +670,7 @@ class PackedModel:
                 )
             if (sight := self._sight_of(work)) is not None:
                 recording.places, recording.added = sight.added(_pictured(work, own))
-        return _MicroBatch(pieces, recording, recording.hidden, wanted)
+        return MicroBatch(pieces, recording, recording.hidden, wanted)
 
     def _sight_of(self, work: list[Work]) -> Sight | None:
         """What has seen pictures among these tokens, if there are any."""
@@ -694,7 +681,7 @@ class PackedModel:
         sight = self._sight_of(work)
         return sight.given(_pictured(work, ids), self._loaded.model) if sight is not None else None
 
-    def _logits(self, work: list[Work], parts: list[list[Work]], micro_batches: list[_MicroBatch]) -> torch.Tensor:
+    def _logits(self, work: list[Work], parts: list[list[Work]], micro_batches: list[MicroBatch]) -> torch.Tensor:
         rows = [batch.hidden[:, batch.wanted] for batch in micro_batches]
         hidden = torch.cat([part.to(rows[0].device) for part in rows], dim=1)
         if not hidden.shape[1]:
@@ -718,68 +705,28 @@ class PackedModel:
                     hidden = self._layers.run(index, hidden, recording)
         self._states.are_met = True
 
-    def _attending(self, pieces: Pieces | None) -> Any:
-        if self.mixers is not None and not self.mixers.attends_over_pages:
-            return torch.inference_mode()
-        self._states.pieces = pieces
-        return _Attending(self._states, self._configs)
+    @contextmanager
+    def _attending(self, pieces: Pieces | None) -> Iterator[None]:
+        """Attention over pages, without gradients, while a part of the model runs."""
+        with torch.inference_mode():
+            if self.mixers is not None and not self.mixers.attends_over_pages:
+                yield
+                return
+            self._states.pieces = pieces
+            with attending_by(self._states, self._configs):
+                yield
 
 
 def _pictured(work: list[Work], ids: list[list[int]]) -> list[PromptPart]:
     return [PromptPart(each.row.layout, each.row.held, own) for each, own in zip(work, ids, strict=True)]
 
 
-class _Attending:
-    """Attention over pages, without gradients, while a part of the model runs."""
-
-    def __init__(self, states: PagedStates, configs: list[Any]) -> None:
-        self._contexts = (attending_by(states, configs), torch.inference_mode())
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
-
-
-def balanced(
-    lengths: Sequence[int],
-    micro_batches: int,
-    *,
-    most_rows: int,
-    growth: int = 0,
-    most_tokens: int | None = None,
-) -> tuple[list[list[int]], list[int]]:
-    """Distributes rows over micro-batches, the longest first, each to the one with the fewest tokens.
-
-    Args:
-        lengths: tokens of each row.
-        micro_batches: n, number of micro-batches.
-        most_rows: ubs, most rows of one micro-batch.
-        growth: gen_len, tokens that will be added to each row.
-        most_tokens: cache_size, most tokens of one micro-batch, growth included; `None` for no limit.
-
-    Returns:
-        The rows of each non-empty micro-batch, in the order of their indices, and the rows left for the next batch.
-    """
-    open_ones: list[tuple[list[int], int]] = [([], 0) for _ in range(micro_batches)]
-    closed: list[list[int]] = []
-    left: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        if not open_ones:
-            left.append(row)
-            continue
-        place = min(range(len(open_ones)), key=lambda place: open_ones[place][1])
-        rows, tokens = open_ones[place]
-        if most_tokens is not None and tokens + lengths[row] + (1 + len(rows)) * growth > most_tokens:
-            left.append(row)
-            continue
-        rows.append(row)
-        open_ones[place] = (rows, tokens + lengths[row])
-        if len(rows) == most_rows:
-            closed.append(rows)
-            del open_ones[place]
-    filled = [*closed, *(rows for rows, _ in open_ones if rows)]
-    return [sorted(rows) for rows in filled], sorted(left)
+def balanced(lengths: Sequence[int], micro_batches: int) -> list[list[int]]:
+    """Rows, by their tokens, in so many micro-batches at most: the longest first, each to the one with the fewest."""
+    parts = [list[int]() for _ in range(micro_batches)]
+    tokens = [0] * micro_batches
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = tokens.index(min(tokens))
+        parts[place].append(row)
+        tokens[place] += lengths[row]
+    return [sorted(part) for part in parts if part]

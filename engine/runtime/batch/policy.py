@@ -17,7 +17,6 @@ from engine.planner.batch_prediction import BATCH_ROWS, SWEEP_TOKENS
 from engine.planner.plan_parts import CHUNKS_TOGETHER, BatchPlan
 from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, SCHEDULES, Schedule
 from engine.runtime.kv.library_attention import window_of_cache_alone
-from engine.runtime.kv.reuse import kinds_by_length
 from engine.runtime.loaded_model import LoadedModel
 
 
@@ -38,9 +37,6 @@ def why_not_packed(model: Any) -> str:
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False) or family_of(config.model_type).takes_turns:
         return f"layers of the {config.model_type} family do not take several at once"
-    kinds = sorted(kinds_by_length(model))
-    if kinds:
-        return f"this model's rotary embedding ({', '.join(kinds)}) depends on the length of each row"
     if window_of_cache_alone(model) < sys.maxsize:
         return "this model applies its sliding window in the cache and not in attention"
     return ""

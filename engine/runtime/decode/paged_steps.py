@@ -28,6 +28,7 @@ from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.state_mixer import StateMixer
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches, may_hold
 from engine.runtime.kv.reuse import exact_tokens, kinds_by_length, restart_angles
@@ -56,7 +57,7 @@ def packs_mixers(loaded: LoadedModel) -> bool:
 def has_pages(loaded: LoadedModel) -> bool:
     """Whether pages may hold what a model's layers keep; nothing is computed to find that out."""
     return not getattr(loaded.model.config, "is_encoder_decoder", False) and (
-        _are_native(loaded) or may_hold(loaded.model)
+        _are_native(loaded) or may_hold(library_cache(loaded.model))
     )
 
 

@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache
 
 from engine.common.footprint import PAGE_TOKENS, window_pages
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.paged_cache import PagedCaches, compresses
+from engine.runtime.kv.layers import StateLayer, library_cache
+from engine.runtime.kv.paged_cache import PagedCaches, compresses, may_hold
 from engine.runtime.kv.pages import PageSizes
 
 
@@ -27,10 +27,12 @@ class KvCost:
     fixed: int = 0
 
 
-def measure_kv(model: Any, device: torch.device) -> KvCost:
-    """What the model's own cache takes for one token of context, and by how much it grows with the second.
+def measure_kv(model: Any, device: torch.device) -> tuple[KvCost, Any]:
+    """What the model's own cache takes for one token of context, and by how much it grows with the second; and that
+    cache, which pages are made like.
 
-    Measured rather than derived, so that latent attention, shared KV and layers without any come out right.
+    Measured rather than derived, so that latent attention, shared KV and layers without any come out right.  A model
+    whose layers come from disk is read for each forward: there is a second one only for layers of unknown kinds.
     """
     token = torch.tensor([[_harmless_token(model)]], device=device)
     inputs: dict[str, Any] = {"input_ids": token, "use_cache": True}
@@ -39,16 +41,18 @@ def measure_kv(model: Any, device: torch.device) -> KvCost:
         inputs = {"encoder_outputs": source, "decoder_input_ids": token, "use_cache": True}
     elif (own := library_cache(model)) is not None:
         inputs["cache"] = own
-    first = model(**inputs)
-    cache = getattr(first, "cache", None)
+    cache = getattr(model(**inputs), "cache", None)
     if cache is None:
-        return KvCost()
+        return KvCost(), None
     if any(map(compresses, getattr(cache, "layers", ()))):
-        return _in_pages(cache)
+        return _in_pages(cache), cache
     kept = cache_bytes(_of_decoder(cache))
-    grown = model(**{**inputs, "cache": cache}).cache
-    per_token = max(0, cache_bytes(_of_decoder(grown)) - kept)
-    return KvCost(per_token, max(0, kept - per_token))
+    if may_hold(cache):
+        of_tokens = [part for each in cache.layers if type(each) is not StateLayer for part in _tensors(vars(each))]
+        per_token = sum(part.nbytes for part in of_tokens if part.dim() > 1)  # others say what a layer's window is
+        return KvCost(per_token, kept - per_token), cache
+    per_token = max(0, cache_bytes(_of_decoder(model(**{**inputs, "cache": cache}).cache)) - kept)
+    return KvCost(per_token, max(0, kept - per_token)), cache
 
 
 def _in_pages(cache: Any) -> KvCost:

@@ -526,9 +526,8 @@ def _discard(layers: Sequence[LayerPages | None], pages: Sequence[int]) -> None:
             paged.discard(pages)
 
 
-def may_hold(model: Any) -> bool:
-    """Whether pages may hold what a model's own cache does: nothing is computed to find that out."""
-    cache: Any = library_cache(model)
+def may_hold(cache: Any) -> bool:
+    """Whether pages may hold what a library's cache does, which need not have read anything."""
     return type(cache) is DynamicCache and all(
         type(each) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
         or (type(each) is StateLayer and each.number_of_states == 1)

@@ -47,6 +47,7 @@ class PageKind(NamedTuple):
         exact: of a longer context what a token gives depends on which others are computed with it: nobody shares it,
             a prompt is read in one go and an answer token by token.
         again: a longer context is computed again from its beginning, as all of its tokens are rotated differently.
+        together: a longer context is computed in steps of its own, as others would be rotated differently beside it.
     """
 
     root: Prefix = NO_PREFIX
@@ -58,6 +59,7 @@ class PageKind(NamedTuple):
     at_once: int = 1
     exact: int = sys.maxsize
     again: int = sys.maxsize
+    together: int = sys.maxsize
 
     def most_windows(self, *, reads: bool = True) -> int:
         """Pages of a window, at most, that a row holds while it reads its prompt, or while it is answered."""

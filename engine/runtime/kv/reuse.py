@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from engine.families import family_of
@@ -90,6 +91,13 @@ def long_rope_boundary(model: Any) -> int | None:
     """
     config = model.config.get_text_config(decoder=True)
     return _long_rope_length(model) if family_of(config.model_type).rotates_again else None
+
+
+def together_tokens(model: Any) -> int:
+    """The longest context that may be computed together with others, whose lengths would change its angles beyond."""
+    if not kinds_by_length(model):
+        return sys.maxsize
+    return min(exact_tokens(model), long_rope_boundary(model) or sys.maxsize)
 
 
 def _long_rope_length(model: Any) -> int | None:

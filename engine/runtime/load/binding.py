@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from engine.common.config import CacheSettings, Misses
 from engine.common.footprint import KV_TOKENS
 from engine.devices.device import Device
-from engine.devices.memory_budget import DeviceMemoryError
+from engine.devices.memory_budget import with_room
 from engine.experts.activations import Activations
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens, choice_for, tried_tokens
@@ -160,11 +161,7 @@ def _connect(held: DeviceExperts) -> None:
         ways = Ways(Between(home, device), Between(device, home))
         held.ways.append(ways)
         for way, target in ((ways.there, number), (ways.back, 0)):
-            try:
-                way.measure()
-            except DeviceMemoryError as refused:  # the caches have taken all that is left
-                held.give_back(target, refused.asked)
-                way.measure()
+            with_room(way.measure, partial(held.give_back, target))  # the caches have taken all that is left
 
 
 def _bind_shared(

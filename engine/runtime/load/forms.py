@@ -227,7 +227,7 @@ def _forwards_in_place(
             if id(entry) not in made:
                 stored = blocks_of(entry)
                 assert stored is not None
-                made[id(entry)] = stored.read(raw_of)
+                made[id(entry)] = reader.blocks_of(stored)
             table = made[id(entry)]
             if isinstance(own, torch.nn.Embedding):
                 yield own, BlockEmbedding(own, table, kernels)
@@ -343,7 +343,7 @@ class MatricesOnCards:
     def matrix(self, name: str, reader: TensorReader) -> Blocks:
         stored = blocks_of(self._found[f"{name}.weight"])
         assert stored is not None
-        return stored.read(reader.bytes_of)
+        return reader.blocks_of(stored)
 
     def bind_embeddings(
         self, model: Any, place_of: Callable[[str], torch.device], reader: TensorReader, besides: Collection[str]
@@ -523,7 +523,10 @@ class Forms:
         for name, entry in own.renamed.items():
             if dtypes.get(name) == torch_dtype(entry) and entry.offset % dtypes[name].itemsize == 0 and entry.nbytes:
                 found[name] = (entry,)
-        found |= {name: entry.stored for name, entry in self.matrices.items()}
+        for name, entry in self.matrices.items():
+            joined = blocks_of(entry)  # in memory of its own, if of several tensors
+            if joined is None or len(joined.sources) == 1:
+                found[name] = entry.stored
         return {name: entries for name, entries in found.items() if name not in self.tables}
 
     def passing_bytes(self, in_ram: dict[str, int], besides: Collection[str] = ()) -> int:

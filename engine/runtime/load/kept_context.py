@@ -18,12 +18,12 @@ from engine.checkpoint.shards import fingerprint
 from engine.common.errors import EngineError
 from engine.common.kept_context import kept_context_dir
 from engine.devices.host_memory import available_ram
-from engine.runtime.kept.files import KeptFiles, Key
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import index_of, may_hold
 from engine.runtime.kv.reuse import exact_tokens, long_rope_boundary
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.files import Key, SpillFiles
+from engine.runtime.prefix_cache.store import PrefixCache
 
 _RAM_SHARE = 8
 """One part in so many of what is free once the model is there, or of what its budget leaves."""
@@ -31,14 +31,14 @@ _RAM_BESIDE_DISK = 128 * 2**20
 """The most where experts are read from disk into all of the RAM that there is."""
 
 
-def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
+def open_kept(loaded: LoadedModel) -> PrefixCache | None:
     if why_not_kept(loaded.model):
         return None
     boundary = long_rope_boundary(loaded.model) or sys.maxsize
-    kept = KeptPrefixes(
+    kept = PrefixCache(
         _root(loaded),
         _ram_bytes(loaded),
-        KeptFiles(kept_context_dir()),
+        SpillFiles(kept_context_dir()),
         min(exact_tokens(loaded.model), boundary),
     )
     kept.note = kept_note(loaded.model)
@@ -48,7 +48,7 @@ def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
 def why_not_kept(model: Any) -> str:
     if getattr(model.config, "is_encoder_decoder", False):
         return "What this model reads is not kept: it reads each prompt in one go."
-    if not may_hold(model):
+    if not may_hold(library_cache(model)):
         return (
             "What this model reads is not kept for other chats: some of its layers hold more than keys, values and "
             "sums of what they have read."

@@ -186,7 +186,7 @@ def build(
         parts.stream.follow(decoder_layers(model))
     left_to = left_to_cpu() if plan.devices else contextlib.nullcontext(list[str]())
     with left_to as left, waits, _first_forward(file):
-        kv = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
+        kv, read = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
     if waits_first:
         if plan.devices:
             parts.devices.expect_kv(kv, file.profile.layers)
@@ -196,7 +196,7 @@ def build(
     verify(model, plan.sites)
     charge_model(model, plan.devices, plan.sites, plan.dense_sizes, parts.devices.experts.tokens)
     note = _joined(note, left_note(left))
-    return _hand_over(plan, tokenizer.result(), parts, captures, kv, prepared, note)
+    return _hand_over(plan, tokenizer.result(), parts, captures, kv, read, prepared, note)
 
 
 def _joined(*sentences: str) -> str:
@@ -227,6 +227,7 @@ def _hand_over(
     parts: LoadingParts,
     captures: Device | None,
     kv: KvCost,
+    read: Any,
     prepared: tuple[Path, ...],
     note: str,
 ) -> LoadedModel:
@@ -306,6 +307,7 @@ def _hand_over(
         prepared=prepared,
         kv_type=kv_type,
         kv_fixed_bytes=kv.fixed,
+        read=read,
         sight=seeing if isinstance(seeing, Sight) else None,
         blind=seeing if isinstance(seeing, Blind) else None,
     )

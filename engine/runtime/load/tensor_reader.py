@@ -90,21 +90,15 @@ class Stored:
     order: torch.Tensor | None = None
     packing: ByRows | None = None
 
-    def read(self, bytes_of: Callable[[TensorEntry], torch.Tensor]) -> Blocks:
-        """The blocks as they lie; those of several tensors are brought together."""
-        found = self.blocks([bytes_of(source) for source in self.sources])
-        return found if len(self.sources) == 1 else Blocks(found.kind, found.in_order)
-
-    def blocks(self, raw: Sequence[torch.Tensor]) -> Blocks:
-        """Those of the bytes of each source."""
+    def blocks(self, raw: torch.Tensor) -> Blocks:
+        """Those in the bytes of all sources, one behind the other."""
         assert self.kind is not None
-        whole = raw[0] if len(raw) == 1 else torch.cat([each.view(-1) for each in raw])
-        return Blocks(self.kind, whole.view(self.rows, -1), self.order)
+        return Blocks(self.kind, raw.view(self.rows, -1), self.order)
 
     def in_memory(self, raw: Sequence[torch.Tensor]) -> Blocks | Codes:
         """The same of the bytes of each source."""
         if self.packing is None:
-            return self.blocks(raw)
+            return self.blocks(raw[0] if len(raw) == 1 else torch.cat(list(raw)))
         arrays = [as_array(entry, each.numpy()) for entry, each in zip(self.sources, raw, strict=True)]
         return self.packing.codes_of(self.sources, arrays, slice(0, self.rows))
 
@@ -128,10 +122,14 @@ def blocks_of(entry: TensorEntry) -> Stored | None:
         if len(stored.shape) > 2:
             return None
         assert isinstance(entry, PackedEntry)
-        order = torch.from_numpy(order_of(entry))
+        order = torch.from_numpy(order_of(entry)) if len(entry.sources) == 1 else None
     kind, rows = GGML[stored.dtype], stored.shape[-2]
     sources = entry.sources if isinstance(entry, PackedEntry) and len(entry.sources) > 1 else (stored,)
     return Stored(rows, stored.nbytes // rows // kind.nbytes * kind.elements, sources, kind, order)
+
+
+def _split(raw: torch.Tensor, sources: Sequence[TensorEntry]) -> Sequence[torch.Tensor]:
+    return torch.split(raw, [source.nbytes for source in sources])
 
 
 class TensorReader:
@@ -266,6 +264,19 @@ class TensorReader:
         self.read_bytes(entry, raw)
         return raw
 
+    def blocks_of(self, stored: Stored) -> Blocks:
+        """A matrix as it lies; what several tensors have of it is brought together."""
+        if len(stored.sources) == 1:
+            return stored.blocks(self.bytes_of(stored.sources[0]))
+        raw = self._pages.empty((sum(source.nbytes for source in stored.sources),), dtype=torch.uint8)
+        for source, own in zip(stored.sources, _split(raw, stored.sources), strict=True):
+            if source.file in self._images:  # which may still arrive
+                self._is_there(source.file, source.offset + source.nbytes)
+                own.copy_(self._view(source))
+            else:
+                self.read_bytes(source, own)
+        return stored.blocks(raw)
+
     def read_bytes(self, entry: TensorEntry, raw: torch.Tensor) -> None:
         self.read_into([(entry, raw)])
         container = self._container
@@ -283,8 +294,8 @@ class TensorReader:
         blocks = blocks_of(entry)
         dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         if blocks is not None and self._kernels is not None:
-            raw = [torch.empty(source.nbytes, dtype=torch.uint8) for source in blocks.sources]
-            self.read_into(zip(blocks.sources, raw, strict=True))
+            raw = torch.empty(sum(source.nbytes for source in blocks.sources), dtype=torch.uint8)
+            self.read_into(zip(blocks.sources, _split(raw, blocks.sources), strict=True))
             matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=dtype)
             unpack_into(blocks.blocks(raw), matrix, self._kernels)
             return matrix.view(entry.shape)

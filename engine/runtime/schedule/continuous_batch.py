@@ -31,10 +31,10 @@ from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import Sequence, SequenceError, of_one, wrong_with_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.left_pages import LeftPages, Partings
 from engine.runtime.schedule.request import AnswerCallback
 from engine.runtime.schedule.row import PagedRow
@@ -104,7 +104,7 @@ class ContinuousBatch:
         most_pages: int | None = None,
         *,
         above: ContinuousBatch | None = None,
-        kept: KeptPrefixes | None = None,
+        kept: PrefixCache | None = None,
         keeps: bool = False,
         exact: bool = False,
     ) -> None:
@@ -131,7 +131,9 @@ class ContinuousBatch:
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
             discards, exact_tokens = (model.discard, model.discard_states, model.discard_windows), model.exact_tokens
-            kind = PageKind(NO_PREFIX, 1, *discards, sizes.window_tokens, model.most_at_once, *exact_tokens)
+            kind = PageKind(
+                NO_PREFIX, 1, *discards, sizes.window_tokens, model.most_at_once, *exact_tokens, model.together_tokens
+            )
             if exact or policy.on_device or isinstance(model.caches, LibraryCaches):
                 longest = PagePool(0, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
@@ -312,9 +314,11 @@ class ContinuousBatch:
                 aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
             expected_s = self._token_s * sum(each.tokens for each in work)
             # Rows of others are piggybacked, unless they would wait too long for their token.
-            takes_others = self.model.are_packed and 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S
+            takes_others = (
+                self.model.are_packed and not work[0].is_exact and 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S
+            )
             if takes_others and not self._has_dropped_piggybacked:
-                work += [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked()]
+                work += [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked() if row.takes_company]
             self._work, self._has_dropped_piggybacked = work, False
             self._record(work)
             self._sweep, self._places = self.model.sweep(self._work), self.model.places_of_states
@@ -604,22 +608,24 @@ class ContinuousBatch:
         return next(self._round, [])
 
     def _sweeps(self, exact: PagedSteps, rows: list[PagedRow]) -> Iterator[list[Work]]:
-        """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
-        and answers that are too many for exact steps, in one that they share; then exact steps of the rest."""
+        """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own, as is any that
+        takes no company; other prompts, and answers that are too many for exact steps, in one that they share; then
+        exact steps of the rest."""
         waiting = self._waiting(rows)
         reading = [row for row in rows if row.is_reading and row not in waiting and self._finds_more(row)]
         writing = [row for row in rows if not row.is_reading]
         most, are_packed = exact.most_rows, self.model.are_packed
+        able = {row for row in rows if are_packed and row.takes_company}
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
-        for row in reading if not are_packed else [only] if only is not None else []:
-            if self._goes_on_now(row):
+        for row in reading:
+            if (row is only or row not in able) and self._goes_on_now(row):
                 most_read = exact.at_once(len(row.prompt) - row.held, row.undivided)
                 if tokens := self._up_to(row, most_read):
                     yield [Work(row, tokens, is_exact=True)]
-        shared = [row for row in reading if are_packed and row is not only and not row.request.repeats]
+        shared = [row for row in reading if row in able and row is not only and not row.request.repeats]
         if are_packed and (shared or len(writing) > most):
-            shared += [row for row in writing if not (row.request.repeats or row.beams)]
-            writing = [row for row in writing if row.request.repeats or row.beams]
+            shared += [row for row in writing if row in able and not (row.request.repeats or row.beams)]
+            writing = [row for row in writing if row not in shared]
         if work := self._packed([row for row in shared if row in self.rows]):
             yield work
         while writing := [row for row in writing if self._goes_on_now(row)]:

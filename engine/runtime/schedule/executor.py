@@ -13,12 +13,12 @@ from engine.common.errors import RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, never
 from engine.planner.schedules import HYBRID
 from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.decode.paged_steps import attends_there, has_pages
-from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.library_caches import LibraryCaches
+from engine.runtime.kv.reuse import kinds_by_length
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
@@ -35,14 +35,23 @@ def lane_for(loaded: LoadedModel, policy: BatchPolicy, above: ContinuousBatch | 
     if loaded.devices is not None and above is not None and not (policy.on_device and above.model.room is not None):
         above = None  # what they hold lies elsewhere
     model = above.model if above is not None and is_alike else PackedModel(loaded, policy)
-    if not model.packs():
-        apart, policy = model.apart, replace(policy, rows=1)
+    most = model.together_tokens if model.packs() else 0
+    if most < loaded.context_tokens:
+        kinds = ", ".join(sorted(kinds_by_length(loaded.model)))
+        why = model.apart or f"this model's rotary embedding ({kinds}) depends on the length of each row"
+        if most and (above is None or above.model is model):
+            lane = ContinuousBatch(model, policy, above=above, kept=loaded.kept, exact=True)
+            lane.note = f"Rows that get longer than {most:,} tokens are answered one by one: {why}."
+            if lane.exact is not None:
+                return lane
+            lane.free()
+        policy = replace(policy, rows=1)
         if above is not None and above.exact is not None:
             lane = ContinuousBatch(above.model, policy, above=above, exact=True)
         else:
             policy = on_device(loaded, policy)
             lane = ContinuousBatch(PackedModel(loaded, policy, opens=False), policy, exact=True)
-        lane.note = f"Rows are answered one by one: {apart}."
+        lane.note = f"Rows are answered one by one: {why}."
         return lane
     if above is not None and model is not above.model and isinstance(model.caches, LibraryCaches):
         above = None  # whose pages hold other states
@@ -58,7 +67,7 @@ AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
 
-def batch_for(loaded: LoadedModel, kept: KeptPrefixes | None) -> ContinuousBatch:
+def batch_for(loaded: LoadedModel, kept: PrefixCache | None) -> ContinuousBatch:
     """Where requests are answered."""
     policy = on_device(loaded, replace(policy_for(loaded), ahead=AHEAD_TOKENS))
     for opens in (True, False):
@@ -122,10 +131,6 @@ class BatchExecutor:
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep through the weights now, and the tokens generated for them."""
         return self._batch.own.under_way if self._batch is not None else (0, 0)
-
-    def time_parts(self) -> PartsTimer | None:
-        """From now on sweeps run without overlap and their parts are timed; None if they follow no schedule."""
-        return self._batch.model.time_parts() if self._batch is not None else None
 
     def forget_prefixes(self) -> None:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""

@@ -13,12 +13,10 @@ import torch
 
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
-from engine.runtime.kept.copying import from_pages
-from engine.runtime.kept.prefixes import KeptPrefixes, WindowBlocks
-from engine.runtime.kept.state import PagedState
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix
+from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, PagedState, from_pages
+from engine.runtime.prefix_cache.store import PrefixCache, WindowBlocks
 from engine.runtime.schedule.row import PagedRow
 
 
@@ -40,7 +38,7 @@ class LeftPages:
         on_device: whether pages are in a card's memory, which experts want.
     """
 
-    def __init__(self, pool: PagePool, kind: PageKind, kept: KeptPrefixes | None, *, on_device: bool) -> None:
+    def __init__(self, pool: PagePool, kind: PageKind, kept: PrefixCache | None, *, on_device: bool) -> None:
         self._pool, self._kind, self._kept, self._on_device = pool, kind, kept, on_device
         self._offers: list[_Offer] = []
         self._left_by: dict[str, list[Prefix]] = {}
@@ -71,8 +69,8 @@ class LeftPages:
             self._pool.give_back(too_many)
         self._pool.fit(if_many=True)
 
-    def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
-        layout, windows = BlockLayout.of_pages(caches.in_full), self._hold_windows(row)
+    def _offer(self, kept: PrefixCache, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
+        layout, windows = BlockLayout.of(caches.in_full), self._hold_windows(row)
         states = [(tokens, state) for tokens, state in row.states if self._pool.hold_state(state)]
         offer = _Offer(pages, [state for _tokens, state in states], [*windows.values()])
         self._offers.append(offer)
@@ -127,7 +125,7 @@ class LeftPages:
 def _blocks_of_windows(caches: PagedCaches, windows: dict[int, int], tokens: int) -> WindowBlocks | None:
     if not caches.slides:
         return None
-    layout, each = BlockLayout.of_pages(caches.in_windows), BLOCK_TOKENS // PAGE_TOKENS
+    layout, each = BlockLayout.of(caches.in_windows), BLOCK_TOKENS // PAGE_TOKENS
     whole = range(tokens // BLOCK_TOKENS)
     there = [index for index in whole if all(index * each + number in windows for number in range(each))]
     return WindowBlocks(layout, from_pages(caches.in_windows, windows, layout), there)

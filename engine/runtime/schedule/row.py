@@ -18,11 +18,10 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence
 from engine.runtime.decode.speculation import Speculation
-from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
-from engine.runtime.kept.copying import into_pages, page_from_block, state_into_pages
-from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
+from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, block_into_pages, into_pages, state_into_pages
+from engine.runtime.prefix_cache.store import Found, PrefixCache, Reused
 
 if TYPE_CHECKING:
     from engine.runtime.decode.head_drafter import HeadDrafter
@@ -134,6 +133,12 @@ class PagedRow:
         return len(self.prompt) <= self._kind.exact
 
     @property
+    def takes_company(self) -> bool:
+        """Whether its next tokens may be computed together with those of others."""
+        end = len(self.prompt) if self.is_reading else self.held + self.width
+        return end <= self._kind.together
+
+    @property
     def is_to_begin_again(self) -> bool:
         """Whether its answer reaches the length from which on all tokens are rotated otherwise."""
         return not self.is_reading and not self._is_long and self.held >= self._kind.again
@@ -172,7 +177,7 @@ class PagedRow:
         self._has_copied, self.left = False, []
         self._begin()
 
-    def find_state(self, caches: PagedCaches | LibraryCaches, kept: KeptPrefixes | None) -> None:
+    def find_state(self, caches: PagedCaches | LibraryCaches, kept: PrefixCache | None) -> None:
         """Takes pages of states before it reads anything; goes on from what others have read of its prompt.
 
         Args:
@@ -205,10 +210,10 @@ class PagedRow:
             self._bring_state(kept, caches)
         self._found = self.held
 
-    def _bring_state(self, kept: KeptPrefixes, caches: PagedCaches) -> None:
+    def _bring_state(self, kept: PrefixCache, caches: PagedCaches) -> None:
         begun_s, before = clock.now(), len(self.prompt)
         while True:
-            found = kept.find_state(self.prompt, self.held, has_rows=True, chat=self.request.chat)
+            found = kept.find_state(self.prompt, self.held, self.request.chat)
             if found is None or found.tokens >= before:  # what is damaged is removed: there may be something shorter
                 return
             before, new = found.tokens, found.tokens - self.held
@@ -377,14 +382,14 @@ class PagedRow:
         self.held += tokens
         self.shared += max(0, min(self.held, self._prompt_tokens) - before)
 
-    def bring_kept(self, kept: KeptPrefixes, caches: PagedCaches) -> None:
+    def bring_kept(self, kept: PrefixCache, caches: PagedCaches) -> None:
         """Takes over what is kept of its prompt, if that is more than it holds; it is looked for once."""
         if self._was_looked_for or self.held % PAGE_TOKENS:
             return
         self._was_looked_for = True
         begun_s, window = clock.now(), self._kind.window
         found = kept.find(self.prompt, self.held, self.request.chat, window)
-        if found is None or found.layout != BlockLayout.of_pages(caches.in_full):
+        if found is None or found.layout != BlockLayout.of(caches.in_full):
             return
         while len(self._pages) < pages_for(found.tokens):
             self._add(self._pool.take(self._kind))
@@ -401,7 +406,7 @@ class PagedRow:
     def _bring_windows(self, found: Found, caches: PagedCaches) -> bool:
         """What the token behind all that was found sees of a window; whether that is sound."""
         first, windows = self._kind.first_window(found.tokens), found.windows
-        if windows is None or windows.layout != BlockLayout.of_pages(caches.in_windows):
+        if windows is None or windows.layout != BlockLayout.of(caches.in_windows):
             return False
         begun = max(first * PAGE_TOKENS, self.held) // BLOCK_TOKENS
         blocks: dict[int, torch.Tensor] = {}
@@ -412,7 +417,7 @@ class PagedRow:
             page = self._windows.get(place, -1)  # a step that was given up may have taken it
             page = self._add_window(place, self._pool.take_window(self._kind)) if page < 0 else page
             block, number = divmod(place, BLOCK_TOKENS // PAGE_TOKENS)
-            page_from_block(blocks[block], number, windows.layout, caches.in_windows, page)
+            block_into_pages(blocks[block], windows.layout, caches.in_windows, [*[-1] * number, page])
         return True
 
     def windows_to_keep(self) -> tuple[dict[int, int], dict[int, int]]:

@@ -2,6 +2,10 @@
 
 A share of the pages may stay on the device (MoE-Lightning's r_c): every so-manieth one, so that whichever rows are in
 progress, that share of each of them need not cross the link.
+
+Of several cards each has some heads of keys and values, and the queries that belong to them.  Keys and values cross
+the links of all at once.  Queries and new keys and values are the first card's, which sends each card its part and puts
+what comes back side by side (tensor parallelism, as MoE-Lightning does it).
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,12 +22,16 @@ from engine.common.costs import Cost, CostModel
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over
 from engine.devices.device import Device, Direction, Event, upload
-from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, with_room
+from engine.experts.activations import Buffer
+from engine.experts.shared import Ways, joined
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, KvShape, PagedLayer, Pieces
+from engine.planner.placement import expert_ranges
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows, work_of
 from engine.runtime.kv.paged_cache import parts_of_pages
+from engine.runtime.load.devices import DeviceExperts
 from engine.telemetry import lanes
 
 _PLACES = 2
@@ -70,7 +79,7 @@ class _Room:
         self.pages: PagedLayer | None = None
         self._memory: torch.Tensor | None = None
         self._outgoing: list[torch.Tensor] = []
-        self._landing: torch.Tensor | None = None
+        self._landing = Buffer(device.host_memory.allocate, device.host_memory.release)
 
     def make(self, staying: int, staged: int) -> None:
         """Makes room for so many pages; what was there is gone.
@@ -117,21 +126,18 @@ class _Room:
     def landing(self, tokens: int) -> list[torch.Tensor]:
         """Memory in RAM for keys and values of so many tokens; one thread may use it at a time."""
         pages = -(-tokens // PAGE_TOKENS)
-        needed = pages * sum(part[:1].nbytes for part in parts_of_pages(self._like))
-        if self._landing is None or self._landing.nbytes < needed:
-            if self._landing is not None:
-                self._device.host_memory.release(self._landing)
-            self._landing = self._device.host_memory.allocate(needed)
+        landing = self._landing.get(pages * sum(part[:1].nbytes for part in parts_of_pages(self._like)))
         shapes = [(tokens, part.shape[1], *part.shape[3:]) for part in parts_of_pages(self._like)]
-        return _views(self._landing, shapes, [part.dtype for part in parts_of_pages(self._like)])
+        return _views(landing, shapes, [part.dtype for part in parts_of_pages(self._like)])
 
     def release(self) -> None:
         """Frees everything, once nothing is in flight."""
         if self._memory is not None:
             self._device.memory.release(self._memory)
-        for buffer in (*self._outgoing, *([self._landing] if self._landing is not None else [])):
+        for buffer in self._outgoing:
             self._device.host_memory.release(buffer)
-        self.pages = self._memory = self._landing = None
+        self._landing.free()
+        self.pages = self._memory = None
         self._outgoing, self.staying, self.staged = [], 0, 0
 
 
@@ -383,6 +389,153 @@ class DeviceAttention:
         future = thread.submit(run)
         self._under_way.append(future)
         return future
+
+
+GiveBack = Callable[[int, int], int]
+"""Takes so many bytes of the card of this number from its experts; how many it got."""
+
+
+@dataclass(frozen=True)
+class SharedCache:
+    """Keys and values of a micro-batch on their way to all cards that have heads of this layer."""
+
+    parts: tuple[CacheAhead, ...]
+    heads: tuple[range, ...]
+
+
+class SharedAttention:
+    """See `DeviceAttention`; over all cards, of which there may be one.
+
+    Args:
+        held: the cards, and the ways between them.
+        costs: of each card, that are told how long it took.
+    """
+
+    def __init__(self, held: DeviceExperts, give_back: GiveBack, costs: Sequence[CostModel]) -> None:
+        self._cards = [
+            DeviceAttention(device, held.kernels, each) for device, each in zip(held.devices, costs, strict=True)
+        ]
+        self._devices, self._ways, self._give_back = held.devices, held.ways, give_back
+        self._parts: dict[int, tuple[PagedLayer, list[PagedLayer]]] = {}
+        self._terms: dict[tuple[int, int], tuple[AttentionTerms, AttentionTerms]] = {}
+
+    @property
+    def staying(self) -> StayingPages:
+        """See `DeviceAttention`: of each page, each card has its own heads, until it has to give them up."""
+        return max((card.staying for card in self._cards), key=lambda staying: staying.count)
+
+    def keep(self, layers: Sequence[PagedLayer], staying: StayingPages, staged: int) -> None:
+        """See `DeviceAttention.keep`; where one card has no room, none keeps any."""
+        own: list[list[PagedLayer]] = [[] for _ in self._cards]
+        for layer in layers:
+            for parts, part in zip(own, self._parts_of(layer), strict=False):
+                parts.append(part)
+        try:
+            for number, parts in enumerate(own):
+                if parts:  # else there are fewer heads than cards
+                    keep = partial(self._cards[number].keep, parts, staying, staged)
+                    with_room(keep, partial(self._give_back, number))
+        except DeviceMemoryError:
+            for card in self._cards:
+                card.forget()
+            raise
+
+    def leave(self) -> None:
+        for card in self._cards:
+            card.leave()
+        self._parts.clear()
+
+    def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> SharedCache:
+        parts = [
+            with_room(partial(card.fetch, part, terms, pieces, index), partial(self._give_back, number))
+            for number, (card, part) in enumerate(zip(self._cards, self._parts_of(layer), strict=False))
+        ]
+        return SharedCache(tuple(parts), heads_of(layer.shape.kv_heads, len(self._cards)))
+
+    def attend(self, call: AttentionCall, ahead: SharedCache, terms: AttentionTerms, index: int) -> torch.Tensor:
+        group = call.queries.shape[1] // call.keys.shape[1]
+        if len(ahead.parts) == 1:
+            return self._cards[0].attend(call, ahead.parts[0], terms, index)
+        came, places = list[tuple[Ways, torch.Tensor, Event]](), list[range]()
+        for number, own in enumerate(ahead.heads[1:], 1):
+            ways, compute = self._ways[number - 1], self._devices[number].compute_stream
+            mine = _part(call, own, group)
+            states = (mine.queries, mine.keys, mine.values)
+            there, arrived = ways.there.carry(torch.cat([each.reshape(-1) for each in states]))
+            if self._devices[number].compute_follows_caller:
+                compute.wait(arrived)
+            else:  # what the caller does with them is done at once
+                arrived.wait()
+            sent = torch.split(there, [each.numel() for each in states])
+            landed = (part.view(each.shape) for part, each in zip(sent, states, strict=True))
+            given = AttentionCall(call.module, *landed)
+            attended = self._cards[number].attend(given, ahead.parts[number], self._terms_of(terms, own, group), index)
+            ways.there.read_until(compute.record())
+            came.append((ways, *ways.back.carry(attended.contiguous())))
+            places.append(_queries(own, group))
+        own = ahead.heads[0]
+        first = self._cards[0].attend(_part(call, own, group), ahead.parts[0], self._terms_of(terms, own, group), index)
+        result = first.new_empty(1, first.shape[1], call.queries.shape[1], first.shape[3])
+
+        def work() -> None:
+            result[:, :, own.start * group : own.stop * group] = first
+            for place, (_, landed, _) in zip(places, came, strict=True):
+                result[:, :, place.start : place.stop] = landed
+
+        joined(self._devices[0], came, work)
+        return result
+
+    def settle(self) -> None:
+        for card in self._cards:
+            card.settle()
+
+    def finish(self) -> None:
+        for card in self._cards:
+            card.finish()
+
+    def close(self) -> None:
+        for card in self._cards:
+            card.close()
+        self._parts.clear()
+
+    def _parts_of(self, layer: PagedLayer) -> list[PagedLayer]:
+        """What each card has of a layer, the same object each time."""
+        known = self._parts.get(id(layer))
+        if known is None or known[0] is not layer:
+            heads = heads_of(layer.shape.kv_heads, len(self._cards))
+            parts = [layer.of_heads(own) for own in heads] if len(heads) > 1 else [layer]
+            self._parts[id(layer)] = known = layer, parts
+        return known[1]
+
+    def _terms_of(self, terms: AttentionTerms, own: range, group: int) -> AttentionTerms:
+        """Of a card's own heads, the same object each time."""
+        if terms.sinks is None:
+            return terms
+        known = self._terms.get((id(terms), own.start))
+        if known is None or known[0] is not terms:
+            place = _queries(own, group)
+            its = replace(terms, sinks=terms.sinks[place.start : place.stop])
+            self._terms[id(terms), own.start] = known = terms, its
+        return known[1]
+
+
+def heads_of(kv_heads: int, cards: int) -> tuple[range, ...]:
+    """Heads of keys and values of each card that has any; the others have none."""
+    return expert_ranges(kv_heads, [1] * min(kv_heads, cards))
+
+
+def _queries(own: range, group: int) -> range:
+    return range(own.start * group, own.stop * group)
+
+
+def _part(call: AttentionCall, own: range, group: int) -> AttentionCall:
+    place = _queries(own, group)
+    return AttentionCall(
+        call.module,
+        call.queries[:, place.start : place.stop],
+        call.keys[:, own.start : own.stop],
+        call.values[:, own.start : own.stop],
+    )
 
 
 def _seen(pieces: Pieces, terms: AttentionTerms, staying: StayingPages) -> _Seen:

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from engine.common.costs import Cost, CostModel
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.devices.device import CopyRecord, Direction, Event
-from engine.devices.memory_budget import DeviceMemoryError
+from engine.devices.memory_budget import DeviceMemoryError, with_room
 from engine.experts.dispatch import BANK_LAYER, compute_experts
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import PartialSums, Routing
 from engine.experts.misses import MIXED
 from engine.experts.prediction.predictors import BatchCorrelation
-from engine.experts.shared import Part, SharedExperts, Ways, parts_of
+from engine.experts.shared import Part, SharedExperts, Ways, joined, parts_of
 from engine.experts.vram_cache import Lookup
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.kernels.interface import ExpertKernel
@@ -220,18 +221,6 @@ class LayerExperts:
             self._residents.fill()
             self._awaits_residents = False
 
-    def load(self, index: int) -> bool:
-        """Transfers a layer's experts and waits for them; returns whether any was missing."""
-        own = self._first_of[index]
-        if own is None:
-            return False
-        half = self._buffers.begin(own)
-        before = len(half.copied)
-        self._bring_all(own)
-        for arrived in half.copied.values():
-            arrived.wait()
-        return len(half.copied) > before
-
     def bring_page(self, index: int, page: int, pages: int) -> None:
         """Starts the transfer of one of `pages` pages of the experts of the layer after this one."""
         self.bring_layer(index)
@@ -306,12 +295,6 @@ class LayerExperts:
             end.wait()
         return list(torch.split(sums.result, [len(call.hidden) for call in calls]))
 
-    def compute_in_ram(self, call: ExpertsCall) -> torch.Tensor:
-        site = self.sites.get(id(call.module))
-        if site is None:
-            return compute_experts(call.module, call.hidden, call.index, call.weights)
-        return site.experts.with_misses_on_cpu(call.hidden, call.index, call.weights)
-
     def _note_distinct(self, routing: Routing, experts: int) -> None:
         """How far routing is from even, where not nearly all experts are used anyway."""
         tokens = len(routing.index)
@@ -372,13 +355,8 @@ class LayerExperts:
             FALLS.is_over(what)
 
     def _rows(self, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        shape = (weights.numel(), hidden.shape[1])
-        try:
-            return self._held.activations[self._card].rows(shape, hidden.dtype)
-        except DeviceMemoryError as refused:
-            if not self.give_back(refused.asked):
-                raise
-        return self._held.activations[self._card].rows(shape, hidden.dtype)
+        shape, rows = (weights.numel(), hidden.shape[1]), self._held.activations[self._card].rows
+        return with_room(lambda: rows(shape, hidden.dtype), self.give_back)
 
     def _routings(self, calls: Sequence[ExpertsCall]) -> list[tuple[int, Routing]]:
         """(number of the site, which tokens use which expert) of calls of one layer; empty without calls."""
@@ -432,7 +410,7 @@ class _Card:
 
 
 class SharedLayerExperts:
-    """See `LayerExperts`; of all cards together.
+    """See `LayerExperts`; of all cards together, of which there may be one.
 
     Raises:
         LookupError: the layers' experts are not shared by all devices.
@@ -443,36 +421,32 @@ class SharedLayerExperts:
         self, held: DeviceExperts, layers: DecoderLayers, per_token: int, resident: float | None = None
     ) -> None:
         with ExitStack() as opened:
-            self._cards: list[_Card] = []
+            self.cards: list[_Card] = []
             for number, ways in enumerate([None, *held.ways]):
                 experts = LayerExperts(held, layers, per_token, resident, number)
                 opened.callback(experts.close)
-                self._cards.append(_Card(experts, ways))
-            if len(self._cards) != len(held.devices):
+                self.cards.append(_Card(experts, ways))
+            if len(self.cards) != len(held.devices):
                 raise LookupError("its experts are not shared by all cards")
             opened.pop_all()
-        self.most = sum(card.experts.most for card in self._cards)
+        self.most = sum(card.experts.most for card in self.cards)
 
     @property
     def costs(self) -> list[CostModel]:
         """See `LayerExperts.costs`: of each card."""
-        return [card.experts.costs for card in self._cards]
+        return [card.experts.costs for card in self.cards]
 
     @property
     def whole(self) -> bool:
-        return self._cards[0].experts.whole
+        return self.cards[0].experts.whole
 
     @whole.setter
     def whole(self, is_whole: bool) -> None:
-        for card in self._cards:
+        for card in self.cards:
             card.experts.whole = is_whole
 
     def begin(self) -> None:
         self._all(lambda each: each.begin())
-
-    def load(self, index: int) -> bool:
-        self._all(lambda each: each.bring_layer(index))
-        return any(self._all(lambda each: each.load(index)))
 
     def bring_page(self, index: int, page: int, pages: int) -> None:
         self._all(lambda each: each.bring_page(index, page, pages))
@@ -484,15 +458,19 @@ class SharedLayerExperts:
         self._all(lambda each: each.bring_hot(index, of_next=of_next))
 
     def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
-        for number, card in enumerate(self._cards):
+        for number, card in enumerate(self.cards):
             card.experts.bring_wanted([self._of(number, call) for call in calls])
 
     def compute(self, call: ExpertsCall) -> torch.Tensor:
+        if len(self.cards) == 1:
+            return self.cards[0].experts.compute(call)
         if not call.index.numel() or self._part(0, call.module) is None:
             return compute_experts(call.module, call.hidden, call.index, call.weights)
         return self._added(call.hidden, lambda card, hidden: card.compute(self._there(card, call, hidden)))
 
     def compute_together(self, calls: Sequence[ExpertsCall]) -> list[torch.Tensor]:
+        if len(self.cards) == 1:
+            return self.cards[0].experts.compute_together(calls)
         sizes = [len(call.hidden) for call in calls]
 
         def computed(card: LayerExperts, hidden: torch.Tensor) -> torch.Tensor:
@@ -503,10 +481,10 @@ class SharedLayerExperts:
         return list(torch.split(self._added(torch.cat([call.hidden for call in calls]), computed), sizes))
 
     def compute_in_ram(self, call: ExpertsCall) -> torch.Tensor:
-        shared = call.module.__dict__.get(BANK_LAYER, (None, None))[1]
-        if not isinstance(shared, SharedExperts):
+        experts = call.module.__dict__.get(BANK_LAYER, (None, None))[1]
+        if not isinstance(experts, SharedExperts | HybridExperts):
             return compute_experts(call.module, call.hidden, call.index, call.weights)
-        return shared.with_misses_on_cpu(call.hidden, call.index, call.weights)
+        return experts.with_misses_on_cpu(call.hidden, call.index, call.weights)
 
     def leave(self, index: int) -> None:
         self._all(lambda each: each.leave(index))
@@ -517,10 +495,10 @@ class SharedLayerExperts:
 
     def give_back_of(self, number: int, nbytes: int) -> int:
         """The same of the card of this number."""
-        return self._cards[number].experts.give_back(nbytes)
+        return self.cards[number].experts.give_back(nbytes)
 
     def forget(self) -> None:
-        for card in self._cards:
+        for card in self.cards:
             card.experts.forget()
             if card.ways is not None:
                 card.ways.forget()
@@ -529,7 +507,7 @@ class SharedLayerExperts:
         self._all(lambda each: each.close())
 
     def _all(self, do: Callable[[LayerExperts], Any]) -> list[Any]:
-        return [do(card.experts) for card in self._cards]
+        return [do(card.experts) for card in self.cards]
 
     def _part(self, number: int, module: Any) -> Part | None:
         shared = module.__dict__.get(BANK_LAYER, (None, None))[1]
@@ -541,12 +519,12 @@ class SharedLayerExperts:
         if part is None:
             return call
         mine = call.index - part.own.start
-        none_of_its = self._cards[number].experts.most
+        none_of_its = self.cards[number].experts.most
         return replace(call, index=mine.masked_fill((mine < 0) | (mine >= len(part.own)), none_of_its))
 
     def _there(self, card: LayerExperts, call: ExpertsCall, hidden: torch.Tensor) -> ExpertsCall:
         """The call on a card, whose rows are there."""
-        number = next(number for number, each in enumerate(self._cards) if each.experts is card)
+        number = next(number for number, each in enumerate(self.cards) if each.experts is card)
         mine, place = self._of(number, call), card.device.torch_device
         index, weights = (tensor.to(place, non_blocking=True) for tensor in (mine.index, call.weights))
         return ExpertsCall(call.module, hidden, index, weights)
@@ -555,22 +533,19 @@ class SharedLayerExperts:
         self, hidden: torch.Tensor, compute: Callable[[LayerExperts, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """What each card computes of these rows, added up on the first."""
-        home, came = self._cards[0].experts, list[tuple[Ways, torch.Tensor, Event]]()
+        home, came = self.cards[0].experts, list[tuple[Ways, torch.Tensor, Event]]()
         hidden = hidden.contiguous()
-        for card in self._cards[1:]:
+        for card in self.cards[1:]:
             assert card.ways is not None
-            there, arrived = self._carried(card.ways.there.carry, hidden, card.experts)
+            there, arrived = with_room(partial(card.ways.there.carry, hidden), card.experts.give_back)
             if card.experts.device.compute_follows_caller:
                 card.experts.device.compute_stream.wait(arrived)
             else:  # what the caller does with the rows is done at once
                 arrived.wait()
             result = compute(card.experts, there)
             card.ways.there.read_until(card.experts.device.compute_stream.record())
-            came.append((card.ways, *self._carried(card.ways.back.carry, result, home)))
+            came.append((card.ways, *with_room(partial(card.ways.back.carry, result), home.give_back)))
         total = compute(home, hidden)
-        stream = home.device.compute_stream
-        for _, _, arrived in came:
-            stream.wait(arrived)
 
         def work() -> None:
             summed = total.float()
@@ -578,20 +553,5 @@ class SharedLayerExperts:
                 summed.add_(landed)
             total.copy_(summed)
 
-        end = stream.submit(work)
-        for ways, _, _ in came:
-            ways.back.read_until(end)
-        if not home.device.compute_follows_caller:
-            end.wait()
+        joined(home.device, came, work)
         return total
-
-    @staticmethod
-    def _carried(
-        carry: Callable[[torch.Tensor], tuple[torch.Tensor, Event]], tensor: torch.Tensor, there: LayerExperts
-    ) -> tuple[torch.Tensor, Event]:
-        try:
-            return carry(tensor)
-        except DeviceMemoryError as refused:
-            if not there.give_back(refused.asked):
-                raise
-        return carry(tensor)

@@ -26,9 +26,8 @@ import torch
 
 from engine.common.files import is_full
 from engine.devices.host_memory import available_ram
-from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, block_keys
-from engine.runtime.kept.files import KeptFiles, Key, Writing
-from engine.runtime.kept.state import PagedState, StateLayout, state_keys
+from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, CopyBlock, PagedState, block_keys, state_keys
+from engine.runtime.prefix_cache.files import Key, SpillFiles, Writing
 
 _READERS = max(1, min(4, os.cpu_count() or 1))
 _NICE = 10
@@ -36,10 +35,6 @@ _SPARE_SHARE = 20
 """One part in so many of the machine's RAM is left to other programs."""
 _LOOK_AGAIN_S = 0.5
 _log = logging.getLogger(__name__)
-
-CopyBlock = Callable[[int, torch.Tensor], None]
-"""Copies the block with this index into these bytes."""
-_Layout = BlockLayout | StateLayout
 
 
 class Reused(NamedTuple):
@@ -60,18 +55,18 @@ class _Block:
     """In RAM.  `wanted_by`: chats on whose part of the disk it is not yet, and can be."""
 
     index: int
-    layout: _Layout
+    layout: BlockLayout
     data: torch.Tensor
     wanted_by: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Of a source: a block, the one with this index, or what layers held behind the blocks before it."""
+    """Of a source: the block with this index, or a state behind the blocks before it."""
 
     key: Key
     index: int
-    layout: _Layout
+    layout: BlockLayout
     copy: Callable[[torch.Tensor], None]
 
 
@@ -85,8 +80,6 @@ class _Source:
 
     pieces: list[_Piece]
     chat: str
-    is_whole: bool = True
-    """Whether any beginning of it is of use."""
     next: int = 0
     """The first piece that may not be kept yet."""
     is_refused: bool = False
@@ -117,9 +110,9 @@ class Found:
     keys: list[Key]
     layout: BlockLayout
     chat: str
-    _store: KeptPrefixes
+    _store: PrefixCache
     reused: Reused = field(default_factory=Reused)
-    state: tuple[Key, StateLayout] | None = None
+    state: tuple[Key, BlockLayout] | None = None
     windows: Found | None = None
 
     @property
@@ -127,8 +120,8 @@ class Found:
         """How long it is, as far as it turns out to be sound."""
         return self.state[1].tokens if self.state is not None else len(self.keys) * BLOCK_TOKENS
 
-    def bring_state(self, take: Callable[[StateLayout, torch.Tensor], None]) -> bool:
-        """After the blocks: gives `take` what layers held behind all of it; false if its file is damaged."""
+    def bring_state(self, take: Callable[[torch.Tensor], None]) -> bool:
+        """After the blocks: gives `take` the state behind all of it; false if its file is damaged."""
         return self._store._bring_state(self, take)
 
     def bring(self, first: int, take: CopyBlock) -> int:
@@ -140,7 +133,7 @@ class Found:
         return self._store._bring(self, first, take)
 
 
-class KeptPrefixes:
+class PrefixCache:
     """What is kept for one loaded model.
 
     Args:
@@ -151,7 +144,7 @@ class KeptPrefixes:
     """
 
     def __init__(
-        self, root: Key, ram_bytes: int, files: KeptFiles | None = None, most_tokens: int = sys.maxsize
+        self, root: Key, ram_bytes: int, files: SpillFiles | None = None, most_tokens: int = sys.maxsize
     ) -> None:
         self.root, self._files, self._folders, self._most_tokens = root, files, files, most_tokens
         if files is not None:
@@ -164,7 +157,7 @@ class KeptPrefixes:
         self._ram = 0
         self._sources: dict[object, _Source] = {}
         """By who holds what is offered."""
-        self._layouts: dict[bytes, _Layout | None] = {}
+        self._layouts: dict[bytes, BlockLayout | None] = {}
         self._writer: threading.Thread | None = None
         self._answering = 0
         self._is_closed = False
@@ -206,25 +199,21 @@ class KeptPrefixes:
         if len(found) * BLOCK_TOKENS <= least:
             return None
         layout = self._layout_of(found[has], chat)
-        of_windows = self._layout_of(windows[len(found) - 1], chat) if window else None
-        if not isinstance(layout, BlockLayout):
+        if layout is None or not window:
+            return Found(found, layout, chat, self) if layout is not None else None
+        of_windows = self._layout_of(windows[len(found) - 1], chat)
+        if of_windows is None:
             return None
-        if not isinstance(of_windows, BlockLayout):
-            return None if window else Found(found, layout, chat, self)
         return Found(found, layout, chat, self, windows=Found(windows[: len(found)], of_windows, chat, self))
 
-    def find_state(self, ids: Sequence[int], least: int, *, has_rows: bool, chat: str = "") -> Found | None:
-        """The same for a cache whose layers forget tokens: it goes on where it was left once, behind `least` tokens.
-
-        Args:
-            has_rows: whether some of its layers forget nothing, so that blocks are needed too.
-        """
+    def find_state(self, ids: Sequence[int], least: int, chat: str = "") -> Found | None:
+        """The same for a cache whose layers forget tokens: it goes on where it was left once, behind `least` tokens."""
         most = min(len(ids) - 1, self._most_tokens)
         if least >= most:
             return None
         keys, is_kept = list[Key](), self._look(chat)
         for key in block_keys(self._forgetful_root, ids, most):
-            if has_rows and not is_kept(key):
+            if not is_kept(key):
                 break
             keys.append(key)
         for index in range(len(keys), -1, -1):
@@ -234,21 +223,17 @@ class KeptPrefixes:
                 break
             before = keys[index - 1] if index else self._forgetful_root
             for key in reversed(list(state_keys(before, ids[begin:end]))):
-                if is_kept(key):
-                    state = self._layout_of(key, chat)
-                    if isinstance(state, StateLayout) and least < state.tokens <= end:
-                        return self._found_state(keys[:index] if has_rows else [], key, state, chat)
+                state = self._layout_of(key, chat) if is_kept(key) else None
+                if state is not None and least < state.tokens <= end:
+                    blocks = self._layout_of(keys[0], chat) if index else BlockLayout(0, ())
+                    return Found(keys[:index], blocks, chat, self, state=(key, state)) if blocks is not None else None
         return None
-
-    def _found_state(self, blocks: list[Key], key: Key, state: StateLayout, chat: str) -> Found | None:
-        layout = self._layout_of(blocks[0], chat) if blocks else BlockLayout(())
-        return Found(blocks, layout, chat, self, state=(key, state)) if isinstance(layout, BlockLayout) else None
 
     def offer(
         self,
         owner: object,
         ids: Sequence[int],
-        layout: BlockLayout | None,
+        layout: BlockLayout,
         copy: CopyBlock,
         chat: str = "",
         windows: WindowBlocks | None = None,
@@ -256,11 +241,10 @@ class KeptPrefixes:
         """An answer has ended: `copy` gives what its owner holds of these tokens, until `withdraw`.
 
         Args:
-            layout: of what it gives; None if that cannot be kept.
             chat: on whose part of the disk it may be kept; empty: on none.
             windows: of layers with a window, if these are apart.
         """
-        if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
+        if not BLOCK_TOKENS <= len(ids) <= self._most_tokens:
             return
         pieces = _blocks(self.root if windows is None else self._windowed_root, ids, len(ids), layout, copy)
         if windows is not None:
@@ -274,7 +258,7 @@ class KeptPrefixes:
         self,
         owner: object,
         ids: Sequence[int],
-        layout: BlockLayout | None,
+        layout: BlockLayout,
         copy: CopyBlock,
         states: Sequence[PagedState],
         chat: str = "",
@@ -282,21 +266,20 @@ class KeptPrefixes:
         """The same of a cache whose layers forget tokens: it can only be gone on with from one of these states.
 
         Args:
-            layout: of blocks of its other layers; None if there are none.
+            layout: of blocks of its other layers.
             states: the shortest first.
         """
         if not states or len(ids) > self._most_tokens:
             return
         keys = [self._forgetful_root, *block_keys(self._forgetful_root, ids, len(ids))]
-        pieces, blocks = list[_Piece](), list[_Piece]()
-        if layout is not None:
-            blocks = _blocks(self._forgetful_root, ids, states[-1].tokens, layout, copy)
+        blocks = _blocks(self._forgetful_root, ids, states[-1].layout.tokens, layout, copy)
+        pieces, begun = list[_Piece](), 0
         for state in states:
-            index = state.tokens // BLOCK_TOKENS
-            *_, key = state_keys(keys[index], ids[index * BLOCK_TOKENS : state.tokens])
-            pieces += blocks[sum(piece.layout is layout for piece in pieces) : index]
-            pieces.append(_Piece(key, index, StateLayout.of(state), state.copy))
-        self._offer(owner, _Source(pieces, chat, is_whole=False))
+            index, rest = divmod(state.layout.tokens, BLOCK_TOKENS)
+            *_, key = state_keys(keys[index], ids[state.layout.tokens - rest : state.layout.tokens])
+            pieces += [*blocks[begun:index], _Piece(key, index, state.layout, state.copy)]
+            begun = max(begun, index)
+        self._offer(owner, _Source(pieces, chat))
 
     def _offer(self, owner: object, source: _Source) -> None:
         with self._changed:
@@ -325,12 +308,12 @@ class KeptPrefixes:
         """Whether a chat has a folder and has not been deleted, though the disk may take nothing more."""
         return self._folders is not None and self._folders.keeps(chat)
 
-    def withdraw(self, owner: object, tokens: int = 0) -> None:
-        """All but the first `tokens` tokens of what was offered is going to be overwritten: now or never."""
+    def withdraw(self, owner: object) -> None:
+        """What was offered is going to be overwritten: now or never."""
         with self._changed:
             source = self._sources.pop(owner, None)
-            if source is not None and (source.is_whole or not tokens):
-                self._take(source, max(source.next, tokens // BLOCK_TOKENS))
+            if source is not None:
+                self._take(source)
                 self._changed.notify_all()  # there may be something to write again
 
     def answering(self, change: int) -> None:
@@ -371,7 +354,7 @@ class KeptPrefixes:
 
     # --- bringing back --------------------------------------------------------------------------------
 
-    def _layout_of(self, key: Key, chat: str) -> _Layout | None:
+    def _layout_of(self, key: Key, chat: str) -> BlockLayout | None:
         block = self._blocks.get(key)
         if block is not None:
             return block.layout
@@ -380,7 +363,7 @@ class KeptPrefixes:
             return None
         description, nbytes = described
         if description not in self._layouts:
-            self._layouts[description] = BlockLayout.read(description) or StateLayout.read(description)
+            self._layouts[description] = BlockLayout.read(description)
         layout = self._layouts[description]
         return layout if layout is not None and layout.nbytes == nbytes else None
 
@@ -388,19 +371,12 @@ class KeptPrefixes:
         ram, memory = [0] * len(found.keys), threading.local()
 
         def bring(at: int) -> bool:
-            block = self._blocks.get(found.keys[at])
             with torch.inference_mode():  # what takes it was made in this mode, which each thread has for itself
-                if block is not None and block.layout == found.layout:
-                    take(at, block.data)
-                    ram[at] = BLOCK_TOKENS
-                    return True
-                data: torch.Tensor | None = getattr(memory, "data", None)
-                if data is None:
-                    data = memory.data = torch.empty(found.layout.nbytes, dtype=torch.uint8)
-                if not self._read(found.chat, found.keys[at], data):
-                    return False
-                take(at, data)
-                return True
+                data, is_in_ram = self._data(found.chat, found.keys[at], found.layout, memory)
+                if data is not None:
+                    take(at, data)
+                    ram[at] = BLOCK_TOKENS * is_in_ram
+                return data is not None
 
         with ThreadPoolExecutor(_READERS, "kept-reader") as pool:
             brought = list(pool.map(bring, range(first, len(found.keys))))
@@ -410,24 +386,31 @@ class KeptPrefixes:
         self._used(found.keys[:sound], found.chat)
         return sound * BLOCK_TOKENS
 
-    def _bring_state(self, found: Found, take: Callable[[StateLayout, torch.Tensor], None]) -> bool:
+    def _bring_state(self, found: Found, take: Callable[[torch.Tensor], None]) -> bool:
         assert found.state is not None
-        (key, layout), block = found.state, self._blocks.get(found.state[0])
-        if block is not None and block.layout == layout:
-            data = block.data
-        else:
-            data, block = torch.empty(layout.nbytes, dtype=torch.uint8), None
-            if not self._read(found.chat, key, data):
-                return False
-        take(layout, data)
+        key, layout = found.state
+        data, is_in_ram = self._data(found.chat, key, layout, threading.local())
+        if data is None:
+            return False
+        take(data)
         _held, ram, disk = found.reused
         rest = layout.tokens - ram - disk
-        found.reused = Reused(0, ram + rest, disk) if block is not None else Reused(0, ram, disk + rest)
+        found.reused = Reused(0, ram + rest, disk) if is_in_ram else Reused(0, ram, disk + rest)
         self._used([*found.keys, key], found.chat)
         return True
 
-    def _read(self, chat: str, key: Key, data: torch.Tensor) -> bool:
-        return self._files is not None and self._files.read_into(chat, key, memoryview(data.numpy()))  # type: ignore[arg-type]
+    def _data(
+        self, chat: str, key: Key, layout: BlockLayout, memory: threading.local
+    ) -> tuple[torch.Tensor | None, bool]:
+        """The bytes of a piece, or None, and whether they are in RAM; else they are read into this thread's memory."""
+        block = self._blocks.get(key)
+        if block is not None and block.layout == layout:
+            return block.data, True
+        data: torch.Tensor | None = getattr(memory, "data", None)
+        if data is None:
+            data = memory.data = torch.empty(layout.nbytes, dtype=torch.uint8)
+        is_read = self._files is not None and self._files.read_into(chat, key, memoryview(data.numpy()))  # type: ignore[arg-type]
+        return data if is_read else None, False
 
     def _used(self, keys: list[Key], chat: str) -> None:
         with self._changed:
@@ -444,11 +427,11 @@ class KeptPrefixes:
         on_disk = self._files.look(chat) if self._files is not None else None
         return lambda key: key in self._blocks or (on_disk is not None and on_disk(key))
 
-    def _take(self, source: _Source, first: int) -> None:
+    def _take(self, source: _Source) -> None:
         keys, chat = source.keys, source.chat
         files = self._files if self._files is not None and self._files.keeps(chat) else None
         may_write = files is not None and not source.is_refused  # else its end would replace its beginning there
-        for piece in source.pieces[first:]:
+        for piece in source.pieces[source.next :]:
             if files is not None and files.has(chat, piece.key):
                 continue
             if piece.key not in self._blocks:
@@ -521,10 +504,10 @@ class KeptPrefixes:
                 self._written(chat, key, self._add(writing, chat, key, index, layout, memory))
 
     @staticmethod
-    def _add(writing: Writing, chat: str, key: Key, index: int, layout: _Layout, data: torch.Tensor) -> bool:
+    def _add(writing: Writing, chat: str, key: Key, index: int, layout: BlockLayout, data: torch.Tensor) -> bool:
         return writing.add(chat, key, index, layout.described, memoryview(data.numpy()))  # type: ignore[arg-type]
 
-    def _wanted(self, memory: torch.Tensor) -> tuple[str, Key, int, _Layout, torch.Tensor, list[Key]] | None:
+    def _wanted(self, memory: torch.Tensor) -> tuple[str, Key, int, BlockLayout, torch.Tensor, list[Key]] | None:
         """The next block to write: its chat, key, index, layout and bytes, and what must not give way to it."""
         with self._changed:
             found = self._next()

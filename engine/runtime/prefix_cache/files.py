@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Key = bytes
 """16 bytes: identifies a model and all tokens up to the end of a block."""
 
-_MAGIC = b"SWKEPT\x00\x02"
+_MAGIC = b"SWKEPT\x00\x03"
 _HEADER = struct.Struct("<8s16sQI")
 """Magic and version, salt, bytes of data, of the description.  Description and data follow, encrypted."""
 _PIECE = 2**20
@@ -55,7 +55,7 @@ class DamagedFileError(Exception):
     """A file does not hold what its name says."""
 
 
-class KeptFiles:
+class SpillFiles:
     """The blocks of one folder: of chats that `keep_chat` has named, and no others.
 
     Args:
@@ -235,7 +235,7 @@ class Writing:
         held: bytes of all blocks there.
     """
 
-    def __init__(self, files: KeptFiles, folder: Path, room: Callable[[Path, int], int]) -> None:
+    def __init__(self, files: SpillFiles, folder: Path, room: Callable[[Path, int], int]) -> None:
         self._files, self._folder, self._room = files, folder, room
         self._begun_ns = time.time_ns()
         self._others = sorted(kept_files(folder), key=lambda file: file.used_ns, reverse=True)

@@ -1,1 +1,0 @@
-"""What was computed of prompts and answers, kept by content: in RAM, and on disk for the next start."""
