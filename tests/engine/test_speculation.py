@@ -14,10 +14,9 @@ from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.constrained import ConstrainedAnswers
-from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import BatchRequest, ChanceLog, GenerationResult
 from engine.runtime.decode.sequence import Sequence as Answer
-from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.speculation import Guess, Speculation, StepPrices
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import DECODE

@@ -29,12 +29,12 @@ from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipe
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, ScheduleChoice, why_not_packed
 from engine.runtime.batch.row_mixers import RowMixers
-from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.encoder_decoder import decoder_start
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.sequence import Sequence as Answer
+from engine.runtime.decode.speculation import Guess
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.library_attention import attending_by, configs_of

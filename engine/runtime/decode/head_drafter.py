@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from engine.common import clock
-from engine.runtime.decode.drafter import Experience, Guess
+from engine.runtime.decode.speculation import Experience, Guess
 from engine.runtime.draft_head import DraftHead
 
 if TYPE_CHECKING:

@@ -26,10 +26,9 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.beam_search import decode_beams
-from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import Sequence, SequenceError, of_one, wrong_with_one
-from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.speculation import Guess, Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches

@@ -14,10 +14,9 @@ from engine.common.errors import EngineError
 from engine.common.footprint import PAGE_TOKENS, SPARE_WINDOW_PAGES, pages_for
 from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.beam_search import Beams, BeamStep
-from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence
-from engine.runtime.decode.speculation import Speculation
+from engine.runtime.decode.speculation import Guess, Speculation
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
 from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, block_into_pages, into_pages, state_into_pages
