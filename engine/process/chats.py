@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine.common.falls import FALLS
 from engine.process.failures import log_failure
 from engine.process.requests import RequestQueue, failed
-from engine.protocol import Called, Event, Finished, Generate, Progress, SampleBatch, StartBatch, Token
+from engine.protocol import Called, Event, Finished, Generate, Phase, Progress, SampleBatch, StartBatch, Token
 from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ChatService:
             if told < 0:
                 told = 0
                 log.reads(total - done)
-            self._read(name, done, total)
+            self.progress(name, "prefill", done, total)
 
         def on_end(outcome: Outcome) -> None:
             log.ends()
@@ -130,11 +130,12 @@ class ChatService:
         self._others()
         return False
 
-    def _read(self, name: str, done: int, total: int) -> None:
+    def progress(self, name: str, phase: Phase, done: int, total: int) -> None:
+        """Tells of it no more often than it can be shown, and of its end."""
         now = monotonic()
-        if done == total or now - self._progress_s >= PROGRESS_S:
+        if done >= total or now - self._progress_s >= PROGRESS_S:
             self._progress_s = now
-            self._send(Progress(name, "prefill", done, total))
+            self._send(Progress(name, phase, done, total))
 
     def _end(self, name: str, outcome: Outcome) -> None:
         if isinstance(outcome, BaseException):
