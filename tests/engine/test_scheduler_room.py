@@ -172,7 +172,7 @@ def test_a_row_of_a_job_that_rests_keeps_no_other_out(mixtral: LoadedModel) -> N
 def test_rows_of_jobs_step_aside_for_chats(mixtral: LoadedModel) -> None:
     scheduler, answers, ends = Scheduler(mixtral), dict[int, GenerationResult](), list[Outcome]()
     above = scheduler._batch = ContinuousBatch(PackedModel(mixtral, POLICY), POLICY, most_pages=8)
-    lane = scheduler._job_lane(replace(POLICY, ahead=None, kv_type=mixtral.kv_type))
+    lane = scheduler.job_lane(replace(POLICY, ahead=None, kv_type=mixtral.kv_type))
     assert isinstance(lane, ContinuousBatch)
     asked = [Sequence(replace(asked_for(number, (40, 20)), row=number)) for number in range(4)]
     rows = map(Preparation(mixtral).prepare, asked)

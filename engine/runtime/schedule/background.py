@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,7 +24,10 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
-from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
+from engine.runtime.schedule.request import AnswerCallback, BatchRequest
+
+if TYPE_CHECKING:
+    from engine.runtime.schedule.scheduler import Scheduler
 
 _Result = TypeVar("_Result")
 _IDLE_S = 0.005
@@ -32,21 +35,10 @@ _CLOSED = "The engine was needed for something else: resume the job."
 
 
 class Background:
-    """The jobs of one loaded model, as its scheduler sees them.
+    """The jobs of one loaded model, as its scheduler sees them."""
 
-    Args:
-        make_lane: where rows are answered by a policy; see `lane_for`.
-        on_news: called on any thread when there is something to do for the engine's.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        make_lane: Callable[[BatchPolicy], ContinuousBatch],
-        on_news: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.loaded, self._make_lane, self.on_news = loaded, make_lane, on_news
-        self._preparation = Preparation(loaded)
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._lock = threading.Lock()
         self._calls: deque[Callable[[], None]] = deque()
         self._runs: list[_Run] = []
@@ -81,13 +73,17 @@ class Background:
             is_closed = self._is_closed
         if is_closed:
             self._answer_calls()
-        self.on_news()
+        self._scheduler.on_news()
         over.wait()
         if errors:
             raise errors[0]
         return results[0]
 
     # --- the engine's thread ----------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._scheduler.loaded
 
     @property
     def is_busy(self) -> bool:
@@ -131,7 +127,7 @@ class Background:
         key = policy.kv_type, policy.window, policy.kept
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = self._make_lane(policy)
+            lane = self._lanes[key] = self._scheduler.job_lane(policy)
         lane.jobs += 1
 
         def leave() -> None:
@@ -149,7 +145,7 @@ class Background:
     def rows_of(self, run: _Run, requests: Iterator[BatchRequest]) -> Iterator[Sequence]:
         """A job's rows; what breaks while they are read breaks this job alone."""
         try:
-            yield from self._preparation.rows(requests, run.answered, run.cancelled)
+            yield from self._scheduler.preparation.rows(requests, run.answered, run.cancelled)
         except RequestCancelled:
             run.outcome = BatchOutcome.CANCELLED
         except BaseException as error:
@@ -170,9 +166,6 @@ class Background:
         for lane in lanes.values():
             with passed_over("Rows of a job could not be given up"):  # the card that they are on may be gone
                 lane.free()
-
-    def use(self, loaded: LoadedModel) -> None:
-        self.loaded, self._preparation = loaded, Preparation(loaded)
 
     def _answer_calls(self) -> None:
         while True:

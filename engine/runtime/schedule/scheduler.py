@@ -54,7 +54,7 @@ class Scheduler:
         places: Engine | None = None,
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
-        self._on_news, self._places, self._on_note = on_news, places, on_note
+        self.on_news, self._places, self._on_note = on_news, places, on_note
         self._waiting: deque[Sequence] = deque()
         self._admitted: dict[int, Sequence] = {}
         """Those that have a place, by their numbers."""
@@ -63,7 +63,7 @@ class Scheduler:
         self._times = Times()
         self._is_beside = False
         """Whether somebody else computes with the model between two turns."""
-        self.background = Background(loaded, self._job_lane, self._on_news)
+        self.background = Background(self)
         self._use(loaded)
 
     def _use(self, loaded: LoadedModel) -> None:
@@ -287,7 +287,6 @@ class Scheduler:
         self.forget()
         try:
             self._use(load())
-            self.background.use(self.loaded)
         except BaseException as error:
             self.background.close()
             for asked in carried:
@@ -325,7 +324,7 @@ class Scheduler:
         self._waiting.remove(asked)
         asked.ended(outcome)
 
-    def _job_lane(self, policy: BatchPolicy) -> ContinuousBatch:
+    def job_lane(self, policy: BatchPolicy) -> ContinuousBatch:
         """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
         lane = lane_for(self.loaded, policy, self._ready())
         if self._batch is not None and lane.model is self._batch.model:
